@@ -1,4 +1,4 @@
-"""How the ZeroMQ transport opens sockets: in which context, for which protocol, and with which errors."""
+"""The ZeroMQ transport opens sockets in the right context and for the right protocol, and reports errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvevents.subscriber.zmq_sockets import DEFAULT_SOCKET_OPTIONS, SocketFactor
 DEADLINE = 20.0
 
 
-def exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:
-    """Return the numbers received until the stream is EXACT. A live batch has to confirm what replay returned."""
+def receive_until_exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:
+    """Receive until the stream is EXACT and return the sequence numbers. A live batch has to confirm the replayed ones."""
     seqs: list[int] = []
     end = time.monotonic() + DEADLINE
     while subscriber.trust() != Trust.EXACT:
@@ -33,19 +33,21 @@ def exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:
     return seqs
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("has_context", [False, True])
 @pytest.mark.parametrize("live", ["inproc://live", "tcp://127.0.0.1:*"])
-def test_inproc_endpoints_are_in_the_context_of_the_caller(own: bool, live: str) -> None:
-    """Live and replay endpoints. Without a context of the caller, they are in the process-wide one."""
+def test_inproc_endpoints_are_in_the_context_of_the_caller(has_context: bool, live: str) -> None:
+    """Live and replay endpoints are in the context that the caller passes, and else in the process-wide one."""
     with zmq.Context() as context:
-        given = context if own else None
-        shared = given if live.startswith("tcp") or own else zmq.Context.instance()
-        if shared is None:
-            shared = zmq.Context.instance()
-        publisher = ZmqEventPublisher(0, live, "inproc://replay", context=shared)
+        passed_context = context if has_context else None
+        publisher_context = passed_context if live.startswith("tcp") or has_context else zmq.Context.instance()
+        if publisher_context is None:
+            publisher_context = zmq.Context.instance()
+        publisher = ZmqEventPublisher(0, live, "inproc://replay", context=publisher_context)
         publisher.publish(EventBatch(0.0, [BlockRemoved([0])]))
-        with Subscriber(Source(publisher.endpoint, "inproc://replay"), transport=ZmqTransport(context=given)) as subscriber:
-            assert exact(subscriber, publisher)[0] == 0
+        with Subscriber(
+            Source(publisher.endpoint, "inproc://replay"), transport=ZmqTransport(context=passed_context)
+        ) as subscriber:
+            assert receive_until_exact(subscriber, publisher)[0] == 0
         publisher.shutdown()
 
 
@@ -53,8 +55,8 @@ def test_inproc_endpoints_are_in_the_context_of_the_caller(own: bool, live: str)
     "endpoint",
     ["tcp://[::1]:5557", "tcp://:::5557", "tcp://[::]:5557", "tcp://10.1.2.3:5557", "tcp://engine:5557", "ipc:///tmp/[x]"],
 )
-def test_ipv6_is_enabled_by_the_rule_of_publishers(endpoint: str) -> None:
-    """The rule is `endpoints.needs_ipv6`."""
+def test_ipv6_is_enabled_for_the_same_endpoints_as_in_publishers(endpoint: str) -> None:
+    """Both ends use `endpoints.needs_ipv6`."""
     with zmq.Context() as context:
         sockets = SocketFactory(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
         for kind in (zmq.SUB, zmq.DEALER):
@@ -63,7 +65,7 @@ def test_ipv6_is_enabled_by_the_rule_of_publishers(endpoint: str) -> None:
 
 
 def test_a_subscriber_binds_at_the_ipv6_wildcard() -> None:
-    """As vLLM writes it, without brackets."""
+    """The wildcard has no brackets, as vLLM writes it."""
     with zmq.Context() as context, context.socket(zmq.PUB) as probe:
         probe.ipv6 = True
         try:
@@ -75,15 +77,15 @@ def test_a_subscriber_binds_at_the_ipv6_wildcard() -> None:
 
 
 def test_endpoint_errors_have_endpoint_and_errno() -> None:
-    """Of publishers and subscribers, so that code need not parse the message."""
+    """Errors of publishers and subscribers carry both as attributes, so that code need not parse the message."""
     with zmq.Context() as context, context.socket(zmq.PUB) as holder:
-        taken = f"tcp://127.0.0.1:{holder.bind_to_random_port('tcp://127.0.0.1')}"
+        used_endpoint = f"tcp://127.0.0.1:{holder.bind_to_random_port('tcp://127.0.0.1')}"
         with pytest.raises(EndpointError, match="Address already in use") as published:
-            ZmqEventPublisher(0, taken, bind=True)
+            ZmqEventPublisher(0, used_endpoint, bind=True)
         with pytest.raises(EndpointError, match="Address already in use") as subscribed:
-            Subscriber(Source(taken, bind=True))
+            Subscriber(Source(used_endpoint, bind=True))
     for error in (published.value, subscribed.value):
-        assert (error.endpoint, error.errno) == (taken, errno.EADDRINUSE)
-    with pytest.raises(EndpointError) as impossible:
+        assert (error.endpoint, error.errno) == (used_endpoint, errno.EADDRINUSE)
+    with pytest.raises(EndpointError) as unsupported:
         Subscriber(Source("gopher://host:1"))
-    assert (impossible.value.endpoint, impossible.value.errno) == ("gopher://host:1", errno.EPROTONOSUPPORT)
+    assert (unsupported.value.endpoint, unsupported.value.errno) == ("gopher://host:1", errno.EPROTONOSUPPORT)

@@ -1,4 +1,4 @@
-"""A stalled application is distinguished from a source that is quiet."""
+"""The transport distinguishes a stalled application from a quiet source."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvevents.subscriber.zmq_transport import StallDetector
 from kvevents.testing.fake_transport import VirtualClock
 
 
-def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
-    """Wait `seconds` for messages and return whether the wait began too late."""
+def detects_stall(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
+    """Wait `seconds` for messages and return whether the detector reports that the wait began too late."""
     detector.begin_wait()
     clock.advance(seconds)
     detector.end_wait()
@@ -22,42 +22,42 @@ def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
 
 
 def test_only_the_time_between_waits_counts() -> None:
-    """The first wait may be too late. A long wait is not a stall, and a wait after a long absence is."""
+    """The first wait counts as a stall. A long wait is no stall; a wait that begins long after the last one is."""
     clock = VirtualClock()
     detector = StallDetector(15.0, clock)
-    assert waits(detector, clock, 0.0)
-    assert not waits(detector, clock, 100.0)
+    assert detects_stall(detector, clock, 0.0)
+    assert not detects_stall(detector, clock, 100.0)
     clock.advance(7.0)
-    assert not waits(detector, clock, 0.0)
+    assert not detects_stall(detector, clock, 0.0)
     clock.advance(8.0)
-    assert waits(detector, clock, 0.0)
-    assert not waits(detector, clock, 0.0)
+    assert detects_stall(detector, clock, 0.0)
+    assert not detects_stall(detector, clock, 0.0)
 
 
 def test_a_wait_by_other_means_within_max_wait_is_not_a_stall() -> None:
     """asyncio waits by itself and calls `wait` after `max_wait`."""
     clock = VirtualClock()
     detector = StallDetector(15.0, clock)
-    waits(detector, clock, 0.0)
+    detects_stall(detector, clock, 0.0)
     assert detector.max_wait is not None
     for _ in range(100):
         clock.advance(detector.max_wait)
-        assert not waits(detector, clock, 0.0)
+        assert not detects_stall(detector, clock, 0.0)
 
 
 def test_without_heartbeats_every_pause_is_a_stall() -> None:
-    """Without heartbeats no silence of a connection is known to be harmless, and `max_wait` is None."""
+    """Without heartbeats no silence of a connection is known to be harmless. `max_wait` is None."""
     clock = VirtualClock()
     detector = StallDetector(0.0, clock)
-    waits(detector, clock, 0.0)
+    detects_stall(detector, clock, 0.0)
     clock.advance(0.001)
-    assert waits(detector, clock, 0.0)
+    assert detects_stall(detector, clock, 0.0)
     assert detector.max_wait is None
 
 
-@pytest.mark.parametrize("away", [False, True])
-def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(away: bool) -> None:
-    """A source that was quiet for a minute is read to its end. After a stall of a minute the transport takes a new socket.
+@pytest.mark.parametrize("stalls", [False, True])
+def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(stalls: bool) -> None:
+    """A source that was quiet for a minute is read to its end. After a stall of a minute the transport opens a new socket.
 
     A full socket whose connection has timed out must not be read: libzmq 4.3.5 aborts the process.
     """
@@ -76,15 +76,15 @@ def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(away: b
         engine.publish(0, 1, 2)
         engine.cut()
         rig.settle(reader.connection)
-        clock.advance(60.0 if away else 0.0)
+        clock.advance(60.0 if stalls else 0.0)
         reader.until(lambda: "down" in reader.recorder.log)
-        assert reader.recorder.log == ["up", *([] if away else range(3)), "down"]
+        assert reader.recorder.log == ["up", *([] if stalls else range(3)), "down"]
     finally:
         rig.close()
 
 
 def test_a_subscriber_calls_its_transport_at_least_every_max_wait() -> None:
-    """Also without any other timer: asyncio would otherwise wait by itself for as long as nothing arrives."""
+    """It does so without any other timer, too: asyncio would otherwise wait by itself for as long as nothing arrives."""
     transport = ZmqTransport(options=OPTIONS)
     with Subscriber(Source("tcp://127.0.0.1:9"), transport=transport) as subscriber:
         assert subscriber.receive(0.05) is None

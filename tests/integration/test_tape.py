@@ -1,4 +1,4 @@
-"""`kvevents.testing.tape` and its faults, with real sockets."""
+"""`TapePlayer` behaves like a real engine, and its faults do what they say, with real sockets."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ RUN = "bs32-sha256cbor-seed0"
 TOPIC = b"kv-events"
 END = replay_end_frames(with_topic=True)
 SECONDS = 10
-"""Deadline of every wait; nothing waits for it unless it fails."""
+"""Deadline of every wait. Only a failing test waits for it."""
 
 
-def stamped(ts: float) -> bytes:
+def encode_empty_batch(ts: float) -> bytes:
     """Return an empty batch with this timestamp, as an engine encodes it."""
     return b"\x93\xcb" + struct.pack(">d", ts) + b"\x90\x00"
 
 
 def batches(count: int, first: int = 0) -> list[tuple[bytes, int, bytes]]:
-    return [(TOPIC, seq, stamped(1000.0 + seq)) for seq in range(first, first + count)]
+    return [(TOPIC, seq, encode_empty_batch(1000.0 + seq)) for seq in range(first, first + count)]
 
 
 def replayed(*seqs: int) -> list[list[bytes]]:
-    return [replay_batch_frames(TOPIC, seq, stamped(1000.0 + seq)) for seq in seqs]
+    return [replay_batch_frames(TOPIC, seq, encode_empty_batch(1000.0 + seq)) for seq in seqs]
 
 
 class Peer:
@@ -64,7 +64,7 @@ class Peer:
         self.dealer.close(0)
 
     def join(self) -> Peer:
-        """Wait until subscribed. A SUB socket that reconnects subscribes again when it is polled."""
+        """Wait until the tape knows the subscription. A SUB socket that reconnects subscribes again when it is polled."""
         deadline = time.monotonic() + SECONDS
         while not self.tape.wait_for_subscriber(0.01):
             assert time.monotonic() < deadline
@@ -77,7 +77,7 @@ class Peer:
     def seqs(self, count: int) -> list[int]:
         return [int.from_bytes(frames[1]) for frames in self.live(count)]
 
-    def ask(self, start: int) -> None:
+    def request_replay(self, start: int) -> None:
         self.dealer.send_multipart(replay_request_frames(start))
 
     def reply(self) -> list[list[bytes]]:
@@ -87,8 +87,8 @@ class Peer:
             reply.append(receive(self.dealer))
         return reply
 
-    def ask_and_get(self, start: int) -> list[list[bytes]]:
-        self.ask(start)
+    def request_and_receive(self, start: int) -> list[list[bytes]]:
+        self.request_replay(start)
         return self.reply()
 
 
@@ -108,7 +108,7 @@ Connect = Callable[..., Peer]
 
 @pytest.fixture
 def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
-    """Return a subscribed peer of a tape."""
+    """Return a function that connects a peer to a tape and waits until it is subscribed."""
     peers: list[Peer] = []
 
     def make(tape: TapePlayer, topic: bytes = b"") -> Peer:
@@ -123,8 +123,8 @@ def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
 # What an engine does
 
 
-def test_plays_a_recording_unchanged(connect: Connect) -> None:
-    """The PUB socket sends the frames of a real engine, to the byte and in order."""
+def test_a_recording_is_played_unchanged(connect: Connect) -> None:
+    """The PUB socket sends the recorded frames of a real engine, to the byte and in order."""
     recorded = [list(one.frames) for one in read_recording(CAPTURE) if (one.socket, one.run) == ("pub", RUN)]
     with TapePlayer(CAPTURE, run=RUN) as tape:
         peer = connect(tape)
@@ -133,17 +133,18 @@ def test_plays_a_recording_unchanged(connect: Connect) -> None:
         assert tape.batches() == [(batch.seq, batch.payload) for batch in live_batches(CAPTURE, RUN)]
 
 
-def test_replies_as_the_real_engine_replied(connect: Connect) -> None:
-    """Both replies in the capture, requested at the same point, equal the real engine's to the byte."""
+def test_replies_equal_those_of_the_recorded_engine(connect: Connect) -> None:
+    """Both replies in the capture are requested at the same point, and equal those of the real engine to the byte."""
     with TapePlayer(CAPTURE, run=RUN) as tape:
         peer = connect(tape)
         for start, reply in recorded_replies():
             last = int.from_bytes(reply[-2][2])
             tape.play(last + 1 - tape.counts.published)
-            assert peer.ask_and_get(start) == reply
+            assert peer.request_and_receive(start) == reply
 
 
 def recorded_replies() -> Iterator[tuple[int, list[list[bytes]]]]:
+    """Yield the start that each recorded request names, and the frames of its reply."""
     start, reply = 0, list[list[bytes]]()
     for one in read_recording(CAPTURE):
         if one.run == RUN and one.socket == "replay-request":
@@ -155,8 +156,8 @@ def recorded_replies() -> Iterator[tuple[int, list[list[bytes]]]]:
 
 
 @pytest.mark.parametrize(("release", "shape"), [("0.24.0", "no-topic"), ("0.26.0", "topic")])
-def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape: str) -> None:
-    """Both forms of replies, and live frames, equal those of the golden files, which the releases' own classes encoded."""
+def test_reply_shapes_equal_those_of_released_engines(connect: Connect, release: str, shape: str) -> None:
+    """Live frames and both reply shapes equal those of the golden file, which the classes of the releases encoded."""
     rows = [json.loads(line) for line in (DATA / "dialects.jsonl").read_text().splitlines()]
     golden = next(row for row in rows if (row["engine"], row["release"]) == ("vllm", release))
     topic, seq, payload = [bytes.fromhex(frame) for frame in golden["pub_frames_hex"]]
@@ -165,24 +166,24 @@ def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape:
         tape.play()
         assert peer.live() == [[topic, seq, payload]]
         reply = [[bytes.fromhex(frame) for frame in golden[name]] for name in ("replay_frames_hex", "replay_end_frames_hex")]
-        assert peer.ask_and_get(0) == reply
+        assert peer.request_and_receive(0) == reply
 
 
-def test_reply_shape_of_the_very_first_version(connect: Connect) -> None:
-    """Its end marker has no number."""
+def test_the_oldest_reply_shape_ends_without_a_number(connect: Connect) -> None:
+    """The first version of vLLM's publisher sends an end marker of two empty frames."""
     with TapePlayer(batches(1), faults=Faults(reply_shape="bare-end")) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(0) == [[b"", encode_seq(0), stamped(1000.0)], [b"", b""]]
+        assert peer.request_and_receive(0) == [[b"", encode_seq(0), encode_empty_batch(1000.0)], [b"", b""]]
 
 
-def test_a_start_beyond_the_newest_gets_the_end_only(connect: Connect) -> None:
-    """As in the engines: the reply does not show whether there are no batches yet or no longer."""
+def test_a_start_beyond_the_newest_batch_gets_the_end_marker_only(connect: Connect) -> None:
+    """The reply does not show whether the batches do not exist yet or have left the buffer, as in engines."""
     with TapePlayer(batches(3)) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(3) == [END]
-        assert peer.ask_and_get((1 << 64) - 1) == [END]
+        assert peer.request_and_receive(3) == [END]
+        assert peer.request_and_receive((1 << 64) - 1) == [END]
 
 
 def test_only_a_well_formed_request_is_answered(connect: Connect) -> None:
@@ -193,13 +194,13 @@ def test_only_a_well_formed_request_is_answered(connect: Connect) -> None:
         bad = [[encode_seq(0)], [b"", b"\0" * 4], [b"", b""], [b"", encode_seq(0), b"more"], [b"x", encode_seq(0)]]
         for frames in bad:
             peer.dealer.send_multipart(frames)
-        assert peer.ask_and_get(1) == [*replayed(1), END]
+        assert peer.request_and_receive(1) == [*replayed(1), END]
         assert tape.counts.refused == len(bad)
         assert tape.requests == [1]
 
 
 def test_a_req_client_receives_one_message(context: zmq.Context[zmq.Socket[bytes]], connect: Connect) -> None:
-    """As with the engines' own example subscriber: a REQ socket receives the first message of a reply and loses the rest."""
+    """A REQ socket, as in the example subscriber of the engines, receives the first message of a reply and loses the rest."""
     with TapePlayer(batches(3)) as tape:
         connect(tape)
         tape.play()
@@ -220,14 +221,14 @@ def test_topics_filter_by_prefix(connect: Connect) -> None:
         assert peer.seqs(2) == [0, 2]
 
 
-def test_many_consumers(connect: Connect) -> None:
+def test_every_consumer_receives_everything(connect: Connect) -> None:
     """Every subscriber receives everything, and concurrent replies do not mix."""
     with TapePlayer(batches(500)) as tape:
         peers = [connect(tape) for _ in range(5)]
         assert tape.wait_for_subscriber(SECONDS, count=5)
         tape.play()
         for start, peer in enumerate(peers):
-            peer.ask(start)
+            peer.request_replay(start)
         for start, peer in enumerate(peers):
             assert peer.seqs(500) == list(range(500))
             assert peer.reply() == [*replayed(*range(start, 500)), END]
@@ -239,14 +240,14 @@ def test_a_reply_waits_for_its_consumer(connect: Connect) -> None:
         peer = connect(tape)
         tape.play()
         peer.dealer.setsockopt(zmq.RCVHWM, 1)
-        peer.ask(0)
+        peer.request_replay(0)
         assert tape.wait_for_request(SECONDS) == 0
         assert peer.live(8000)
         assert [int.from_bytes(frames[2]) for frames in peer.reply()[:-1]] == list(range(8000))
 
 
-def test_an_engine_without_replay(connect: Connect) -> None:
-    """There is only the PUB socket."""
+def test_a_tape_works_without_a_replay_endpoint(connect: Connect) -> None:
+    """Without a replay endpoint, the tape publishes on its PUB socket."""
     with TapePlayer(batches(1), replay_endpoint=None) as tape:
         assert tape.replay_endpoint is None
         peer = connect(tape)
@@ -254,16 +255,16 @@ def test_an_engine_without_replay(connect: Connect) -> None:
         assert peer.seqs(1) == [0]
 
 
-def test_ipc_endpoints(connect: Connect, tmp_path: Path) -> None:
-    """A tape works with any transport, and restarts at the same endpoints."""
+def test_a_tape_works_with_ipc_endpoints(connect: Connect, tmp_path: Path) -> None:
+    """A tape publishes, replies and restarts at `ipc://` endpoints."""
     with TapePlayer(batches(1), endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay") as tape:
         peer = connect(tape)
         tape.play()
         assert peer.seqs(1) == [0]
-        assert peer.ask_and_get(0) == [*replayed(0), END]
+        assert peer.request_and_receive(0) == [*replayed(0), END]
         tape.restart()
         peer.join()
-        assert peer.ask_and_get(0) == [END]
+        assert peer.request_and_receive(0) == [END]
 
 
 # Faults
@@ -276,7 +277,7 @@ def test_dropped_batches_are_replayed(connect: Connect, drop: set[int] | Callabl
         peer = connect(tape)
         assert tape.play() == 5
         assert peer.seqs(3) == [0, 2, 4]
-        assert peer.ask_and_get(1) == [*replayed(1, 2, 3, 4), END]
+        assert peer.request_and_receive(1) == [*replayed(1, 2, 3, 4), END]
         counts = tape.counts
         assert (counts.published, counts.live, counts.dropped) == (5, 3, 2)
         assert tape.log[1] == Sent(0, LiveBatch(*batches(5)[1]), "dropped")
@@ -301,7 +302,7 @@ def test_a_skipped_number_has_no_batch(connect: Connect) -> None:
         peer = connect(tape)
         tape.play()
         assert peer.seqs(3) == [0, 1, 3]
-        assert peer.ask_and_get(0) == [*replayed(0, 1, 3), END]
+        assert peer.request_and_receive(0) == [*replayed(0, 1, 3), END]
         assert [seq for seq, _ in tape.batches()] == [0, 1, 3]
         assert (tape.counts.published, tape.counts.skipped) == (3, 1)
 
@@ -311,20 +312,20 @@ def test_the_send_limit_truncates_replies_silently(connect: Connect) -> None:
     with TapePlayer(batches(10), faults=Faults(replay_send_limit=4)) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(0) == [*replayed(0, 1, 2, 3), END]
-        assert peer.ask_and_get(4) == [*replayed(4, 5, 6, 7), END]
-        assert peer.ask_and_get(8) == [*replayed(8, 9), END]
+        assert peer.request_and_receive(0) == [*replayed(0, 1, 2, 3), END]
+        assert peer.request_and_receive(4) == [*replayed(4, 5, 6, 7), END]
+        assert peer.request_and_receive(8) == [*replayed(8, 9), END]
         assert tape.counts.withheld == 6 + 2
 
 
-def test_a_lost_end_marker(connect: Connect) -> None:
+def test_a_reply_can_lose_its_end_marker(connect: Connect) -> None:
     """The reply ends without a marker, and the next reply follows."""
     with TapePlayer(batches(5), faults=Faults(replay_send_limit=2, lose_end_marker=True)) as tape:
         peer = connect(tape)
         tape.play()
-        peer.ask(0)
+        peer.request_replay(0)
         assert [receive(peer.dealer) for _ in range(2)] == replayed(0, 1)
-        peer.ask(4)
+        peer.request_replay(4)
         assert receive(peer.dealer) == replayed(4)[0]
         assert tape.wait_until(lambda counts: counts.replayed == 3, SECONDS)
 
@@ -340,102 +341,102 @@ def test_the_real_send_limit_drops_batches_of_a_late_consumer(context: zmq.Conte
             dealer.connect(str(tape.replay_endpoint))
             dealer.send_multipart(replay_request_frames(0))
             assert tape.wait_until(lambda counts: counts.replayed == count, SECONDS)
-            got = [int.from_bytes(receive(dealer)[2])]
+            received_seqs = [int.from_bytes(receive(dealer)[2])]
             while dealer.poll(200):
-                got.append(int.from_bytes(dealer.recv_multipart()[2]))
-        assert got == sorted(set(got))
-        assert 1_000 <= len(got) < count
+                received_seqs.append(int.from_bytes(dealer.recv_multipart()[2]))
+        assert received_seqs == sorted(set(received_seqs))
+        assert 1_000 <= len(received_seqs) < count
 
 
-def test_holes_in_replies(connect: Connect) -> None:
+def test_numbers_can_be_missing_in_replies(connect: Connect) -> None:
     """A set of numbers is missing in every reply, and the end marker is sent all the same."""
     with TapePlayer(batches(4), faults=Faults(replay_holes={1, 2})) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(0) == peer.ask_and_get(0) == [*replayed(0, 3), END]
+        assert peer.request_and_receive(0) == peer.request_and_receive(0) == [*replayed(0, 3), END]
         assert tape.counts.withheld == 4
 
 
-def test_a_share_of_holes_is_drawn_for_each_reply(connect: Connect) -> None:
-    """So that a repeated request makes progress."""
+def test_the_missing_numbers_are_drawn_for_each_reply(connect: Connect) -> None:
+    """A repeated request makes progress, since each reply misses other numbers."""
     with TapePlayer(batches(100), faults=Faults(replay_holes=0.5, seed=5)) as tape:
         peer = connect(tape)
         tape.play()
-        first, second = peer.ask_and_get(0), peer.ask_and_get(0)
+        first, second = peer.request_and_receive(0), peer.request_and_receive(0)
         assert first != second
         assert 1 < len(first) < 101
 
 
 def test_the_first_batch_of_a_reply_is_never_missing(connect: Connect) -> None:
-    """A socket always has room for it, and subscribers rely on that."""
+    """A socket always has room for the first batch, and subscribers rely on that."""
     with TapePlayer(batches(4), faults=Faults(replay_holes=1.0)) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(0) == [*replayed(0), END]
-        assert peer.ask_and_get(2) == [*replayed(2), END]
+        assert peer.request_and_receive(0) == [*replayed(0), END]
+        assert peer.request_and_receive(2) == [*replayed(2), END]
 
 
-def test_a_truncated_buffer_answers_from_its_oldest(connect: Connect) -> None:
+def test_a_truncated_buffer_replies_from_its_oldest_batch(connect: Connect) -> None:
     """The reply does not show that the requested start was older."""
     with TapePlayer(batches(10), faults=Faults(buffer_steps=3)) as tape:
         peer = connect(tape)
         tape.play()
-        assert peer.ask_and_get(0) == [*replayed(7, 8, 9), END]
+        assert peer.request_and_receive(0) == [*replayed(7, 8, 9), END]
         assert [batch.seq for batch in tape.replay_buffer] == [7, 8, 9]
 
 
 def test_a_silent_engine_never_answers(connect: Connect) -> None:
-    """It reads requests. After the fault ends, it answers later requests only."""
+    """A silent tape reads requests. After the fault ends, it answers later requests only."""
     with TapePlayer(batches(2), faults=Faults(replay_silent=True)) as tape:
         peer = connect(tape)
         tape.play()
-        peer.ask(0)
+        peer.request_replay(0)
         assert tape.wait_for_request(SECONDS) == 0
         tape.faults = Faults()
-        assert peer.ask_and_get(1) == [*replayed(1), END]
+        assert peer.request_and_receive(1) == [*replayed(1), END]
         assert tape.counts.withheld == 2
 
 
-def test_faults_of_the_first_replies_only(connect: Connect) -> None:
-    """The engine recovers without a call of the test at the right moment."""
+def test_faults_can_be_limited_to_the_first_replies(connect: Connect) -> None:
+    """`faulty_replies=1` spoils one reply. The tape recovers without a call at the right moment."""
     faults = Faults(replay_holes={1}, replay_junk=[[b"junk"]], lose_end_marker=True, faulty_replies=1)
     with TapePlayer(batches(2), faults=faults) as tape:
         peer = connect(tape)
         tape.play()
-        peer.ask(0)
+        peer.request_replay(0)
         assert [receive(peer.dealer) for _ in range(2)] == [[b"junk"], *replayed(0)]
-        assert peer.ask_and_get(0) == [*replayed(0, 1), END]
+        assert peer.request_and_receive(0) == [*replayed(0, 1), END]
 
 
-def test_an_endless_reply(connect: Connect) -> None:
-    """It repeats its batches while the tape continues to publish, and takes no more memory than a full queue."""
+def test_an_endless_reply_does_not_stop_the_tape(connect: Connect) -> None:
+    """The reply repeats its batches while the tape continues to publish and serves other consumers."""
     with TapePlayer(batches(3), faults=Faults(replay_endless=True)) as tape:
         peer = connect(tape)
         tape.play()
-        peer.ask(1)
+        peer.request_replay(1)
         for _ in range(2_000):
             assert [receive(peer.dealer) for _ in range(2)] == replayed(1, 2)
         tape.play(1)
         assert peer.seqs(4) == [0, 1, 2, 3]
         peer.dealer.close(0)
         other = connect(tape)
-        other.ask(9)
+        other.request_replay(9)
         assert other.reply() == [END]
 
 
-def test_replies_of_another_stream_and_junk(connect: Connect) -> None:
+def test_replies_can_hold_another_stream_and_malformed_messages(connect: Connect) -> None:
     """A reply may hold another stream's batches, whatever was requested, and malformed messages."""
     faults = Faults(replay_foreign=[(b"other", 7, b"foreign")], replay_junk=[[b""], [b"a", b"b", b"c", b"d"]])
     with TapePlayer(batches(2), faults=faults) as tape:
         peer = connect(tape)
         tape.play()
         junk = [[b""], [b"a", b"b", b"c", b"d"]]
-        peer.ask(0)
+        peer.request_replay(0)
         assert [receive(peer.dealer) for _ in range(4)] == [*junk, replay_batch_frames(b"other", 7, b"foreign"), END]
 
 
 @pytest.mark.parametrize("frames", [[b"kv"], [b"", b"\0" * 4, b"x"], [b"kv", END_SEQ, b""], [b"a"] * 9])
-def test_raw_frames(connect: Connect, frames: list[bytes]) -> None:
+def test_raw_frames_are_sent_unchanged(connect: Connect, frames: list[bytes]) -> None:
     """The PUB socket sends any frames, and does not count them as a batch."""
     with TapePlayer([]) as tape:
         peer = connect(tape)
@@ -445,28 +446,28 @@ def test_raw_frames(connect: Connect, frames: list[bytes]) -> None:
 
 
 def test_a_flood_of_requests_is_bounded(connect: Connect) -> None:
-    """A consumer that sends requests without reading has a limited number of waiting replies. Other consumers are served."""
+    """A consumer that requests without reading has a limited number of waiting replies. Other consumers are served."""
     flood = 3 * MAX_WAITING_REPLIES
     with TapePlayer(batches(1), faults=Faults(replay_endless=True, faulty_replies=1)) as tape:
         peer = connect(tape)
         tape.play()
         for _ in range(flood):
-            peer.ask(0)
+            peer.request_replay(0)
         assert tape.wait_until(lambda counts: counts.requests + counts.refused == flood, SECONDS)
         assert tape.counts.refused == flood - MAX_WAITING_REPLIES - 1
-        assert connect(tape).ask_and_get(0) == [*replayed(0), END]
+        assert connect(tape).request_and_receive(0) == [*replayed(0), END]
 
 
 @pytest.mark.parametrize(
     "settings", [{"drop": 1.5}, {"replay_holes": -0.1}, {"buffer_steps": -1}, {"replay_send_limit": -1}, {"faulty_replies": -2}]
 )
 def test_invalid_faults_are_refused(settings: dict[str, float]) -> None:
-    """A share outside 0 to 1, a negative limit."""
+    """A share outside 0 to 1 and a negative limit raise `ConfigError`."""
     with pytest.raises(ConfigError):
         Faults(**settings)  # type: ignore[arg-type]
 
 
-# Lives
+# Incarnations
 
 
 def test_a_restart_is_a_new_incarnation_on_the_same_ports(connect: Connect) -> None:
@@ -479,7 +480,7 @@ def test_a_restart_is_a_new_incarnation_on_the_same_ports(connect: Connect) -> N
         tape.restart()
         assert (tape.endpoint, tape.replay_endpoint) == endpoints
         peer.join()
-        assert peer.ask_and_get(0) == [END]
+        assert peer.request_and_receive(0) == [END]
         tape.play()
         again = peer.live(3)
         assert [int.from_bytes(frames[1]) for frames in again] == [0, 1, 2]
@@ -498,13 +499,13 @@ def test_a_new_incarnation_can_pass_the_old_number_unseen(connect: Connect) -> N
         peer.join()
         tape.play(1)
         assert peer.seqs(1) == [10]
-        assert [frames[2] for frames in peer.ask_and_get(0)[:-1]] == [encode_seq(seq) for seq in range(11)]
+        assert [frames[2] for frames in peer.request_and_receive(0)[:-1]] == [encode_seq(seq) for seq in range(11)]
         assert [seq for seq, _ in tape.batches(1)] == list(range(11))
         assert (tape.counts.unseen, tape.counts.published) == (10, 16)
 
 
 def test_a_restart_with_other_batches_plays_them_unchanged(connect: Connect) -> None:
-    """Their payloads are those of the caller; their numbers begin at 0."""
+    """The payloads are those of the caller. The numbers begin at 0."""
     with TapePlayer(batches(1)) as tape:
         peer = connect(tape)
         tape.play()
@@ -541,7 +542,7 @@ def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
         peer = connect(tape)
         tape.stop()
         assert "stopped" in repr(tape)
-        assert refuses(tape.endpoint)
+        assert refuses_connections(tape.endpoint)
         for attempt in (tape.play, lambda: tape.send_raw([b"x"])):
             with pytest.raises(UsageError, match="restart"):
                 attempt()
@@ -551,21 +552,20 @@ def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
         assert peer.seqs(2) == [0, 1]
 
 
-def refuses(endpoint: str) -> bool:
+def refuses_connections(endpoint: str) -> bool:
     """Return whether connections are refused, now or soon: libzmq closes a listener a moment after its socket."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with socket.socket() as probe:
-            probe.settimeout(
-                0.1
-            )  # the kernel drops what knocks at a listener that is just closing, and would knock again in 1 s
+            # The kernel drops connection attempts at a listener that is closing, and would retry after 1 s.
+            probe.settimeout(0.1)
             if probe.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) == errno.ECONNREFUSED:
                 return True
     return False
 
 
 def test_a_paused_engine_hangs(connect: Connect) -> None:
-    """It neither publishes nor answers, with all sockets open, and continues where it was."""
+    """A paused tape neither publishes nor replies, with all sockets open. It continues where it was."""
     with TapePlayer(batches(4)) as tape:
         peer = connect(tape)
         tape.play(2)
@@ -574,7 +574,7 @@ def test_a_paused_engine_hangs(connect: Connect) -> None:
         with pytest.raises(UsageError, match="resume"):
             tape.play()
         playing = tape.start_playing()
-        peer.ask(0)
+        peer.request_replay(0)
         tape.send_raw([b"still", b"open"])
         assert peer.live(3) == [live_frames(*batches(4)[0]), live_frames(*batches(4)[1]), [b"still", b"open"]]
         assert tape.counts.requests == 0
@@ -589,7 +589,7 @@ def test_a_paused_engine_hangs(connect: Connect) -> None:
 
 
 def test_rounds_continue_the_numbers(connect: Connect) -> None:
-    """After its end a tape starts again with later numbers and timestamps. The recorded first number is used."""
+    """A round begins with the recorded first number. Each further round continues the numbers and the timestamps."""
     with TapePlayer(batches(2, first=5)) as tape:
         peer = connect(tape)
         assert tape.play(times=3) == 6
@@ -607,11 +607,11 @@ def test_a_recorded_restart_is_played(connect: Connect) -> None:
         peer = connect(tape)
         tape.play()
         assert peer.seqs(5) == [0, 1, 2, 0, 1]
-        assert peer.ask_and_get(0) == [*replayed(0, 1), END]
+        assert peer.request_and_receive(0) == [*replayed(0, 1), END]
         assert tape.counts.incarnations == 2
 
 
-def test_recorded_gaps_in_numbers_stay(connect: Connect) -> None:
+def test_recorded_gaps_in_numbers_are_played(connect: Connect) -> None:
     """A number that is missing on the tape is not played."""
     with TapePlayer([batches(3)[0], batches(3)[2]]) as tape:
         peer = connect(tape)
@@ -619,8 +619,8 @@ def test_recorded_gaps_in_numbers_stay(connect: Connect) -> None:
         assert peer.seqs(2) == [0, 2]
 
 
-def test_paced_playing(connect: Connect) -> None:
-    """At a rate and at recorded times, everything arrives in order, and plays run one after the other."""
+def test_paced_plays_run_one_after_the_other(connect: Connect) -> None:
+    """Everything arrives in order, at a rate and at recorded times."""
     timed = [LiveBatch(topic, seq, payload, t=seq / 500) for topic, seq, payload in batches(20)]
     with TapePlayer(timed) as tape:
         peer = connect(tape)
@@ -629,8 +629,8 @@ def test_paced_playing(connect: Connect) -> None:
         assert peer.seqs(30) == list(range(30))
 
 
-def test_the_schedule_of_paced_playing() -> None:
-    """Each batch is due one period, or one recorded gap, after the previous one was due, whenever that one was sent.
+def test_paced_batches_are_due_at_regular_times() -> None:
+    """Each batch is due one period, or one recorded gap, after the previous batch was due, whenever that one was sent.
 
     A tape that is far behind continues from the current time.
     """
@@ -645,7 +645,7 @@ def test_the_schedule_of_paced_playing() -> None:
     assert even.due == 101.0 + CATCH_UP_SECONDS
 
 
-def test_recorded_gaps() -> None:
+def test_gaps_are_the_recorded_times_between_batches() -> None:
     """Gaps are the recorded times between batches: 0 at both ends, where clocks went back, and where times are unknown."""
     playlist = Playlist([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
     gaps = []
@@ -656,14 +656,14 @@ def test_recorded_gaps() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"payload of a test", b"\x93\xc0\x90\x00......", b"\x83\xcb12345678"])
-def test_only_timestamps_are_moved(payload: bytes) -> None:
+def test_a_payload_without_a_timestamp_is_unchanged(payload: bytes) -> None:
     """A payload that does not begin with an array and a float is unchanged in every round."""
     assert restamp(payload, 5.0) == payload
 
 
-def test_timestamps_are_moved() -> None:
-    """By the time by which the round began later. Nothing else in the payload changes."""
-    assert restamp(stamped(1.5), 2.0) == stamped(3.5)
+def test_the_timestamp_of_a_payload_is_moved() -> None:
+    """The timestamp moves by the given seconds. Nothing else in the payload changes."""
+    assert restamp(encode_empty_batch(1.5), 2.0) == encode_empty_batch(3.5)
 
 
 def test_stopping_ends_a_play(connect: Connect) -> None:
@@ -698,14 +698,14 @@ def test_requests_are_returned_in_order_and_once(connect: Connect) -> None:
     with TapePlayer(batches(1)) as tape:
         peer = connect(tape)
         for start in (4, 2, 4):
-            peer.ask_and_get(start)
+            peer.request_and_receive(start)
         assert [tape.wait_for_request(SECONDS) for _ in range(3)] == [4, 2, 4]
         assert tape.wait_for_request(0) is None
         assert tape.requests == [4, 2, 4]
 
 
-def test_waits_have_deadlines() -> None:
-    """Without a peer every wait ends and returns that nothing arrived."""
+def test_a_wait_without_a_peer_ends() -> None:
+    """A wait without a peer returns that nothing arrived."""
     with TapePlayer(batches(1)) as tape:
         assert not tape.wait_for_subscriber(0)
         assert not tape.wait_until(lambda counts: counts.published > 0, 0)
@@ -729,11 +729,11 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_closing_is_idempotent_and_ends_everything(connect: Connect) -> None:
-    """Twice, from two threads, during a play, an endless reply and unread messages. After that, calls raise `ClosedError`."""
+    """Two threads close a tape during a play and an endless reply with unread messages. Later calls raise `ClosedError`."""
     tape = TapePlayer(batches(1000), faults=Faults(replay_endless=True))
     peer = connect(tape)
     tape.play()
-    peer.ask(0)
+    peer.request_replay(0)
     playing = tape.start_playing(rate=0.001)
     assert tape.wait_until(lambda counts: counts.replayed > 0, SECONDS)
     closers = [threading.Thread(target=tape.close) for _ in range(2)]
@@ -754,7 +754,7 @@ def open_files() -> int:
 
 
 def test_no_thread_or_descriptor_is_left() -> None:
-    """After a tape with restarts is closed, and after a tape could not be opened."""
+    """A tape with restarts leaves none when it is closed, and a tape that cannot bind leaves none either."""
     TapePlayer(batches(1)).close()
     before = threading.active_count(), open_files()
     for _ in range(3):
@@ -768,7 +768,7 @@ def test_no_thread_or_descriptor_is_left() -> None:
     assert (threading.active_count(), open_files()) == before
 
 
-def test_an_invalid_endpoint() -> None:
-    """It raises `EndpointError`."""
+def test_an_invalid_endpoint_is_an_error() -> None:
+    """The constructor raises `EndpointError`, which names the endpoint."""
     with pytest.raises(EndpointError, match="cannot bind nonsense"):
         TapePlayer(batches(1), endpoint="nonsense")

@@ -1,4 +1,4 @@
-"""CURVE on real sockets: an allowed key gets everything and an unknown key nothing, at both ends and on both sockets."""
+"""CURVE on real sockets: a client with an allowed key gets everything, one with an unknown key nothing, on all sockets."""
 
 from __future__ import annotations
 
@@ -44,28 +44,31 @@ Context = zmq.Context[Socket]
 
 
 def client(pair: Any, server: str = SERVER.public) -> Curve:
+    """Return the settings of a CURVE client with these keys."""
     return Curve(public_key=pair.public, secret_key=pair.secret, server_key=server)
 
 
 def server(allowed: tuple[str, ...] | str | None) -> Curve:
+    """Return the settings of a CURVE server with this allow-list."""
     return Curve(public_key=SERVER.public, secret_key=SERVER.secret, allowed=allowed)
 
 
 def publishing(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
-    """A publisher that closes refused connections soon, so that their clients retry soon."""
+    """Return a publisher that closes refused connections soon, so that their clients retry soon."""
     settings = replace(QUICK, security=SecuritySettings(handshake_timeout=0.1))
     return publisher_cases.publishing(settings=settings, **kwargs)
 
 
 @pytest.fixture(autouse=True)
 def check_that_no_handler_is_left() -> Iterator[None]:
-    """No ZAP handler, and no thread of one, outlives its allow-lists."""
+    """Check after each test that no ZAP handler and no thread of one is left."""
     yield
     assert not zap._registry.handlers
     assert not [thread for thread in threading.enumerate() if thread.name == "zmq-zap"]
 
 
 def connect(context: Context, kind: int, endpoint: str | None, curve: Curve | None) -> Socket:
+    """Return a SUB or DEALER socket that connects with these keys."""
     socket = open_consumer(context, kind)
     if curve is not None:
         curve.apply(socket)
@@ -77,14 +80,15 @@ def connect(context: Context, kind: int, endpoint: str | None, curve: Curve | No
 
 
 @contextmanager
-def watching(socket: Socket, events: int) -> Iterator[Socket]:
-    watch = socket.get_monitor_socket(events)
-    yield watch
+def monitor(socket: Socket, events: int) -> Iterator[Socket]:
+    """Provide a socket that receives these monitor events of `socket`."""
+    monitor_socket = socket.get_monitor_socket(events)
+    yield monitor_socket
     socket.disable_monitor()
-    watch.close()
+    monitor_socket.close()
 
 
-def gets_everything(context: Context, publisher: ZmqEventPublisher, curve: Curve) -> None:
+def check_gets_everything(context: Context, publisher: ZmqEventPublisher, curve: Curve) -> None:
     """Check that a consumer with these keys gets live batches and replay."""
     before = publisher.stats().subscribers
     live = connect(context, zmq.SUB, publisher.endpoint, curve)
@@ -97,7 +101,7 @@ def gets_everything(context: Context, publisher: ZmqEventPublisher, curve: Curve
     assert numbers(read_reply(replay)) == list(range(number + 1))
 
 
-def exact(subscriber: Subscriber) -> bool:
+def is_exact(subscriber: Subscriber) -> bool:
     return subscriber.trust("e") == Trust.EXACT and subscriber.status("e").last_seq == 1
 
 
@@ -108,7 +112,7 @@ def test_an_allowed_key_gets_everything_and_others_nothing(context: Context) -> 
         replay = connect(context, zmq.DEALER, publisher.replay_endpoint, client(STRANGER))
         ask(replay, 0)
         wait_until(lambda: publisher.connections_refused >= 4, "two attempts at each socket")
-        gets_everything(context, publisher, client(FRIEND))
+        check_gets_everything(context, publisher, client(FRIEND))
         refused = publisher.connections_refused
         wait_until(lambda: publisher.connections_refused >= refused + 2, "more attempts")
         assert publisher.stats().subscribers == 1
@@ -128,14 +132,14 @@ def test_a_client_without_the_server_key_is_disconnected(context: Context, keys:
         stranger = open_consumer(context, kind)
         if keys is not None:
             keys.apply(stranger)
-        with watching(stranger, HUNG_UP) as watch:
+        with monitor(stranger, HUNG_UP) as monitor_socket:
             stranger.connect(publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint or "")
             if kind == zmq.SUB:
                 stranger.subscribe(b"")
             else:
                 ask(stranger, 0)
-            assert watch.poll(20_000), "the stranger was not turned away"
-            gets_everything(context, publisher, client(FRIEND))
+            assert monitor_socket.poll(20_000), "the stranger was not disconnected"
+            check_gets_everything(context, publisher, client(FRIEND))
             assert publisher.connections_refused == 0
             assert publisher.stats().subscribers == publisher.stats().replay.requests == 1
             assert stranger.poll(0) == 0
@@ -143,7 +147,7 @@ def test_a_client_without_the_server_key_is_disconnected(context: Context, keys:
 
 def test_without_an_allow_list_the_server_key_is_enough(context: Context) -> None:
     with publishing(replay_endpoint=ANY, curve=server(None)) as publisher:
-        gets_everything(context, publisher, client(STRANGER))
+        check_gets_everything(context, publisher, client(STRANGER))
         assert not zap._registry.handlers
 
 
@@ -154,7 +158,7 @@ def test_a_key_that_is_added_to_an_empty_folder_is_accepted(context: Context, tm
         live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
         wait_until(lambda: publisher.connections_refused, "a refusal")
         write_pair(tmp_path / "new", pair, "", replace=False)
-        # A SUB socket subscribes again when its owner looks at it.
+        # A SUB socket that reconnects subscribes again when it is polled.
         wait_until(lambda: live.poll(0) or publisher.stats().subscribers == 1, "the subscription")
         publisher.publish(batch())
         assert receive(live)[0] == 0
@@ -173,14 +177,14 @@ def test_a_removed_key_is_refused_at_the_next_connection(context: Context, tmp_p
         again = connect(context, zmq.SUB, publisher.endpoint, client(pair))
         wait_until(lambda: publisher.connections_refused, "a refusal")
         live.close()
-        wait_until(lambda: publisher.stats().subscribers == 0, "the end of the old one")
-        gets_everything(context, publisher, client(other))
+        wait_until(lambda: publisher.stats().subscribers == 0, "the end of the old connection")
+        check_gets_everything(context, publisher, client(other))
         assert again.poll(0) == 0
 
 
 @pytest.mark.parametrize("engine", [FRIEND, STRANGER], ids=["allowed", "stranger"])
 def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The consumer is then the CURVE server of both connections, and accepts allowed engines only."""
+    """A consumer that binds is the CURVE server of both connections, and accepts allowed engines only."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     keys = client(engine)
@@ -191,7 +195,7 @@ def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.L
         if engine is FRIEND:
             wait_until(lambda: subscriber.receive(timeout=0.01) or publisher.stats().subscribers == 1, "the subscription")
             publisher.publish(batch(1))
-            wait_until(lambda: subscriber.receive(timeout=0.01) is None and exact(subscriber), "replay and live")
+            wait_until(lambda: subscriber.receive(timeout=0.01) is None and is_exact(subscriber), "replay and live")
             assert publisher.stats().replay.requests >= 1
         else:
             wait_until(lambda: "unknown keys" in caplog.text or subscriber.receive(timeout=0.01), "a refusal")
@@ -201,7 +205,7 @@ def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.L
 
 
 def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
-    """One record has the refused key; a later one, at the latest at the end, has the number of the others."""
+    """The first record has the refused key. A later one, at the latest at the end, has the number of further refusals."""
     with caplog.at_level(logging.WARNING, "kvevents.zap"), publishing(curve=server((FRIEND.public,))) as publisher:
         connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
@@ -221,8 +225,8 @@ def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog:
         publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
     ):
         (tmp_path / "torn.key").write_text("public-")
-        gets_everything(context, publisher, client(pair))
-        gets_everything(context, publisher, client(pair))
+        check_gets_everything(context, publisher, client(pair))
+        check_gets_everything(context, publisher, client(pair))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "1 files of curve.allowed cannot be used" in line
     assert "torn.key" in line
@@ -230,7 +234,7 @@ def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog:
 
 @pytest.mark.parametrize("allowed", ["none", "torn"])
 def test_an_unusable_allow_list_is_an_error_at_the_start(tmp_path: Path, allowed: str) -> None:
-    """No socket stays open: the same port can be bound at once."""
+    """Publishers and subscribers raise `ConfigError` for a missing or an invalid allow-list."""
     (tmp_path / "torn").write_text("public-")
     with pytest.raises(ConfigError, match=f"curve.allowed: .*{allowed}"):
         ZmqEventPublisher(0, ANY, ANY, curve=server(str(tmp_path / allowed)))
@@ -239,7 +243,7 @@ def test_an_unusable_allow_list_is_an_error_at_the_start(tmp_path: Path, allowed
 
 
 def test_allow_lists_in_one_context_are_separate(context: Context) -> None:
-    """Publishers of one context share a handler. Each has its own list, one has none, and each may end first."""
+    """Publishers of one context share a handler. Each has a list of its own or none, and they may end in any order."""
     other = make_pair()
     with zmq.Context() as shared:
         with (
@@ -248,19 +252,19 @@ def test_allow_lists_in_one_context_are_separate(context: Context) -> None:
         ):
             with publishing(replay_endpoint=ANY, context=shared, curve=server((other.public,))) as two:
                 assert len(zap._registry.handlers) == 1
-                gets_everything(context, two, client(other))
+                check_gets_everything(context, two, client(other))
                 connect(context, zmq.SUB, two.endpoint, client(FRIEND))
                 wait_until(lambda: two.connections_refused, "a refusal")
-            gets_everything(context, one, client(FRIEND))
-            gets_everything(context, free, client(STRANGER))
+            check_gets_everything(context, one, client(FRIEND))
+            check_gets_everything(context, free, client(STRANGER))
             assert one.connections_refused == free.connections_refused == 0
         assert not zap._registry.handlers
         with publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as again:
-            gets_everything(context, again, client(FRIEND))
+            check_gets_everything(context, again, client(FRIEND))
 
 
 def test_a_context_with_another_zap_handler_is_an_error() -> None:
-    """An allow-list is then rejected instead of ignored."""
+    """An allow-list that another ZAP handler would ignore is rejected."""
     with zmq.Context() as shared, shared.socket(zmq.REP) as own:
         own.bind(ZAP_ENDPOINT)
         with pytest.raises(ConfigError, match=r"another ZAP handler.*pass another context"):
@@ -275,42 +279,41 @@ def test_an_allow_list_without_a_handler_refuses_every_client(context: Context) 
         friend = open_consumer(context, zmq.SUB)
         client(FRIEND).apply(friend)
         events = zmq.Event.HANDSHAKE_SUCCEEDED | HUNG_UP
-        with watching(friend, events) as watch:
+        with monitor(friend, events) as monitor_socket:
             friend.connect(f"tcp://127.0.0.1:{port}")
-            assert watch.poll(20_000)
-            assert int.from_bytes(watch.recv_multipart()[0][:2], "little") != zmq.Event.HANDSHAKE_SUCCEEDED
+            assert monitor_socket.poll(20_000)
+            assert int.from_bytes(monitor_socket.recv_multipart()[0][:2], "little") != zmq.Event.HANDSHAKE_SUCCEEDED
 
 
-def test_a_context_that_its_owner_terminates(context: Context) -> None:
-    """The handler closes its socket, so that the termination does not hang, and leaves no entry that another context could
-    find."""
+def test_terminating_a_context_ends_its_handler(context: Context) -> None:
+    """The handler closes its socket, so that `term` does not hang, and leaves no entry that another context could find."""
     shared: Context = zmq.Context()
-    kept = secure_sockets(shared, server((FRIEND.public,)), "e")
-    assert kept is not None
+    allow_list = secure_sockets(shared, server((FRIEND.public,)), "e")
+    assert allow_list is not None
     shared.term()
     assert not zap._registry.handlers
-    kept.close()
-    kept.close()
+    allow_list.close()
+    allow_list.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_stop_its_parents_handler(context: Context) -> None:
-    """Closing in the child does not stop the thread in the parent."""
+    """Closing the allow-list in the child does not stop the thread in the parent."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
-        kept = publisher._server.security
-        assert kept is not None
+        allow_list = publisher._server.security
+        assert allow_list is not None
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
-                kept.close()
+                allow_list.close()
                 os._exit(len(zap._registry.handlers))
             os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        gets_everything(context, publisher, client(FRIEND))
+        check_gets_everything(context, publisher, client(FRIEND))
 
 
-def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None:
-    """The JSON names files, so that no secret is on a command line or in a deployment."""
+def test_an_engine_configuration_names_key_files(context: Context, tmp_path: Path) -> None:
+    """The JSON of an engine names key files, so that no secret is on a command line or in a deployment."""
     put(tmp_path, "engine")
     (tmp_path / "clients").mkdir()
     pair = put(tmp_path / "clients", "router")
@@ -321,7 +324,7 @@ def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None
     assert config.curve is not None
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, ZmqEventPublisher)
-    gets_everything(context, publisher, client(pair, config.curve.public_key))
+    check_gets_everything(context, publisher, client(pair, config.curve.public_key))
     publisher.shutdown()
 
 
@@ -334,7 +337,7 @@ def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None
         (lambda path: Curve(key_file=path, server_key=FRIEND.public, allowed=()), "is for a CURVE server"),
     ],
 )
-def test_settings_that_cannot_work(tmp_path: Path, wrong: Callable[[str], Curve], message: str) -> None:
+def test_settings_that_cannot_work_are_rejected(tmp_path: Path, wrong: Callable[[str], Curve], message: str) -> None:
     put(tmp_path, "e")
     with pytest.raises(ConfigError, match=message):
         wrong(str(tmp_path / "e.key_secret"))

@@ -1,4 +1,4 @@
-"""Peers that violate ZMTP: libzmq never reconnects to them, so the transport opens a new socket for their successors."""
+"""libzmq never reconnects to a peer that violated ZMTP, so the transport opens a new socket for its successor."""
 
 from __future__ import annotations
 
@@ -27,52 +27,52 @@ XPUB = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x04XPUB\x08Identity\
 ROUTER = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00")
 
 
-def handshakes(line: PeerConnection, ready: bytes = PUB) -> None:
-    """Complete the handshake of any socket type."""
+def complete_handshake(line: PeerConnection, ready: bytes = PUB) -> None:
+    """Complete the handshake as a socket of the type that `ready` names."""
     line.send(zmtp.GREETING)
     line.read(zmtp.GREETING_BYTES)
     line.send(ready)
     assert line.command()[0] == b"READY"
 
 
-def publishes(line: PeerConnection) -> None:
-    """Publish one batch."""
-    handshakes(line)
+def publish_batch(line: PeerConnection) -> None:
+    """Complete the handshake as a publisher, then publish one batch."""
+    complete_handshake(line)
     line.frame()
     line.send(batch(7))
     line.stays()
 
 
-def closes(line: PeerConnection) -> None:
+def close_after_handshake(line: PeerConnection) -> None:
     """Complete the handshake as a publisher, then close."""
-    handshakes(line)
+    complete_handshake(line)
     line.frame()
 
 
-def closes_at_once(line: PeerConnection) -> None:
+def close_at_once(line: PeerConnection) -> None:
     """Close before the handshake."""
 
 
-def another_socket(line: PeerConnection) -> None:
-    """Be a ROUTER, as if the ports of events and replay were swapped."""
-    handshakes(line, ROUTER)
+def act_as_router(line: PeerConnection) -> None:
+    """Complete the handshake as a ROUTER, as if the ports of events and replay were swapped."""
+    complete_handshake(line, ROUTER)
     assert line.is_closed()
 
 
-def other_mechanism(line: PeerConnection) -> None:
-    """Demand another security mechanism."""
+def demand_other_mechanism(line: PeerConnection) -> None:
+    """Demand the security mechanism PLAIN."""
     line.send(zmtp.GREETING[:12] + b"PLAIN" + zmtp.GREETING[17:])
     assert line.is_closed()
 
 
-def too_large_message(line: PeerConnection) -> None:
+def send_too_large_message(line: PeerConnection) -> None:
     """Send a message above the limit."""
-    handshakes(line)
+    complete_handshake(line)
     line.send(zmtp.message([b"kv", bytes(8), bytes(_MAX + 1)]))
     assert line.is_closed()
 
 
-def invalid_handshake(line: PeerConnection) -> None:
+def send_invalid_handshake(line: PeerConnection) -> None:
     """Send a ZMTP greeting, then garbage."""
     line.send(zmtp.GREETING, bytes((zmtp.COMMAND, 5)) + b"\xffjunk")
     assert line.is_closed()
@@ -80,30 +80,32 @@ def invalid_handshake(line: PeerConnection) -> None:
 
 @contextmanager
 def small_transport(reconnect_max_ms: int = OPTIONS.reconnect_max_ms) -> Iterator[ZmqTransport]:
-    """A transport that accepts no large message."""
+    """Provide a transport that accepts no message above `_MAX` bytes."""
     with zmq.Context() as context:
         transport = ZmqTransport(context, replace(OPTIONS, max_message_bytes=_MAX, reconnect_max_ms=reconnect_max_ms))
-        transport.wait(0)  # or a connection that ended before the first wait would be taken for one that was never read
+        transport.wait(0)  # without it, a connection that ends before the first wait counts as one that was never read
         yield transport
 
 
-@pytest.mark.parametrize("breaks", [another_socket, other_mechanism, too_large_message, invalid_handshake])
+@pytest.mark.parametrize("violate", [act_as_router, demand_other_mechanism, send_too_large_message, send_invalid_handshake])
 def test_the_successor_of_a_peer_that_violated_zmtp_is_followed(
-    breaks: Callable[[PeerConnection], None], peer: Callable[..., Peer]
+    violate: Callable[[PeerConnection], None], peer: Callable[..., Peer]
 ) -> None:
-    """Twice, to show that the second socket is watched as the first one was."""
+    """Two peers violate ZMTP in turn, which shows that the second socket is watched as the first one was."""
     end = time.monotonic() + DEADLINE
-    source = Source(peer(breaks, breaks, publishes).endpoint, topic="kv")
+    source = Source(peer(violate, violate, publish_batch).endpoint, topic="kv")
     with small_transport() as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:
         while not isinstance(found := subscriber.receive(timeout=0.1), Batch):
             assert time.monotonic() < end, (found, subscriber.statuses())
         assert found.seq == 7
 
 
-@pytest.mark.parametrize("ends", [closes, closes_at_once])
-def test_a_peer_that_only_closes_is_left_to_libzmq(ends: Callable[[PeerConnection], None], peer: Callable[..., Peer]) -> None:
-    """libzmq reconnects and reports it, so no new socket is opened."""
-    source = Source(peer(ends, publishes).endpoint, topic="kv")
+@pytest.mark.parametrize("close_connection", [close_after_handshake, close_at_once])
+def test_a_peer_that_only_closes_is_left_to_libzmq(
+    close_connection: Callable[[PeerConnection], None], peer: Callable[..., Peer]
+) -> None:
+    """libzmq reconnects to a peer that closes the connection, so the transport opens no new socket."""
+    source = Source(peer(close_connection, publish_batch).endpoint, topic="kv")
     long = int(DEADLINE * 1000)
     with (
         small_transport(reconnect_max_ms=long) as transport,
@@ -118,52 +120,52 @@ def test_a_peer_that_only_closes_is_left_to_libzmq(ends: Callable[[PeerConnectio
         assert connection.deadline() is None
 
 
-def no_replay_endpoint(line: PeerConnection) -> None:
-    """Be an XPUB where a DEALER expects a ROUTER."""
-    handshakes(line, XPUB)
+def act_as_xpub(line: PeerConnection) -> None:
+    """Complete the handshake as an XPUB where a DEALER expects a ROUTER."""
+    complete_handshake(line, XPUB)
     assert line.is_closed()
 
 
 def test_a_replay_request_that_cannot_be_sent_takes_a_new_connection(peer: Callable[..., Peer]) -> None:
-    """A DEALER whose connection libzmq has given up accepts no more messages."""
-    asked = peer(no_replay_endpoint, PeerConnection.stays)
-    made = ZmqTransport(options=OPTIONS)
-    connection = made.open(Source("tcp://127.0.0.1:1", asked.endpoint))
+    """A DEALER accepts no more messages when libzmq has given up its connection, so the transport opens a new one."""
+    replay_peer = peer(act_as_xpub, PeerConnection.stays)
+    zmq_transport = ZmqTransport(options=OPTIONS)
+    connection = zmq_transport.open(Source("tcp://127.0.0.1:1", replay_peer.endpoint))
     try:
         connection.request_replay(FetchRequest(0, new_connection=True))
         end = time.monotonic() + DEADLINE
-        while len(asked.times) < 2:
+        while len(replay_peer.times) < 2:
             assert time.monotonic() < end
-            made.wait(0.01)
+            zmq_transport.wait(0.01)
             connection.request_replay(FetchRequest(0, new_connection=False))
     finally:
-        made.close()
+        zmq_transport.close()
 
 
 def test_doctor_does_not_wait_for_a_peer_that_violated_zmtp(peer: Callable[..., Peer]) -> None:
-    """`doctor` sends requests to any endpoint that it is given."""
-    with dealers([peer(no_replay_endpoint).endpoint]) as (socket,):
+    """`doctor` may be given any endpoint. It reports within its time limit that there was no answer."""
+    with dealers([peer(act_as_xpub).endpoint]) as (socket,):
         end = time.monotonic() + DEADLINE
         while socket.poll(10, zmq.POLLOUT) and time.monotonic() < end:
             pass
         assert not socket.poll(0, zmq.POLLOUT)
         request(socket, 0)
-    endpoint = peer(no_replay_endpoint, no_replay_endpoint).endpoint
+    endpoint = peer(act_as_xpub, act_as_xpub).endpoint
     assert not request_replay(endpoint, 0, silence=0.1, seconds=1).answered
 
 
 def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable[..., Peer]) -> None:
-    """An engine that connects to a router reconnects whatever listened at the address of the router before."""
+    """An engine that connects to a router reconnects after other sockets have listened at the address of the router."""
     received = threading.Event()
 
     def router(line: PeerConnection) -> None:
-        handshakes(line, zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB"))
+        complete_handshake(line, zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB"))
         line.send(zmtp.command(b"SUBSCRIBE", b""))
         assert line.read(1)
         received.set()
         line.stays()
 
-    endpoint = peer(another_socket, another_socket, router).endpoint
+    endpoint = peer(act_as_router, act_as_router, router).endpoint
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False, settings=PublisherSettings(reconnect_delay=0.05))
     try:
         end = time.monotonic() + DEADLINE
