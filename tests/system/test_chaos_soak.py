@@ -1,4 +1,4 @@
-"""`tests.system.chaos.soak`: which measurements count as growth."""
+"""The soak (`make soak`) distinguishes growth from noise, and disturbs the network before it measures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.system.chaos.soak import (
     OUTAGE_SECONDS,
     OUTAGES,
     WARM_UP,
-    Note,
+    Sample,
     Trend,
-    flaps,
-    note,
-    table,
+    disturb_network,
+    sample,
+    tabulate,
     trends,
 )
 
@@ -30,12 +30,12 @@ HOUR = 3600.0
 DRAW = Random(1)
 
 
-def notes(memory: Callable[[float], float], seconds: float = HOUR, every: float = 10.0) -> list[Note]:
-    return [Note(at * every, memory(at * every), 20, 4) for at in range(int(seconds / every))]
+def make_samples(memory: Callable[[float], float], seconds: float = HOUR, every: float = 10.0) -> list[Sample]:
+    return [Sample(at * every, memory(at * every), 20, 4) for at in range(int(seconds / every))]
 
 
-def memory_of(found: list[Trend]) -> Trend:
-    return next(trend for trend in found if trend.what == "memory")
+def memory_trend(found: list[Trend]) -> Trend:
+    return next(trend for trend in found if trend.quantity == "memory")
 
 
 @pytest.mark.parametrize(
@@ -63,47 +63,47 @@ def memory_of(found: list[Trend]) -> Trend:
         "shrinks",
         "within the allowance",
         "warms up",
-        "saw",
-        "higher and higher peaks",
+        "sawtooth",
+        "rising peaks",
         "one step",
-        "leak under a saw",
-        "leak by steps",
+        "leak under a sawtooth",
+        "leak in steps",
         "leak that begins late",
     ],
 )
-def test_what_grows(memory: Callable[[float], float], grows: bool) -> None:
-    """A leak is found in noise; noise, a warm-up and what is collected again and again are not taken for one."""
-    assert memory_of(trends("p", notes(memory), WARM_UP * HOUR)).grows is grows
+def test_growth_is_distinguished_from_noise_and_warm_up(memory: Callable[[float], float], grows: bool) -> None:
+    """A leak is found in noise. Noise, a warm-up and memory that is freed again do not count as growth."""
+    assert memory_trend(trends("p", make_samples(memory), WARM_UP * HOUR)).grows is grows
 
 
-def test_a_short_look_allows_for_noise() -> None:
-    """However steep a line is in a minute: less than the noise is nothing, a leak of more than that is found all the same."""
-    assert not memory_of(trends("p", notes(lambda at: 100 + at / 60, 60, 2), 0.0)).grows
-    assert memory_of(trends("p", notes(lambda at: 100 + at, 60, 2), 0.0)).grows
+def test_a_short_run_allows_for_noise() -> None:
+    """In one minute, a steep rise below the noise allowance does not count, and a larger one does."""
+    assert not memory_trend(trends("p", make_samples(lambda at: 100 + at / 60, 60, 2), 0.0)).grows
+    assert memory_trend(trends("p", make_samples(lambda at: 100 + at, 60, 2), 0.0)).grows
 
 
 @pytest.mark.parametrize("what", ["descriptors", "threads"])
-def test_descriptors_and_threads(what: str) -> None:
-    """One more each minute is found."""
-    seen = [Note(at * 60.0, 100, 20, 4)._replace(**{what: 20 + at}) for at in range(60)]
-    assert [trend.what for trend in trends("p", seen, WARM_UP * HOUR) if trend.grows] == [what]
+def test_a_growing_number_of_descriptors_or_threads_is_found(quantity: str) -> None:
+    """One more descriptor or thread each minute counts as growth."""
+    measured = [Sample(at * 60.0, 100, 20, 4)._replace(**{quantity: 20 + at}) for at in range(60)]
+    assert [trend.quantity for trend in trends("p", measured, WARM_UP * HOUR) if trend.grows] == [quantity]
 
 
-def test_too_little_to_say() -> None:
+def test_fewer_than_three_samples_have_no_trend() -> None:
     assert trends("p", [], 0.0) == []
-    assert trends("p", notes(lambda _: 1.0, 20, 10), 0.0) == []
-    assert len(trends("p", notes(lambda _: 1.0, 30, 10), 0.0)) == len(ALLOWANCES)
+    assert trends("p", make_samples(lambda _: 1.0, 20, 10), 0.0) == []
+    assert len(trends("p", make_samples(lambda _: 1.0, 30, 10), 0.0)) == len(ALLOWANCES)
 
 
-def test_a_process_is_noted() -> None:
-    seen = note(os.getpid(), 7.0)
-    assert seen.at == 7.0
-    assert min(seen[1:]) >= 1
+def test_a_process_is_measured() -> None:
+    measured = sample(os.getpid(), 7.0)
+    assert measured.at == 7.0
+    assert min(measured[1:]) >= 1
     with pytest.raises(OSError, match="No such"):
-        note(2**22 + 1, 0.0)
+        sample(2**22 + 1, 0.0)
 
 
-LEAK = """
+LEAKING_PROGRAM = """
 import sys
 kept = []
 for line in sys.stdin:
@@ -114,42 +114,42 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize(("size", "grows"), [(1 << 20, True), (1 << 10, False)], ids=["1 MiB a minute", "1 KiB a minute"])
 def test_a_process_that_leaks_is_found(size: int, grows: bool) -> None:
-    """In what the kernel says of it, as the soak notes it, on a clock of the test's own."""
-    with subprocess.Popen([sys.executable, "-c", LEAK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    """A real process is measured by the kernel, with a clock of the test."""
+    with subprocess.Popen([sys.executable, "-c", LEAKING_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        seen = []
+        measured = []
         for minute in range(60):
             child.stdin.write(b"%d\n" % size)
             child.stdin.flush()
             child.stdout.readline()
-            seen.append(note(child.pid, minute * 60.0))
+            measured.append(sample(child.pid, minute * 60.0))
         child.stdin.close()
-    assert memory_of(trends("leak", seen, WARM_UP * HOUR)).grows is grows
+    assert memory_trend(trends("leak", measured, WARM_UP * HOUR)).grows is grows
 
 
 def test_the_table_names_what_grows() -> None:
-    text = table(trends("engine", notes(lambda at: 100 + at), 0.0))
+    text = tabulate(trends("engine", make_samples(lambda at: 100 + at), 0.0))
     assert "| engine | memory | 100.0 MiB | 3,690.0 MiB | 3,690.0 MiB | +3,600.0 | **grows** |" in text
     assert text.count("| flat |") == 2
 
 
 class Proxy:
-    """Notes what is done to it."""
+    """Records the faults that are set on it."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
+        self.calls: list[str] = []
 
     def drop(self, share: float, *, seed: int) -> None:
         assert seed >= 0
-        self.done.append(f"drop {share:g}")
+        self.calls.append(f"drop {share:g}")
 
     def cut(self) -> None:
-        self.done.append("cut")
+        self.calls.append("cut")
 
 
 class OneLeg:
-    """A leg of such proxies."""
+    """A leg with such proxies."""
 
     def __init__(self) -> None:
         self.live, self.replay = Proxy(), Proxy()
@@ -157,17 +157,17 @@ class OneLeg:
 
     def heal(self) -> None:
         for proxy in self.proxies:
-            proxy.done.append("heal")
+            proxy.calls.append("heal")
 
 
-def test_the_worst_comes_first_and_is_over_before_the_measurement() -> None:
-    """Whatever it costs once is not taken for growth."""
+def test_outages_are_over_before_the_measurement() -> None:
+    """The outages come first, so that what they cost once does not count as growth."""
     leg = OneLeg()
-    network = flaps([cast("Leg", leg)], Random(1))
+    network = disturb_network([cast("Leg", leg)], Random(1))
     assert [next(network) for _ in OUTAGES] == [OUTAGE_SECONDS] * len(OUTAGES)
     assert sum([OUTAGE_SECONDS] * len(OUTAGES)) < MINUTES * 60 * WARM_UP / 2
-    assert leg.live.done == ["drop 0.05", "drop 1"]
-    assert leg.replay.done == ["drop 0.05", "drop 0"]
+    assert leg.live.calls == ["drop 0.05", "drop 1"]
+    assert leg.replay.calls == ["drop 0.05", "drop 0"]
     next(network)
-    assert leg.live.done[2] == leg.replay.done[2] == "heal"
-    assert {*leg.live.done[3:], *leg.replay.done[3:]} > {"cut"}
+    assert leg.live.calls[2] == leg.replay.calls[2] == "heal"
+    assert {*leg.live.calls[3:], *leg.replay.calls[3:]} > {"cut"}

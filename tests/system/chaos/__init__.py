@@ -1,1 +1,1 @@
-"""Chaos: engines, relays and consumers as real processes, under what networks and operators do to them, against the truth."""
+"""Chaos: faults in engines, relays, consumers and networks. What consumers hold is compared with the truth."""

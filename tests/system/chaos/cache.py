@@ -1,4 +1,4 @@
-"""A KV cache that does as it likes within the rules: random, valid, fast, and the same for the same seed."""
+"""A simulated KV cache that makes random valid events. The same seed makes the same events."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvevents.events import (
 from kvevents.wire import Dialect
 
 VOCABULARY: Final = 128_000
-MAX_GHOSTS: Final = 256
-"""Blocks that left and may come back under the same hash, as a prompt that is sent again."""
+MAX_REMOVED: Final = 256
+"""Removed blocks that may be stored again under the same hash, as for a prompt that is sent again."""
 MAX_DEPTH: Final = 64
-"""Blocks of a chain, about: a block keeps those before it in memory, held or not."""
+"""Blocks of a chain, about. The limit bounds memory: a node refers to its parents, whether they are cached or not."""
 WINDOW: Final = 128
-"""Tokens of the second group's sliding window."""
+"""Tokens of the sliding window of the second group."""
 
 
-class Plane(NamedTuple):
+class Placement(NamedTuple):
     """Where a copy of a block is."""
 
     medium: str | None
@@ -39,252 +39,258 @@ class Plane(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
-    """What a publisher can say, and so what its cache may do."""
+class DialectFeatures:
+    """What events of a dialect can express. The cache does nothing else."""
 
     media: tuple[str | None, ...]
-    """Device memory first."""
-    groups: bool
-    """Whether there is a second group, with a sliding window."""
+    """Media of the tiers, device memory first."""
+    has_groups: bool
+    """Whether the cache has a second group, with a sliding window."""
     salt: Literal["field", "key"] | None
     lora: Literal["name", "number"]
-    signed: bool
-    """Whether hashes are handed over as signed numbers."""
+    has_signed_hashes: bool
+    """Whether block hashes are signed 64-bit integers."""
 
     @classmethod
     def of(cls, dialect: Dialect) -> Self:
-        """All that a dialect can encode."""
-        below = (MEDIUM_CPU_PINNED, MEDIUM_DISK) if dialect.engine == "sglang" else (MEDIUM_CPU, MEDIUM_STORAGE)
-        said = dialect.stored_fields
+        """Return everything that a dialect can encode."""
+        lower_media = (MEDIUM_CPU_PINNED, MEDIUM_DISK) if dialect.engine == "sglang" else (MEDIUM_CPU, MEDIUM_STORAGE)
+        fields = dialect.stored_fields
         return cls(
-            media=(MEDIUM_GPU, *below) if "medium" in said else (None,),
-            groups="kv_cache_spec_kind" in said,
-            salt="field" if "cache_salt" in said else "key" if "extra_keys" in said else None,
-            lora="name" if "lora_name" in said else "number",
-            signed=False,
+            media=(MEDIUM_GPU, *lower_media) if "medium" in fields else (None,),
+            has_groups="kv_cache_spec_kind" in fields,
+            salt="field" if "cache_salt" in fields else "key" if "extra_keys" in fields else None,
+            lora="name" if "lora_name" in fields else "number",
+            has_signed_hashes=False,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """How a cache is used."""
+class CacheSettings:
+    """Size of a cache, and how it changes."""
 
     blocks: int
-    """About how many are held."""
+    """Blocks that the cache holds, about."""
     block_size: int
-    ragged: bool
-    """Whether blocks also leave from the middle of a chain."""
-    clears: float
-    """Share of batches that clear everything."""
+    removes_parents: bool
+    """Whether blocks that have cached children are removed, too."""
+    clear_share: float
+    """Share of batches that clear the cache."""
     events: int
     """Events of a batch, at most."""
 
 
 class _Root(NamedTuple):
+    """What separates equal tokens: LoRA and salt."""
+
     lora: int | None
     salt: str | None
 
 
 class _Node:
-    """A block: what it is, and where it is held."""
+    """A block and its copies."""
 
-    __slots__ = ("copies", "depth", "held_at", "kids", "name", "parent", "root", "tokens")
+    __slots__ = ("block_hash", "children", "copies", "depth", "parent", "position", "root", "tokens")
 
-    def __init__(self, name: int, parent: _Node | None, root: _Root, tokens: list[int]) -> None:
-        self.name = name
+    def __init__(self, block_hash: int, parent: _Node | None, root: _Root, tokens: list[int]) -> None:
+        self.block_hash = block_hash
         self.parent = parent
         self.root = root
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.tokens = tokens
-        self.copies: Counter[Plane] = Counter()
-        self.kids: dict[_Node, None] = {}
-        self.held_at = -1
+        self.copies: Counter[Placement] = Counter()
+        self.children: dict[_Node, None] = {}
+        self.position = -1
 
 
 class Cache:
-    """`step` does something and publishes its events; `held` is what is true then."""
+    """A cache. `step` changes it and returns the events; `copies_held` returns its state."""
 
-    def __init__(self, draw: Random, speech: Speech, habits: Habits) -> None:
+    def __init__(self, draw: Random, features: DialectFeatures, cache_settings: CacheSettings) -> None:
         self._draw: Final = draw
-        self._speech: Final = speech
-        self._habits: Final = habits
+        self._features: Final = features
+        self._settings: Final = cache_settings
         self._held: list[_Node] = []
-        self._ghosts: deque[_Node] = deque(maxlen=MAX_GHOSTS)
-        self._device: Final = Plane(speech.media[0], 0 if speech.groups else None)
-        self._below: Final = [Plane(medium, self._device.group) for medium in speech.media[1:]]
-        self._window: Final = Plane(speech.media[0], 1)
-        self._deeds, self._weights = self._repertoire()
+        self._removed: deque[_Node] = deque(maxlen=MAX_REMOVED)
+        self._device: Final = Placement(features.media[0], 0 if features.has_groups else None)
+        self._lower_placements: Final = [Placement(medium, self._device.group) for medium in features.media[1:]]
+        self._window: Final = Placement(features.media[0], 1)
+        self._actions, self._weights = self._weigh_actions()
 
-    def _repertoire(self) -> tuple[list[Callable[[], KVEvent | None]], list[int]]:
-        """What it can do, with cumulative weights."""
-        deeds: list[tuple[Callable[[], KVEvent | None], int]] = [(self._grow, 50), (self._return, 14), (self._again, 3)]
-        if self._below:
-            deeds.append((self._offload, 12))
-        if self._speech.groups:
-            deeds.append((self._slide, 8))
-        return [deed for deed, _ in deeds], list(accumulate(weight for _, weight in deeds))
+    def _weigh_actions(self) -> tuple[list[Callable[[], KVEvent | None]], list[int]]:
+        """Return the changes that the dialect can express, with cumulative weights."""
+        actions: list[tuple[Callable[[], KVEvent | None], int]] = [
+            (self._store_chain, 50),
+            (self._restore_block, 14),
+            (self._store_second_copy, 3),
+        ]
+        if self._lower_placements:
+            actions.append((self._offload_block, 12))
+        if self._features.has_groups:
+            actions.append((self._store_in_window_group, 8))
+        return [action for action, _ in actions], list(accumulate(weight for _, weight in actions))
 
     def step(self) -> list[KVEvent]:
-        """The events of one batch, which may be none."""
-        draw, habits = self._draw, self._habits
-        if draw.random() < habits.clears:
-            return [self._clear()]
-        fullness = len(self._held) / habits.blocks
+        """Change the cache and return the events of one batch. The list may be empty."""
+        draw, cache_settings = self._draw, self._settings
+        if draw.random() < cache_settings.clear_share:
+            return [self._clear_cache()]
+        fill_ratio = len(self._held) / cache_settings.blocks
         events = []
-        for _ in range(1 + int(draw.random() * habits.events)):
-            removes = draw.random() < fullness * 0.6
-            event = self._remove() if removes else draw.choices(self._deeds, cum_weights=self._weights)[0]()
+        for _ in range(1 + int(draw.random() * cache_settings.events)):
+            is_removal = draw.random() < fill_ratio * 0.6
+            event = self._remove_copy() if is_removal else draw.choices(self._actions, cum_weights=self._weights)[0]()
             if event is not None:
                 events.append(event)
         return events
 
-    def held(self) -> dict[tuple[int, Plane], int]:
-        """Copies by hash and plane."""
-        return {(node.name, plane): count for node in self._held for plane, count in node.copies.items()}
+    def copies_held(self) -> dict[tuple[int, Placement], int]:
+        """Return the number of copies by hash and placement."""
+        return {(node.block_hash, placement): count for node in self._held for placement, count in node.copies.items()}
 
-    # --- what it does
+    # --- changes
 
-    def _grow(self) -> BlockStored:
-        """A new chain of a few blocks, at a root or behind a block that is held."""
+    def _store_chain(self) -> BlockStored:
+        """Store a new chain of a few blocks, at a root or behind a cached block."""
         draw = self._draw
         parent = draw.choice(self._held) if self._held and draw.random() < 0.8 else None
         if parent is not None and parent.depth > MAX_DEPTH:
             parent = None
-        root = parent.root if parent is not None else self._root()
-        size, chain, before = self._habits.block_size, [], parent
+        root = parent.root if parent is not None else self._draw_root()
+        size, chain, before = self._settings.block_size, [], parent
         for _ in range(1 + int(draw.random() ** 2 * 4)):
             first = int(draw.random() * VOCABULARY)
             node = _Node(draw.getrandbits(64), before, root, [first, *(int(draw.random() * 64) for _ in range(size - 1))])
             chain.append(node)
             before = node
-        return self._store(chain, self._device)
+        return self._store_copies(chain, self._device)
 
-    def _root(self) -> _Root:
+    def _draw_root(self) -> _Root:
         draw = self._draw
         lora = draw.randrange(1, 4) if draw.random() < 0.15 else None
-        salt = draw.choice(("s1", "s2")) if self._speech.salt and draw.random() < 0.2 else None
+        salt = draw.choice(("s1", "s2")) if self._features.salt and draw.random() < 0.2 else None
         return _Root(lora, salt)
 
-    def _return(self) -> BlockStored | None:
-        """A block that was removed is computed again."""
-        if not self._ghosts:
+    def _restore_block(self) -> BlockStored | None:
+        """Store a removed block again."""
+        if not self._removed:
             return None
-        node = self._ghosts.popleft()
-        rooted = node.parent is None or node.parent.held_at >= 0
-        return self._store([node], self._device) if rooted and node.held_at < 0 else None
+        node = self._removed.popleft()
+        has_cached_parent = node.parent is None or node.parent.position >= 0
+        return self._store_copies([node], self._device) if has_cached_parent and node.position < 0 else None
 
-    def _again(self) -> BlockStored | None:
-        """A second copy of a block: of an equal one, computed at the same time."""
+    def _store_second_copy(self) -> BlockStored | None:
+        """Store a second copy of a block, as when two requests compute equal blocks at the same time."""
         if not self._held:
             return None
         node = self._draw.choice(self._held)
-        rooted = node.parent is None or node.parent.held_at >= 0
-        return self._store([node], self._device) if rooted else None
+        has_cached_parent = node.parent is None or node.parent.position >= 0
+        return self._store_copies([node], self._device) if has_cached_parent else None
 
-    def _offload(self) -> BlockStored | None:
-        """A copy of a block on a slower tier, with its tokens or without."""
+    def _offload_block(self) -> BlockStored | None:
+        """Store a copy of a block on a slower tier. The event has its tokens or not."""
         if not self._held:
             return None
         draw = self._draw
-        node, plane = draw.choice(self._held), draw.choice(self._below)
-        if (node.parent is None or node.parent.held_at >= 0) and draw.random() < 0.5:
-            return self._store([node], plane)
-        self._place(node, plane)
-        return self._stored([node], plane, [], 0, None, None)
+        node, placement = draw.choice(self._held), draw.choice(self._lower_placements)
+        if (node.parent is None or node.parent.position >= 0) and draw.random() < 0.5:
+            return self._store_copies([node], placement)
+        self._add_copy(node, placement)
+        return self._make_stored_event([node], placement, [], 0, None, None)
 
-    def _slide(self) -> BlockStored | None:
-        """The block is held by the sliding window's group as well."""
+    def _store_in_window_group(self) -> BlockStored | None:
+        """Store a copy of a block in the group with the sliding window."""
         if not self._held:
             return None
         node = self._draw.choice(self._held)
-        self._place(node, self._window)
-        return self._stored([node], self._window, node.tokens, self._habits.block_size, "sliding_window", WINDOW)
+        self._add_copy(node, self._window)
+        return self._make_stored_event([node], self._window, node.tokens, self._settings.block_size, "sliding_window", WINDOW)
 
-    def _remove(self) -> BlockRemoved | None:
-        """A copy of a block: as a rule of one that none goes on from."""
+    def _remove_copy(self) -> BlockRemoved | None:
+        """Remove a copy of a block, usually of one without cached children."""
         if not self._held:
             return None
         draw = self._draw
         node = draw.choice(self._held)
-        if not (self._habits.ragged and draw.random() < 0.1):
-            while node.kids:
-                node = next(reversed(node.kids))
-        plane = next(iter(node.copies))
-        self._take(node, plane)
-        return BlockRemoved([self._name(node)], plane.medium, plane.group)
+        if not (self._settings.removes_parents and draw.random() < 0.1):
+            while node.children:
+                node = next(reversed(node.children))
+        placement = next(iter(node.copies))
+        self._drop_copy(node, placement)
+        return BlockRemoved([self._published_hash(node)], placement.medium, placement.group)
 
-    def _clear(self) -> AllBlocksCleared:
+    def _clear_cache(self) -> AllBlocksCleared:
         for node in self._held:
             node.copies.clear()
-            node.held_at = -1
+            node.position = -1
             if node.parent is not None:
-                node.parent.kids.pop(node, None)
-        self._ghosts.extend(self._held[:MAX_GHOSTS])
+                node.parent.children.pop(node, None)
+        self._removed.extend(self._held[:MAX_REMOVED])
         self._held.clear()
         return AllBlocksCleared()
 
-    # --- books
+    # --- copies
 
-    def _store(self, chain: Sequence[_Node], plane: Plane) -> BlockStored:
+    def _store_copies(self, chain: Sequence[_Node], placement: Placement) -> BlockStored:
         for node in chain:
-            self._place(node, plane)
+            self._add_copy(node, placement)
         tokens = [token for node in chain for token in node.tokens]
-        kind = "full_attention" if self._speech.groups else None
-        return self._stored(chain, plane, tokens, self._habits.block_size, kind, None)
+        kind = "full_attention" if self._features.has_groups else None
+        return self._make_stored_event(chain, placement, tokens, self._settings.block_size, kind, None)
 
-    def _place(self, node: _Node, plane: Plane) -> None:
-        node.copies[plane] += 1
-        if node.held_at < 0:
-            node.held_at = len(self._held)
+    def _add_copy(self, node: _Node, placement: Placement) -> None:
+        node.copies[placement] += 1
+        if node.position < 0:
+            node.position = len(self._held)
             self._held.append(node)
             if node.parent is not None:
-                node.parent.kids[node] = None
+                node.parent.children[node] = None
 
-    def _take(self, node: _Node, plane: Plane) -> None:
-        node.copies[plane] -= 1
-        if node.copies[plane]:
+    def _drop_copy(self, node: _Node, placement: Placement) -> None:
+        node.copies[placement] -= 1
+        if node.copies[placement]:
             return
-        del node.copies[plane]
+        del node.copies[placement]
         if node.copies:
             return
         last = self._held.pop()
         if last is not node:
-            self._held[node.held_at] = last
-            last.held_at = node.held_at
-        node.held_at = -1
+            self._held[node.position] = last
+            last.position = node.position
+        node.position = -1
         if node.parent is not None:
-            node.parent.kids.pop(node, None)
-        self._ghosts.append(node)
+            node.parent.children.pop(node, None)
+        self._removed.append(node)
 
-    # --- words
+    # --- events
 
-    def _stored(
-        self, chain: Sequence[_Node], plane: Plane, tokens: list[int], size: int, kind: str | None, window: int | None
+    def _make_stored_event(
+        self, chain: Sequence[_Node], placement: Placement, tokens: list[int], size: int, kind: str | None, window: int | None
     ) -> BlockStored:
-        speech, first = self._speech, chain[0]
+        features, first = self._features, chain[0]
         root, parent = first.root, first.parent
-        named = speech.lora == "name" and root.lora is not None
+        has_lora_name = features.lora == "name" and root.lora is not None
         return BlockStored(
-            [self._name(node) for node in chain],
-            None if parent is None else self._name(parent),
+            [self._published_hash(node) for node in chain],
+            None if parent is None else self._published_hash(parent),
             tokens,
             size,
             root.lora,
-            plane.medium,
-            f"adapter-{root.lora}" if named else None,
-            self._extra_keys(chain) if speech.salt == "key" else None,
-            plane.group,
+            placement.medium,
+            f"adapter-{root.lora}" if has_lora_name else None,
+            self._extra_keys(chain) if features.salt == "key" else None,
+            placement.group,
             kind,
             window,
-            cache_salt=root.salt if speech.salt == "field" and parent is None else None,
+            cache_salt=root.salt if features.salt == "field" and parent is None else None,
         )
 
     def _extra_keys(self, chain: Sequence[_Node]) -> list[tuple[Any, ...] | None] | None:
-        """vLLM's: the LoRA's name of every block, the salt of the first one."""
+        """Return extra keys as vLLM makes them: the LoRA name for every block, the salt for the first one."""
         root = chain[0].root
-        names = () if root.lora is None or self._speech.lora == "number" else (f"adapter-{root.lora}",)
+        names = () if root.lora is None or self._features.lora == "number" else (f"adapter-{root.lora}",)
         keys = [(*names, root.salt) if root.salt and node.parent is None else names for node in chain]
         return [key or None for key in keys] if any(keys) else None
 
-    def _name(self, node: _Node) -> int:
-        return node.name - (1 << 64) if self._speech.signed and node.name >> 63 else node.name
+    def _published_hash(self, node: _Node) -> int:
+        return node.block_hash - (1 << 64) if self._features.has_signed_hashes and node.block_hash >> 63 else node.block_hash

@@ -1,4 +1,4 @@
-"""A consumer in a process of its own: a subscriber, an index, and a diary of every claim to be exact."""
+"""A consumer in a process of its own: a subscriber, an index, and a file of its claims to be EXACT."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvevents.events import BlockRemoved
 from kvevents.index import PrefixIndex
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
-from tests.system.chaos.truth import EMPTY, NOTHING, Claim, Diary, key_of
+from tests.system.chaos.truth import EMPTY, NO_BATCH, Claim, ClaimWriter, key_of
 
 NAME: Final = "engine"
-TURN_SECONDS: Final = 0.02
-"""How long a consumer waits for deliveries before it looks at its orders."""
-CLAIM_EVERY: Final = 0.004
-"""Seconds between two claims."""
-SAVE_EVERY: Final = 0.1
-"""Seconds between two saved states."""
+RECEIVE_SECONDS: Final = 0.02
+"""Limit of one wait for deliveries, after which a consumer reads its pipe."""
+CLAIM_INTERVAL: Final = 0.004
+"""Seconds between two claims at least."""
+SAVE_INTERVAL: Final = 0.1
+"""Seconds between two saved states at least."""
 
-BRISK: Final = StreamLimits(replay_timeout=0.5, reply_idle_timeout=0.2, idle_before_probe=0.15, max_probe_interval=1.0)
-"""A round shall not last as long as a production network's patience."""
-BRISK_SOCKETS: Final = SocketOptions(reconnect_ms=20, reconnect_max_ms=200, heartbeat_ms=150, heartbeat_timeout_ms=600)
+FAST_LIMITS: Final = StreamLimits(replay_timeout=0.5, reply_idle_timeout=0.2, idle_before_probe=0.15, max_probe_interval=1.0)
+"""Shorter timeouts than those of production networks, so that a round is short."""
+FAST_SOCKET_OPTIONS: Final = SocketOptions(reconnect_ms=20, reconnect_max_ms=200, heartbeat_ms=150, heartbeat_timeout_ms=600)
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """What a consumer is."""
+    """How a consumer is configured."""
 
     name: str
     endpoint: str
@@ -47,22 +47,22 @@ class Consumer:
     state_folder: str = ""
     topic: str = "kv-events"
     decode: bool = False
-    """Whether its subscriber hands out events instead of bytes."""
+    """Whether its subscriber decodes batches, instead of returning bytes."""
     asynchronous: bool = False
-    brisk: bool = True
-    leaps: int = 0
-    """A clock that leaps forward: about so many times a second."""
-    saves: bool = False
-    """Whether it keeps its state, and goes on from what is there."""
-    counts: bool = False
-    """Whether it records which batches of the engine it got, beside the example subscribers, which get fewer."""
-    claims: bool = True
-    """Whether it writes down when it is exact."""
-    sabotage: bool = False
-    """Whether it passes over a removal, silently: what no checker may overlook."""
+    has_short_timeouts: bool = True
+    clock_leaps: int = 0
+    """How many times a second its clock leaps forward, about; 0 for a true clock."""
+    saves_state: bool = False
+    """Whether it saves its state, and resumes from a saved state at its start."""
+    counts_batches: bool = False
+    """Whether it counts the received batches of the engine, to be compared with the example subscribers."""
+    writes_claims: bool = True
+    """Whether it records its claims to be EXACT."""
+    ignores_a_removal: bool = False
+    """Whether it silently ignores one removal, which the check of a round must find."""
 
     @property
-    def diary(self) -> Path:
+    def claims_path(self) -> Path:
         return Path(self.folder, f"{self.name}.claims")
 
     @property
@@ -71,29 +71,30 @@ class Consumer:
 
 
 class Report(NamedTuple):
-    """What a consumer says when asked."""
+    """The state of a consumer."""
 
     trust: str
-    doubts: tuple[str, ...]
+    reason_names: tuple[str, ...]
+    """Names of the degraded reasons."""
     key: int
     digest: bytes
     seq: int
     counted: dict[str, int]
     resets: tuple[str, ...] = ()
-    """The reasons of its last few resets."""
+    """The reasons of the last few resets."""
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         return self.trust == Trust.EXACT.name
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not exact."""
-        return () if self.exact else self.doubts or (self.trust,)
+        """Return why the consumer is not EXACT."""
+        return () if self.is_exact else self.reason_names or (self.trust,)
 
 
 class _Saved(msgspec.Struct):
-    """A state of one moment."""
+    """A saved state: snapshot and checkpoint of one moment."""
 
     snapshot: str
     checkpoint: Checkpoint
@@ -101,80 +102,84 @@ class _Saved(msgspec.Struct):
 
 
 class Follower:
-    """What both kinds of subscriber share: everything but the waiting."""
+    """A subscriber of either kind with its index and its claims. The caller waits for deliveries."""
 
     def __init__(self, consumer: Consumer, subscriber: Subscriber[Any] | AsyncSubscriber[Any]) -> None:
         self.subscriber = subscriber
         self._consumer = consumer
         self._index = PrefixIndex()
-        self._diary = Diary(consumer.diary)
-        self._key = NOTHING
+        self._claim_writer = ClaimWriter(consumer.claims_path)
+        self._key = NO_BATCH
         self._last: Batch | RawBatch | None = None
         self._seq = -1
-        self._sabotage = consumer.sabotage
+        self._ignores_a_removal = consumer.ignores_a_removal
         self._resets = self._claims = 0
-        self._because: deque[str] = deque(maxlen=4)
-        self._got: set[int] = set()
-        self._claim_at = self._save_at = 0.0
+        self._reset_reasons: deque[str] = deque(maxlen=4)
+        self._received_keys: set[int] = set()
+        self._next_claim = self._next_save = 0.0
         self._saves = 0
         source = Source(consumer.endpoint, consumer.replay_endpoint, consumer.topic, NAME)
-        subscriber.add(source, self._resume() if consumer.saves else None)
+        subscriber.add(source, self._resume() if consumer.saves_state else None)
 
-    def take(self, deliveries: Sequence[Any]) -> None:
-        """Apply deliveries, and claim what is to be claimed."""
-        deliveries = [each for each in deliveries if not self._passed_over(each)] if self._sabotage else deliveries
+    def apply_all(self, deliveries: Sequence[Any]) -> None:
+        """Apply deliveries. Record a claim and save the state if they are due."""
+        deliveries = [each for each in deliveries if not self._is_ignored(each)] if self._ignores_a_removal else deliveries
         if self._consumer.decode:
             applied = [self._index.apply(each) for each in deliveries]
         else:
             applied = self._index.apply_many(deliveries)
         for delivery, outcome in zip(deliveries, applied, strict=True):
             self.subscriber.report(delivery, outcome.report)
-            self._note(delivery, outcome)
+            self._record(delivery, outcome)
         now = time.monotonic()
-        if self._consumer.claims and now >= self._claim_at:
-            self._claim_at = now + CLAIM_EVERY
+        if self._consumer.writes_claims and now >= self._next_claim:
+            self._next_claim = now + CLAIM_INTERVAL
             self._claim()
-        if self._consumer.saves and now >= self._save_at:
-            self._save_at = now + SAVE_EVERY
+        if self._consumer.saves_state and now >= self._next_save:
+            self._next_save = now + SAVE_INTERVAL
             self._save()
 
-    def _note(self, delivery: Any, outcome: Any) -> None:
+    def _record(self, delivery: Any, outcome: Any) -> None:
         if isinstance(delivery, Reset):
             self._resets += 1
-            self._because.append(delivery.reason)
-            self._last, self._key, self._seq = None, NOTHING, -1
+            self._reset_reasons.append(delivery.reason)
+            self._last, self._key, self._seq = None, NO_BATCH, -1
             return
         if isinstance(delivery, Gap):
             self._seq = delivery.last
             return
         self._seq = delivery.seq
-        speaks_of_itself = outcome.report is not None and outcome.report.heartbeat is not None
-        if outcome.status == "applied" and not speaks_of_itself:
+        is_heartbeat = outcome.report is not None and outcome.report.heartbeat is not None
+        if outcome.status == "applied" and not is_heartbeat:
             self._last = delivery
-            if self._consumer.counts:
-                self._got.add(self._placed())
+            if self._consumer.counts_batches:
+                self._received_keys.add(self._newest_key())
 
-    def _passed_over(self, delivery: Any) -> bool:
+    def _is_ignored(self, delivery: Any) -> bool:
         batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
         if isinstance(batch, Batch) and any(isinstance(event, BlockRemoved) for event in batch.events):
-            self._sabotage = False
+            self._ignores_a_removal = False
             return True
         return False
 
-    # --- what it says
+    # --- reports and claims
 
     def report(self) -> Report:
-        """How it stands, which is a claim like those before."""
-        if self._consumer.claims:
+        """Return the state. If the consumer records claims and is EXACT, record one."""
+        if self._consumer.writes_claims:
             self._claim()
         status = self.subscriber.status(NAME)
         trust = status.trust
-        doubts = tuple(sorted(doubt.name for doubt in status.degraded_reasons)) if trust == Trust.DEGRADED else ()
+        reason_names = (
+            tuple(sorted(degraded_reason.name for degraded_reason in status.degraded_reasons))
+            if trust == Trust.DEGRADED
+            else ()
+        )
         counters = status.counters
         counted = {
             "reconnects": counters.reconnects,
             "resets": self._resets,
-            "healed": counters.gaps_repaired,
+            "repaired": counters.gaps_repaired,
             "lost": counters.lost,
             "requests": counters.requests,
             "delivered": counters.delivered,
@@ -182,17 +187,19 @@ class Follower:
             "agreements": counters.digests_matched,
             "divergences": counters.digests_mismatched,
             "claims": self._claims,
-            "got": len(self._got),
+            "received": len(self._received_keys),
         }
-        return Report(trust.name, doubts, self._placed(), self._digest(), self._seq, counted, tuple(self._because))
+        return Report(
+            trust.name, reason_names, self._newest_key(), self._digest(), self._seq, counted, tuple(self._reset_reasons)
+        )
 
     def _claim(self) -> None:
         if self.subscriber.trust(NAME) == Trust.EXACT:
             self._claims += 1
-            self._diary.write(Claim(self._placed(), self._digest(), self._seq))
+            self._claim_writer.write(Claim(self._newest_key(), self._digest(), self._seq))
 
-    def _placed(self) -> int:
-        """The key of the newest batch of the engine's that was applied."""
+    def _newest_key(self) -> int:
+        """Return the key of the newest applied batch of the engine."""
         last, self._last = self._last, None
         if last is not None:
             batch = last.decode() if isinstance(last, RawBatch) else last
@@ -200,22 +207,22 @@ class Follower:
         return self._key
 
     def _digest(self) -> bytes:
-        known = any(info.source == NAME for info in self._index.workers())
-        return bytes.fromhex(self._index.digest(NAME)) if known else EMPTY
+        is_known = any(info.source == NAME for info in self._index.workers())
+        return bytes.fromhex(self._index.digest(NAME)) if is_known else EMPTY
 
-    # --- what it keeps
+    # --- saved state
 
     def _save(self) -> None:
-        """Both of one moment; the old state is there until the new one is."""
+        """Save snapshot and checkpoint of one moment. The new state replaces the old one atomically."""
         self._saves += 1
         state = self._consumer.state
         snapshot = state.with_suffix(f".snapshot-{os.getpid()}-{self._saves % 2}")
-        fresh = state.with_suffix(".fresh")
-        with suppress(SnapshotError, OSError):  # a full disk: the state before is good
+        temporary = state.with_suffix(".fresh")
+        with suppress(SnapshotError, OSError):  # if the disk is full, the previous state stays
             self._index.snapshot(snapshot)
-            saved = _Saved(str(snapshot), self.subscriber.checkpoint(NAME), self._placed())
-            fresh.write_bytes(msgspec.json.encode(saved))
-            fresh.replace(state)
+            saved = _Saved(str(snapshot), self.subscriber.checkpoint(NAME), self._newest_key())
+            temporary.write_bytes(msgspec.json.encode(saved))
+            temporary.replace(state)
 
     def _resume(self) -> Checkpoint | None:
         state = self._consumer.state
@@ -228,7 +235,7 @@ class Follower:
 
 
 def run(pipe: Connection, consumer: Consumer) -> None:
-    """The process: any message is a question, answered with a `Report`; when the pipe ends, so does it."""
+    """Run the process: send a `Report` for each message in the pipe, until the pipe is closed."""
     if consumer.asynchronous:
         asyncio.run(_run_async(pipe, consumer))
     else:
@@ -239,8 +246,8 @@ def _run_sync(pipe: Connection, consumer: Consumer) -> None:
     with Subscriber(**_options(consumer)) as subscriber, suppress(EOFError, BrokenPipeError):
         follower = Follower(consumer, subscriber)
         while True:
-            follower.take(subscriber.receive_many(timeout=TURN_SECONDS))
-            _answer(pipe, follower)
+            follower.apply_all(subscriber.receive_many(timeout=RECEIVE_SECONDS))
+            _answer_requests(pipe, follower)
 
 
 async def _run_async(pipe: Connection, consumer: Consumer) -> None:
@@ -248,35 +255,35 @@ async def _run_async(pipe: Connection, consumer: Consumer) -> None:
         with suppress(EOFError, BrokenPipeError):
             follower = Follower(consumer, subscriber)
             while True:
-                follower.take(await subscriber.receive_many(timeout=TURN_SECONDS))
-                _answer(pipe, follower)
+                follower.apply_all(await subscriber.receive_many(timeout=RECEIVE_SECONDS))
+                _answer_requests(pipe, follower)
 
 
-def _answer(pipe: Connection, follower: Follower) -> None:
+def _answer_requests(pipe: Connection, follower: Follower) -> None:
     while pipe.poll():
         pipe.recv()
         pipe.send(follower.report())
 
 
 def _options(consumer: Consumer) -> dict[str, Any]:
-    sockets = BRISK_SOCKETS if consumer.brisk else SocketOptions()
+    sockets = FAST_SOCKET_OPTIONS if consumer.has_short_timeouts else SocketOptions()
     options: dict[str, Any] = {"decode": consumer.decode, "transport": ZmqTransport(options=sockets)}
-    if consumer.brisk:
-        options["limits"] = BRISK
-    if consumer.leaps:
-        options["clock"] = leaping(time.monotonic, consumer.leaps, Random(consumer.name))
+    if consumer.has_short_timeouts:
+        options["limits"] = FAST_LIMITS
+    if consumer.clock_leaps:
+        options["clock"] = make_leaping_clock(time.monotonic, consumer.clock_leaps, Random(consumer.name))
     return options
 
 
-def leaping(clock: Callable[[], float], leaps: int, draw: Random) -> Callable[[], float]:
-    """A monotone clock that leaps forward, by up to an hour, about `leaps` times a second."""
+def make_leaping_clock(clock: Callable[[], float], clock_leaps: int, draw: Random) -> Callable[[], float]:
+    """Return a monotonic clock that leaps forward by up to an hour, about `clock_leaps` times a second."""
 
     def seconds() -> Iterator[float]:
-        ahead, leap_at = 0.0, clock()
+        ahead, next_leap = 0.0, clock()
         while True:
             now = clock()
-            if now >= leap_at:
-                leap_at = now + draw.expovariate(leaps)
+            if now >= next_leap:
+                next_leap = now + draw.expovariate(clock_leaps)
                 ahead += draw.choice((0.3, 3.0, 3600.0))
             yield now + ahead
 

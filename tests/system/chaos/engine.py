@@ -1,7 +1,7 @@
-"""An engine in a process of its own: one life of a cache, one publisher of some make, and the truth of every batch.
+"""An engine in a process of its own: one incarnation of a cache, a publisher, and the truth after each batch.
 
-A life is made before its publisher opens: the batches, and the digest after each, which goes to the file of facts at once. So
-what is true is known however the process ends. Orders come by the pipe, and progress goes back.
+All batches of an incarnation are made before its publisher opens, and the digest after each is written to a file at once.
+So the truth is known however the process ends. The process receives commands by a pipe and sends its progress back.
 """
 
 from __future__ import annotations
@@ -27,100 +27,100 @@ from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.tape import ENGINE_HWM
 from kvevents.wire import Dialect, dialect_for, encode_batch, live_frames
 from tests.system.chaos import truth
-from tests.system.chaos.cache import Cache, Habits, Speech
+from tests.system.chaos.cache import Cache, CacheSettings, DialectFeatures
 from tools import released
 
 Make = Literal["ours", "tape", "vllm", "sglang"]
 
 CHUNK: Final = 16
-"""Batches that are handed over before the engine looks at its orders and reports its progress."""
+"""Batches that are published before the engine reports its progress."""
 DRAIN_SECONDS: Final = 30.0
-"""Until a publisher must have sent what it was given."""
-LOOK: Final = 0.002
-MOST_JUMP: Final = 5_000_000
-"""Seconds that a clock jumps at most."""
+"""Limit of the wait until a publisher has sent everything."""
+POLL_SECONDS: Final = 0.002
+MAX_JUMP: Final = 5_000_000
+"""Seconds of a jump of the clock at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What the engine's wall clock does."""
+    """Behaviour of the engine's wall clock."""
 
     start: int = 1_000_000_000
     jumps: float = 0.0
-    """Share of batches before which it jumps, forwards or backwards."""
+    """Share of batches before which the clock jumps, forwards or backwards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Harm:
-    """Shares of batches with which the engine itself does something wrong."""
+class Defects:
+    """Shares of batches with which the engine publishes something wrong."""
 
     unknown: float = 0.0
-    """An event that no release knows goes along."""
+    """The batch has an event of an unknown type."""
     garbage: float = 0.0
-    """A message whose payload is not a batch follows (tape)."""
+    """A message follows whose payload is not a batch (tape)."""
     frames: float = 0.0
-    """Messages follow that are not batches (tape)."""
+    """Malformed messages follow (tape)."""
     unencodable: float = 0.0
-    """A batch follows that cannot be encoded: its number is burnt (ours)."""
+    """A batch follows that cannot be encoded, so that its number is skipped (`KveventsPublisher`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine is, over all its lives."""
+    """How an engine is configured, in all its incarnations."""
 
     make: Make
     dialect: tuple[str, str]
     endpoint: str
     replay_endpoint: str | None
-    habits: Habits
+    cache_settings: CacheSettings
     topic: str = "kv-events"
     clock: Clock = Clock()
-    harm: Harm = Harm()
+    defects: Defects = Defects()
     faults: Faults = field(default_factory=Faults)
-    """Of the tape."""
+    """Faults of the tape."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of the publisher, by name."""
+    """Options of the publisher, by name."""
 
     @property
-    def speech(self) -> Speech:
-        return replace(Speech.of(dialect_for(*self.dialect)), signed=self.make == "sglang")
+    def features(self) -> DialectFeatures:
+        return replace(DialectFeatures.of(dialect_for(*self.dialect)), has_signed_hashes=self.make == "sglang")
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """Which life of an engine."""
+class Incarnation:
+    """One incarnation of an engine."""
 
     number: int
     seed: str
     batches: int
-    """That it can publish at most."""
+    """Batches that it can publish at most."""
 
 
-def run(pipe: Connection, engine: Engine, life: Life, facts: Path) -> None:
-    """The process: orders are `("publish", until, rate)`, `("drain",)` and `("close",)`."""
-    batches = make_life(engine, life, facts)
-    outlet = OUTLETS[engine.make](engine, life, batches)
+def run(pipe: Connection, engine: Engine, incarnation: Incarnation, facts: Path) -> None:
+    """Run the process. Its commands are `("publish", until, rate)`, `("drain",)` and `("close",)`."""
+    batches = make_batches(engine, incarnation, facts)
+    engine_publisher = PUBLISHERS[engine.make](engine, incarnation, batches)
     pipe.send(("open", 0))
     done = 0
     with suppress(EOFError):
         while True:
-            order, *details = pipe.recv()
-            if order == "publish":
-                done = _publish(pipe, outlet, done, *details)
-            elif order == "drain":
-                outlet.drain()
+            command, *details = pipe.recv()
+            if command == "publish":
+                done = _publish(pipe, engine_publisher, done, *details)
+            elif command == "drain":
+                engine_publisher.drain()
                 pipe.send(("drained", done))
             else:
-                outlet.close()
+                engine_publisher.close()
                 pipe.send(("closed", done))
                 return
 
 
-def _publish(pipe: Connection, outlet: Outlet, done: int, until: int, rate: float) -> int:
+def _publish(pipe: Connection, engine_publisher: EnginePublisher, done: int, until: int, rate: float) -> int:
     began, first = time.monotonic(), done
     while done < until:
         upto = min(until, done + CHUNK)
-        outlet.publish(upto)
+        engine_publisher.publish(upto)
         done = upto
         pipe.send(("at", done))
         ahead = (done - first) / rate - (time.monotonic() - began)
@@ -130,15 +130,15 @@ def _publish(pipe: Connection, outlet: Outlet, done: int, until: int, rate: floa
     return done
 
 
-def make_life(engine: Engine, life: Life, facts: Path) -> list[KVEventBatch]:
-    """The batches of a life, their digests written down."""
-    cache = Cache(_random(life.seed), engine.speech, engine.habits)
-    draw, index, found = _random(f"{life.seed}/clock"), PrefixIndex(), []
+def make_batches(engine: Engine, incarnation: Incarnation, facts: Path) -> list[KVEventBatch]:
+    """Return the batches of an incarnation, and write the digest after each to the file `facts`."""
+    cache = Cache(_random(incarnation.seed), engine.features, engine.cache_settings)
+    draw, index, found = _random(f"{incarnation.seed}/clock"), PrefixIndex(), []
     second, batches = engine.clock.start, []
-    for number in range(life.batches):
-        key = truth.Key(life.number, number)
+    for number in range(incarnation.batches):
+        key = truth.Key(incarnation.number, number)
         if engine.clock.jumps and draw.random() < engine.clock.jumps:
-            second = min(max(0, second + draw.randrange(-MOST_JUMP, MOST_JUMP)), truth.LAST_SECOND)
+            second = min(max(0, second + draw.randrange(-MAX_JUMP, MAX_JUMP)), truth.LAST_SECOND)
         batch = KVEventBatch(truth.stamp(key, second), cache.step(), 0)
         index.apply(Batch("truth", 0, 0, number, batch.ts, batch.events, False))
         found.append((key.packed, bytes.fromhex(index.digest("truth"))))
@@ -149,24 +149,24 @@ def make_life(engine: Engine, life: Life, facts: Path) -> list[KVEventBatch]:
 
 
 def _check(cache: Cache, index: PrefixIndex) -> None:
-    """The truth is not ours alone: the cache counts for itself what it holds."""
-    held = sum(cache.held().values())
+    """Compare the index with the own count of the cache, so that an error of the index does not become the truth."""
+    copies_held = sum(cache.copies_held().values())
     known = sum(block.copies for block in index.blocks("truth"))
-    if (held, len(cache.held())) != (known, sum(1 for _ in index.blocks("truth"))):
-        raise AssertionError(f"the cache holds {held} copies, the index that shall be the truth {known}")
+    if (copies_held, len(cache.copies_held())) != (known, sum(1 for _ in index.blocks("truth"))):
+        raise AssertionError(f"the cache holds {copies_held} copies, the index {known}")
 
 
 # --- makes -------------------------------------------------------------------------------------------------------------------
 
 
-class Outlet(ABC):
-    """A publisher with the batches of one life."""
+class EnginePublisher(ABC):
+    """A publisher with the batches of one incarnation."""
 
-    def __init__(self, engine: Engine, life: Life, batches: Sequence[KVEventBatch]) -> None:
+    def __init__(self, engine: Engine, incarnation: Incarnation, batches: Sequence[KVEventBatch]) -> None:
         self._engine = engine
         self._batches = batches
         self._next = 0
-        self._draw = _random(f"{life.seed}/harm")
+        self._draw = _random(f"{incarnation.seed}/harm")
         self.open()
 
     @abstractmethod
@@ -174,32 +174,32 @@ class Outlet(ABC):
 
     @abstractmethod
     def publish(self, upto: int) -> None:
-        """Hand over batches until this many are."""
+        """Publish batches until this many have been published."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Until everything was sent."""
+        """Wait until everything has been sent."""
 
     @abstractmethod
     def close(self) -> None: ...
 
-    def _take(self, upto: int) -> Sequence[KVEventBatch]:
+    def _take_next(self, upto: int) -> Sequence[KVEventBatch]:
         taken = self._batches[self._next : upto]
         self._next = upto
         return taken
 
-    def _chance(self, share: float) -> bool:
+    def _is_drawn(self, share: float) -> bool:
         return bool(share) and self._draw.random() < share
 
-    def _spoilt(self, batch: KVEventBatch) -> KVEventBatch:
-        """With an unknown event, if the engine takes one."""
-        if not self._chance(self._engine.harm.unknown):
+    def _add_unknown_event(self, batch: KVEventBatch) -> KVEventBatch:
+        """Return the batch, with an unknown event if the draw says so."""
+        if not self._is_drawn(self._engine.defects.unknown):
             return batch
         unknown: Any = {"type": "BlockPinned", "block_hashes": [1]}
         return KVEventBatch(batch.ts, [*batch.events, unknown], batch.data_parallel_rank)
 
 
-class Ours(Outlet):
+class KveventsPublisher(EnginePublisher):
     """`kvevents.ZmqEventPublisher`."""
 
     def open(self) -> None:
@@ -210,30 +210,30 @@ class Ours(Outlet):
         )
 
     def publish(self, upto: int) -> None:
-        for batch in self._take(upto):
-            self._publisher.publish(self._spoilt(batch))
-            if self._chance(self._engine.harm.unencodable):
+        for batch in self._take_next(upto):
+            self._publisher.publish(self._add_unknown_event(batch))
+            if self._is_drawn(self._engine.defects.unencodable):
                 self._publisher.publish(KVEventBatch(1.0, [object()]))  # type: ignore[list-item]
 
     def drain(self) -> None:
-        _wait(lambda: not self._publisher.stats().queued)
+        _wait_until(lambda: not self._publisher.stats().queued)
 
     def close(self) -> None:
         self._publisher.shutdown()
 
 
-class Tape(Outlet):
-    """`kvevents.testing.TapePlayer`: replies and faults as those of the engine generation that the dialect is of."""
+class TapePublisher(EnginePublisher):
+    """`kvevents.testing.TapePlayer`, with the replies and faults of the engine generation that has the dialect."""
 
     def open(self) -> None:
         engine, row = self._engine, _row(self._engine)
         topic = engine.topic.encode()
         payloads: list[bytes] = []
         self._ends = []
-        """Batches of the tape up to each of the engine's own."""
+        """Number of messages on the tape up to and including each batch of the engine."""
         for batch in self._batches:
-            payloads.append(encode_batch(self._spoilt(batch), row))
-            if self._chance(engine.harm.garbage):
+            payloads.append(encode_batch(self._add_unknown_event(batch), row))
+            if self._is_drawn(engine.defects.garbage):
                 payloads.append(self._draw.choice((b"", b"\xc1garbage", payloads[-1][:40])))
             self._ends.append(len(payloads))
         tape = [LiveBatch(topic, seq, payload) for seq, payload in enumerate(payloads)]
@@ -250,24 +250,24 @@ class Tape(Outlet):
         end = self._ends[upto - 1]
         self._player.play(end - self._played)
         self._played = end
-        if self._chance(self._engine.harm.frames * CHUNK):
-            self._player.send_raw(self._junk())
+        if self._is_drawn(self._engine.defects.frames * CHUNK):
+            self._player.send_raw(self._make_malformed_message())
 
-    def _junk(self) -> list[bytes]:
-        """A message that begins with the topic, so that it arrives, and is not a batch."""
+    def _make_malformed_message(self) -> list[bytes]:
+        """Return a message that is no batch. It begins with the topic, so that it arrives."""
         topic = self._engine.topic.encode()
         good = live_frames(topic, self._played, b"x")
         return self._draw.choice(([topic], good[:2], [*good, b""], [topic, b"\0\0\0\5", b""], [topic, b"", b""]))
 
     def drain(self) -> None:
-        """`play` has sent it."""
+        """Do nothing: `play` has sent everything."""
 
     def close(self) -> None:
         self._player.close()
 
 
-class Released(Outlet):
-    """The class of a release, out of its wheel."""
+class ReleasedPublisher(EnginePublisher):
+    """The publisher class of a release, loaded from its wheel."""
 
     release: released.Engine
 
@@ -278,42 +278,42 @@ class Released(Outlet):
         self._publisher = self._types.ZmqEventPublisher(
             0, engine.endpoint, engine.replay_endpoint, **options, topic=engine.topic
         )
-        self._made = [self._translated(batch) for batch in self._batches]
+        self._release_batches = [self._translate_batch(batch) for batch in self._batches]
 
-    def _translated(self, batch: KVEventBatch) -> Any:
-        return self._types.KVEventBatch(batch.ts, [self._event(event) for event in batch.events])
+    def _translate_batch(self, batch: KVEventBatch) -> Any:
+        return self._types.KVEventBatch(batch.ts, [self._translate_event(event) for event in batch.events])
 
-    def _event(self, event: KVEvent) -> Any:
+    def _translate_event(self, event: KVEvent) -> Any:
         kind = getattr(self._types, type(event).__name__)
         if not isinstance(event, BlockStored | BlockRemoved):
             return kind()
         return kind(**{name: getattr(event, name) for name in kind.__struct_fields__})
 
     def publish(self, upto: int) -> None:
-        for batch in self._made[self._next : upto]:
+        for batch in self._release_batches[self._next : upto]:
             self._publisher.publish(batch)
         self._next = upto
 
     def drain(self) -> None:
-        kept = self._publisher._buffer
-        _wait(lambda: not self._next or (bool(kept) and kept[-1][0] >= self._next - 1))
+        sent_buffer = self._publisher._buffer
+        _wait_until(lambda: not self._next or (bool(sent_buffer) and sent_buffer[-1][0] >= self._next - 1))
 
     def close(self) -> None:
         self._publisher.shutdown()
         zmq.Context.instance().destroy(linger=0)
 
 
-class ReleasedVllm(Released):
+class ReleasedVllm(ReleasedPublisher):
     release = released.VLLM
 
 
-class ReleasedSglang(Released):
+class ReleasedSglang(ReleasedPublisher):
     release = released.SGLANG
 
 
-OUTLETS: Final[dict[Make, Callable[[Engine, Life, Sequence[KVEventBatch]], Outlet]]] = {
-    "ours": Ours,
-    "tape": Tape,
+PUBLISHERS: Final[dict[Make, Callable[[Engine, Incarnation, Sequence[KVEventBatch]], EnginePublisher]]] = {
+    "ours": KveventsPublisher,
+    "tape": TapePublisher,
     "vllm": ReleasedVllm,
     "sglang": ReleasedSglang,
 }
@@ -328,10 +328,10 @@ def _random(seed: str) -> Random:
     return Random(seed)
 
 
-def _wait(ready: Callable[[], bool]) -> None:
-    """Raises `TimeoutError` when it takes too long."""
+def _wait_until(is_ready: Callable[[], bool]) -> None:
+    """Wait until `is_ready` returns true. Raises `TimeoutError` after `DRAIN_SECONDS`."""
     end = time.monotonic() + DRAIN_SECONDS
-    while not ready():
+    while not is_ready():
         if time.monotonic() > end:
-            raise TimeoutError("a publisher has not sent what it was given")
-        time.sleep(LOOK)
+            raise TimeoutError("a publisher has not sent all its batches")
+        time.sleep(POLL_SECONDS)

@@ -1,7 +1,7 @@
-"""vLLM's example subscriber (`examples/online_serving/kv_events_subscriber.py`), as it behaves, in a process of its own.
+"""The example subscriber of vLLM (`examples/online_serving/kv_events_subscriber.py`), in a process of its own.
 
-It asks for replay on a REQ socket, which takes one message of an answer and drops the rest; from vLLM 0.26 on that message has
-a frame more than it unpacks. It never stores the number of a live batch, so as released it never requests a replay.
+It requests replay on a REQ socket, which receives one message of a reply and drops the rest. Since vLLM 0.26 that message has
+one frame more than the example unpacks. It never stores the number of a live batch, so as released it never requests a replay.
 `corrected` stores it, and requests a replay once for each gap.
 Its batches go into an index without resets, since it does not see restarts.
 """
@@ -27,12 +27,12 @@ POLL_MS: Final = 50
 REPLAY_MS: Final = 200
 CONNECT_MS: Final = 5_000
 SUBSCRIBED_SECONDS: Final = 0.05
-"""From a handshake until the publisher knows of the subscription."""
+"""Time from a handshake until the publisher has the subscription."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """How one of them is started."""
+    """How an example subscriber is started."""
 
     name: str
     endpoint: str
@@ -42,19 +42,19 @@ class Example:
 
 
 class Received(NamedTuple):
-    """Its reply to a question."""
+    """What an example subscriber has received."""
 
     keys: list[int]
-    """Of the batches that it processed, each once."""
+    """Keys of the processed batches, each once."""
     digest: bytes
-    """Of an index that received the same batches."""
+    """Digest of an index to which the same batches were applied."""
     missed: int
-    """Batches that it said it had missed."""
+    """Batches that it has noticed as missing."""
     errors: int
-    """Exceptions that it printed."""
+    """Exceptions, which the example prints."""
 
 
-class _Listener:
+class _ExampleSubscriber:
     def __init__(self, example: Example) -> None:
         self._corrected = example.corrected
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,13 +73,13 @@ class _Listener:
         self._applied = self._missed = self._errors = 0
 
     def wait_for_connection(self) -> None:
-        """What the example does not do; without, it would miss what is sent before it has connected."""
+        """Wait until the publisher has the subscription. The example does not wait, and misses what is sent before."""
         self._monitor.poll(CONNECT_MS)
         self._sub.disable_monitor()
         time.sleep(SUBSCRIBED_SECONDS)
 
-    def turn(self) -> None:
-        """One pass through the example's loop."""
+    def process_one(self) -> None:
+        """Do one pass of the loop of the example."""
         try:
             if self._sub.poll(POLL_MS):
                 _, number, payload = self._sub.recv_multipart()
@@ -89,12 +89,12 @@ class _Listener:
                     self._last = seq
                 if last >= 0 and seq > last + 1:
                     self._missed += seq - last - 1
-                    self._ask(last, seq)
+                    self._request_replay(last, seq)
                 self._process(payload)
-        except Exception:  # noqa: BLE001 - "Error decoding message:", and on it goes
+        except Exception:  # noqa: BLE001 - the example prints "Error decoding message:" and continues
             self._errors += 1
 
-    def _ask(self, last: int, seq: int) -> None:
+    def _request_replay(self, last: int, seq: int) -> None:
         self._replay.send((last + 1).to_bytes(8, "big"))
         while self._poller.poll(timeout=REPLAY_MS):
             number, payload = self._replay.recv_multipart()
@@ -122,13 +122,13 @@ class _Listener:
 
 
 def run(pipe: Connection, example: Example) -> None:
-    """The process: connected, it says so; then any message is a question, answered with `Received`."""
-    listener = _Listener(example)
-    listener.wait_for_connection()
+    """Run the process: send `"connected"`, and then `Received` for each message in the pipe."""
+    subscriber = _ExampleSubscriber(example)
+    subscriber.wait_for_connection()
     pipe.send("connected")
     with suppress(EOFError, BrokenPipeError):
         while True:
-            listener.turn()
+            subscriber.process_one()
             while pipe.poll():
                 pipe.recv()
-                pipe.send(listener.received())
+                pipe.send(subscriber.received())

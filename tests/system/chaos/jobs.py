@@ -1,4 +1,4 @@
-"""Rounds side by side: each job is a process that plays one after the other."""
+"""Concurrent rounds: each job is a process that plays one round after the other."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Final, Protocol, TypeVar
 
 from tests.system.chaos.engine import Make
 from tests.system.chaos.judging import Outcome
-from tests.system.chaos.parts import Part, Silent
+from tests.system.chaos.parts import Part, SilentPartError
 from tests.system.chaos.plan import Plan, draw_plan
 from tests.system.chaos.settling import SettleLimits
 from tests.system.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
-"""After which a job is taken for dead."""
+"""Limit of one round, after which its job counts as dead."""
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Rounds(Protocol[T_co]):
-    """What is played."""
+    """Rounds that a job can play."""
 
     @property
     def seed(self) -> str:
-        """What rounds are drawn from."""
+        """Return the seed that rounds are drawn from."""
         ...
 
     def play(self, number: int) -> T_co:
-        """One of them."""
+        """Play the round with this number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is played: all that a round depends on, besides its number."""
+    """Everything that a round depends on, except its number."""
 
     seed: str
     batches: int
@@ -55,27 +55,27 @@ class Run:
         return play(self.plan(number), self.limits)
 
 
-def work(pipe: Connection, run: Rounds[object]) -> None:
-    """A job: given a number, it answers with an outcome."""
+def run_job(pipe: Connection, run: Rounds[object]) -> None:
+    """Run the process of a job: receive numbers of rounds and send their outcomes."""
     with suppress(EOFError, BrokenPipeError):
         while True:
             pipe.send(run.play(pipe.recv()))
 
 
-def outcomes(run: Rounds[T_co], numbers: Iterator[int], jobs: int, go_on: Callable[[], bool]) -> Iterator[T_co]:
-    """What comes of each round, as it comes; no further round is begun once `go_on` says no."""
+def play_rounds(run: Rounds[T_co], numbers: Iterator[int], jobs: int, may_begin: Callable[[], bool]) -> Iterator[T_co]:
+    """Play rounds and yield each outcome when it is there. No round begins after `may_begin` has returned False."""
     found: SimpleQueue[T_co | BaseException | None] = SimpleQueue()
-    drawing, over = threading.Lock(), threading.Event()
+    numbers_lock, is_over = threading.Lock(), threading.Event()
 
     def job() -> None:
-        part = Part("job", work, run)
+        part = Part("job", run_job, run)
         try:
-            while go_on() and not over.is_set():
-                with drawing:
+            while may_begin() and not is_over.is_set():
+                with numbers_lock:
                     number = next(numbers, None)
                 if number is None:
                     break
-                found.put(_played(part, run, number))
+                found.put(_play_round(part, run, number))
         except BaseException as error:  # noqa: BLE001 - raised below, in the process that reads the pipe
             found.put(error)
         finally:
@@ -93,12 +93,12 @@ def outcomes(run: Rounds[T_co], numbers: Iterator[int], jobs: int, go_on: Callab
                         raise outcome
                     yield outcome
         finally:
-            over.set()  # the reader has had enough: rounds that are being played are the last ones
+            is_over.set()  # no further rounds, also if the caller stops iterating
 
 
-def _played(part: Part, run: Rounds[T_co], number: int) -> T_co:
+def _play_round(part: Part, run: Rounds[T_co], number: int) -> T_co:
     try:
-        outcome: T_co = part.ask(number, ROUND_SECONDS)
-    except Silent as error:
-        raise RuntimeError(f"round {number} of seed {run.seed} ended its job: {error}") from error
+        outcome: T_co = part.exchange(number, ROUND_SECONDS)
+    except SilentPartError as error:
+        raise RuntimeError(f"round {number} of seed {run.seed} ended its process: {error}") from error
     return outcome

@@ -1,4 +1,4 @@
-"""What is right, what is honest and what is wrong."""
+"""Checks of consumers: EXACT and right, not EXACT, or EXACT and wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final, Literal, Self
 
 from kvevents.stream import DegradedReason
 from tests.system.chaos.consumer import Report
-from tests.system.chaos.truth import EMPTY, NOTHING, UNPLACED, Claim, Key
+from tests.system.chaos.truth import EMPTY, NO_BATCH, UNKNOWN_BATCH, Claim, Key
 
-LASTING: Final = frozenset(
-    doubt.name
-    for doubt in (
+LASTING_REASONS: Final = frozenset(
+    degraded_reason.name
+    for degraded_reason in (
         DegradedReason.NO_REPLAY,
         DegradedReason.LOST,
         DegradedReason.REJECTED,
@@ -21,40 +21,40 @@ LASTING: Final = frozenset(
         DegradedReason.REPLAY_UNCONFIRMED,
     )
 )
-"""Doubts that a stream keeps which has gone quiet."""
+"""Degraded reasons that do not end while no batches arrive."""
 
-Kind = Literal["right", "doubted", "wrong"]
+Kind = Literal["right", "inexact", "wrong"]
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A diary, read."""
+class CheckedClaims:
+    """Result of a check of the claims of one consumer."""
 
     claims: int = 0
     wrong: tuple[str, ...] = ()
-    """What is wrong with the first few that are."""
+    """Descriptions of the first wrong claims."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one consumer."""
+class Result:
+    """Result of one consumer."""
 
     consumer: str
     kind: Kind
     reasons: tuple[str, ...]
-    """Why it is not exact, as it says."""
+    """Why the consumer is not EXACT, as it reports."""
     detail: str
     claims: int = 0
-    got: int = 0
-    """Batches that it got, where it counted them."""
+    received: int = 0
+    """Batches that it received, if it counts them."""
 
     @property
     def lasting(self) -> bool:
-        """Whether its doubts will stay."""
-        return bool(self.reasons) and set(self.reasons) & LASTING != set()
+        """Return whether a reason will not end by itself."""
+        return bool(self.reasons) and set(self.reasons) & LASTING_REASONS != set()
 
-    def with_claims(self, checked: Checked) -> Verdict:
-        """A consumer that was wrong once is wrong."""
+    def with_claims(self, checked: CheckedClaims) -> Result:
+        """Return the result with the checked claims. One wrong claim makes the consumer wrong."""
         if not checked.wrong:
             return replace(self, claims=checked.claims)
         return replace(self, kind="wrong", detail="; ".join([*checked.wrong, self.detail]), claims=checked.claims)
@@ -62,21 +62,21 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """How an engine's own example subscriber fared."""
+    """Result of an example subscriber of an engine."""
 
     name: str
     published: int
     lost: int
     right: bool
-    """Whether it ends with what the engine holds."""
+    """Whether it holds what the engine holds at the end."""
     missed: int
-    """Batches of which it noticed that they were missing."""
+    """Batches that it has noticed as missing."""
     errors: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a round."""
+    """Result of a round."""
 
     seed: str
     number: int
@@ -84,50 +84,52 @@ class Outcome:
     make: str = ""
     relays: int = 0
     batches: int = 0
-    verdicts: tuple[Verdict, ...] = ()
+    results: tuple[Result, ...] = ()
     examples: tuple[Example, ...] = ()
     counted: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
-    """Why the stage fell over."""
+    """Why the round could not be played."""
 
     @classmethod
-    def broken(cls, seed: str, number: int, faults: tuple[str, ...], error: str, seconds: float) -> Self:
+    def unplayable(cls, seed: str, number: int, faults: tuple[str, ...], error: str, seconds: float) -> Self:
         return cls(seed, number, faults, error=error, seconds=seconds)
 
     @property
     def wrong(self) -> bool:
-        return any(verdict.kind == "wrong" for verdict in self.verdicts)
+        return any(result.kind == "wrong" for result in self.results)
 
 
-def judge(consumer: str, report: Report, truth: bytes) -> Verdict:
-    """How a consumer stands at the end, when there is nothing left to come: exact and right, or honest, or wrong."""
-    place, got = f"at {_placed(report.key)} (number {report.seq})", report.counted.get("got", 0)
+def judge(consumer: str, report: Report, truth: bytes) -> Result:
+    """Return the result of a consumer after the last batch. `truth` is the digest of what the engine holds."""
+    position, received = f"at {_describe_batch(report.key)} (number {report.seq})", report.counted.get("received", 0)
     if report.resets:
-        place += f", after resets ({'; '.join(report.resets)})"
-    if not report.exact:
-        detail = f"{report.trust}: {', '.join(report.reasons)}, {place}"
-        return Verdict(consumer, "doubted", report.reasons, detail, got=got)
+        position += f", after resets ({'; '.join(report.resets)})"
+    if not report.is_exact:
+        detail = f"{report.trust}: {', '.join(report.reasons)}, {position}"
+        return Result(consumer, "inexact", report.reasons, detail, received=received)
     if report.digest == truth:
-        return Verdict(consumer, "right", (), place, got=got)
-    return Verdict(consumer, "wrong", (), f"EXACT {place} with {report.digest.hex()}, but the engine holds {truth.hex()}")
+        return Result(consumer, "right", (), position, received=received)
+    return Result(consumer, "wrong", (), f"EXACT {position} with {report.digest.hex()}, but the engine holds {truth.hex()}")
 
 
-def check_claims(claims: Iterable[Claim], facts: Mapping[int, bytes], *, foreign: bool) -> Checked:
-    """Every claim to be exact, against the truth after that batch. `foreign`: a relay sends batches of its own."""
+def check_claims(claims: Iterable[Claim], facts: Mapping[int, bytes], *, foreign: bool) -> CheckedClaims:
+    """Compare every claim with the truth after its batch. With `foreign`, a relay may send batches of its own."""
     count, wrong = 0, []
     for claim in claims:
         count += 1
-        known = EMPTY if claim.key == NOTHING else facts.get(claim.key)
-        if known is None and not (foreign and claim.key == UNPLACED):
+        true_digest = EMPTY if claim.key == NO_BATCH else facts.get(claim.key)
+        if true_digest is None and not (foreign and claim.key == UNKNOWN_BATCH):
             wrong.append(f"EXACT at number {claim.seq}, after a batch that the engine has not made")
-        elif known is not None and known != claim.digest:
-            wrong.append(f"EXACT at {_placed(claim.key)} (number {claim.seq}) with {claim.digest.hex()}, not {known.hex()}")
-    return Checked(count, tuple([*wrong[:3], f"{len(wrong)} wrong claims of {count}"] if wrong else ()))
+        elif true_digest is not None and true_digest != claim.digest:
+            wrong.append(
+                f"EXACT at {_describe_batch(claim.key)} (number {claim.seq}) with {claim.digest.hex()}, not {true_digest.hex()}"
+            )
+    return CheckedClaims(count, tuple([*wrong[:3], f"{len(wrong)} wrong claims of {count}"] if wrong else ()))
 
 
-def _placed(packed: int) -> str:
+def _describe_batch(packed: int) -> str:
     if packed < 0:
         return "no batch"
     key = Key.unpack(packed)
-    return f"batch {key.number} of life {key.life}"
+    return f"batch {key.number} of incarnation {key.lifetime}"

@@ -1,4 +1,4 @@
-"""Processes that are stopped, killed and born again, and the proxies between them."""
+"""Processes that can be stopped and killed, the proxies between them, and small disks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvevents.testing import FaultProxy
 
 START_SECONDS: Final = 20.0
 ANSWER_SECONDS: Final = 30.0
-"""Side by side with others a process may wait for a CPU for long, and then has a replay of 10,000 batches to take in first."""
+"""Limit of one answer: a process may wait long for a CPU, and then has to apply a replay of 10,000 batches first."""
 END_SECONDS: Final = 5.0
 DISK_BYTES: Final = 256 * 1024
 PRELOADED: Final = [
@@ -28,33 +28,33 @@ PRELOADED: Final = [
     "tests.system.chaos.relaying",
 ]
 
-_nursery: Final = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload(PRELOADED)
+_context: Final = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
 
 
 def preload(*modules: str) -> None:
-    """Have processes begin with these modules; before the first one begins."""
-    _nursery.set_forkserver_preload([*PRELOADED, *modules])
+    """Let processes start with these modules imported. Must be called before the first process starts."""
+    _context.set_forkserver_preload([*PRELOADED, *modules])
 
 
-class Silent(Exception):  # noqa: N818 - a word of the field: a process that says nothing
-    """A part has not answered in time, or is gone."""
+class SilentPartError(Exception):
+    """A part has not answered in time, or its process has ended."""
 
 
-class Broken(Exception):  # noqa: N818 - says what is broken: not what is tested, but what tests it
-    """The stage itself fell over."""
+class BrokenStageError(Exception):
+    """The stage of a round has failed, not what is tested on it."""
 
 
 class Part:
-    """A process with a pipe. `target` gets its end of the pipe, and `arguments`."""
+    """A process with a pipe. It calls `target` with its end of the pipe and `arguments`."""
 
     def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         self.name = name
-        ours, theirs = _nursery.Pipe()
-        self.pipe: Connection = ours
-        self._process = _nursery.Process(target=_main, args=(target, theirs, *arguments), name=name)
+        own_end, child_end = _context.Pipe()
+        self.pipe: Connection = own_end
+        self._process = _context.Process(target=_main, args=(target, child_end, *arguments), name=name)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     @property
     def pid(self) -> int:
@@ -66,24 +66,24 @@ class Part:
         return self._process.is_alive()
 
     def send(self, message: Any) -> None:
-        """Raises `Silent` when it is gone."""
+        """Send a message. Raises `SilentPartError` if the process has ended."""
         try:
             self.pipe.send(message)
         except OSError as error:
-            raise Silent(f"{self.name} is gone") from error
+            raise SilentPartError(f"{self.name} has ended") from error
 
     def receive(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """Its next message. Raises `Silent`."""
+        """Return the next message of the process. Raises `SilentPartError` if there is none in time."""
         try:
             if self.pipe.poll(seconds):
                 return self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise Silent(f"{self.name} is gone: exit code {self._process.exitcode}") from error
-        raise Silent(f"{self.name} says nothing for {seconds:g} s")
+            raise SilentPartError(f"{self.name} has ended: exit code {self._process.exitcode}") from error
+        raise SilentPartError(f"{self.name} does not answer within {seconds:g} s")
 
-    def ask(self, question: Any = "?", seconds: float = ANSWER_SECONDS) -> Any:
-        """A question, and its answer."""
-        self.send(question)
+    def exchange(self, request_message: Any = "?", seconds: float = ANSWER_SECONDS) -> Any:
+        """Send a message and return the answer. Raises `SilentPartError`."""
+        self.send(request_message)
         return self.receive(seconds)
 
     def stop(self) -> None:
@@ -94,27 +94,27 @@ class Part:
             os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As `kill -9`; until it is gone."""
+        """Send SIGKILL and wait for the end of the process."""
         self._process.kill()
         self._process.join(END_SECONDS)
         self.pipe.close()
 
     def end(self) -> None:
-        """Let it end by itself, else kill it."""
+        """Wait for the end of the process, and kill it after `END_SECONDS`."""
         self._process.join(END_SECONDS)
         self.kill()
 
 
 def _main(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
-    import logging  # noqa: PLC0415 - of the child alone
+    import logging  # noqa: PLC0415 - only in the child
 
-    logging.disable(logging.CRITICAL)  # what is lost is what the round is about
+    logging.disable(logging.CRITICAL)  # rounds cause warnings all the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     target(pipe, *arguments)
 
 
 class Leg:
-    """Proxies before the live and the replay endpoint of something, on TCP; on anything else nothing stands between."""
+    """Proxies for a live and a replay endpoint over TCP. Other endpoints have no proxies."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
         self.live = FaultProxy(endpoint) if endpoint.startswith("tcp://") else None
@@ -138,7 +138,7 @@ class Leg:
 
 
 class Disk:
-    """A file system of its own that can be full. Raises `OSError` if this machine does not let its user mount one."""
+    """A small file system that can be filled. Raises `OSError` if the user must not mount one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,7 +164,7 @@ class Disk:
         subprocess.run([umount, "-l", str(self.folder)], check=False, capture_output=True)
 
     @classmethod
-    def can_be_had(cls, folder: Path) -> bool:
+    def is_available(cls, folder: Path) -> bool:
         try:
             cls(folder).close()
         except OSError:
@@ -181,19 +181,19 @@ class Disk:
         self.close()
 
 
-def until(ready: Callable[[], bool], seconds: float, look: float = 0.005) -> bool:
-    """Whether something became true in time."""
+def wait_until(is_ready: Callable[[], bool], seconds: float, interval: float = 0.005) -> bool:
+    """Wait until `is_ready` returns true. Return False if it does not within `seconds`."""
     end = time.monotonic() + seconds
-    while not ready():
+    while not is_ready():
         if time.monotonic() > end:
             return False
-        time.sleep(look)
+        time.sleep(interval)
     return True
 
 
 @contextlib.contextmanager
-def ending(parts: list[Part]) -> Iterator[None]:
-    """Whatever happens, none of these stays behind, stopped ones neither."""
+def killing(parts: list[Part]) -> Iterator[None]:
+    """Kill these processes at the end of the context, also stopped ones."""
     try:
         yield
     finally:

@@ -12,25 +12,25 @@ from kvevents.relay import Relay, RelayLimits, RelaySettings
 from kvevents.relay.journal import JournalLimits
 from kvevents.stream import Source
 from kvevents.subscriber import ZmqTransport
-from tests.system.chaos.consumer import BRISK, BRISK_SOCKETS, NAME
+from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS, NAME
 from tests.system.chaos.parts import START_SECONDS, Part
 
-TURN_SECONDS: Final = 0.05
-SHORT_LIMITS: Final = RelayLimits(stream=BRISK, snapshot_retry_interval=0.1, journal=JournalLimits(compact_bytes=20_000))
-"""A round is short: the relay gives up on its upstream sooner, and writes a snapshot of its journal in most rounds."""
+RECEIVE_SECONDS: Final = 0.05
+SHORT_LIMITS: Final = RelayLimits(stream=FAST_LIMITS, snapshot_retry_interval=0.1, journal=JournalLimits(compact_bytes=20_000))
+"""Limits for short rounds: the relay gives up on its upstream sooner, and compacts its journal in most rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The settings of a relay without its endpoints and its upstream."""
+    """The settings of a relay, without its endpoints and its upstream."""
 
     journal: bool = True
     heartbeat: float = 0.2
-    """Never None: without it, a relay cannot say how far it trusts its batches, and its consumers are exact as it is."""
+    """Never None: without heartbeats, a relay cannot report its own trust to its consumers."""
     dialect: str | None = None
     tokens: str = "keep"
     buffer_steps: int = 10_000
-    brisk: bool = True
+    has_short_timeouts: bool = True
 
     def settings(self, source: Source, endpoint: str, replay_endpoint: str, journal: str) -> RelaySettings:
         return RelaySettings(
@@ -45,13 +45,13 @@ class Hop:
         )
 
 
-class Station:
-    """A relay that is stopped, killed and started again at the same place. `part` makes its process."""
+class RelayProcess:
+    """A relay that can be stopped, killed and started again at the same endpoints. `part` starts its process."""
 
-    def __init__(self, hop: Hop, settings: RelaySettings, part: Callable[..., Part]) -> None:
+    def __init__(self, hop: Hop, settings: RelaySettings, start_part: Callable[..., Part]) -> None:
         self._hop = hop
         self._settings = settings
-        self._part = part
+        self._start_part = start_part
         self._running: Part | None = None
         self.starts = 0
         self.start()
@@ -61,11 +61,11 @@ class Station:
         return self._running is not None and self._running.is_alive
 
     def start(self) -> None:
-        """Begin, or come back; nothing when it is there."""
+        """Start the process and wait until the relay is open. Do nothing if it runs."""
         if self.is_alive:
             return
         self.starts += 1
-        self._running = self._part("relay", run, self._settings, self._hop.brisk)
+        self._running = self._start_part("relay", run, self._settings, self._hop.has_short_timeouts)
         self._running.receive(START_SECONDS)
 
     def stop(self) -> None:
@@ -81,23 +81,25 @@ class Station:
             self._running.kill()
 
     def status(self) -> str:
-        """As a person would read it."""
+        """Return the status of the relay as text."""
         assert self._running is not None
-        return str(self._running.ask())
+        return str(self._running.exchange())
 
 
-def run(pipe: Connection, settings: RelaySettings, brisk: bool) -> None:
-    """The process: any message is a question; when the pipe ends, so does it."""
-    options: dict[str, Any] = {"limits": SHORT_LIMITS, "transport": ZmqTransport(options=BRISK_SOCKETS)} if brisk else {}
+def run(pipe: Connection, settings: RelaySettings, has_short_timeouts: bool) -> None:
+    """Run the process: send the status for each message in the pipe, until the pipe is closed."""
+    options: dict[str, Any] = (
+        {"limits": SHORT_LIMITS, "transport": ZmqTransport(options=FAST_SOCKET_OPTIONS)} if has_short_timeouts else {}
+    )
     with suppress(EOFError, BrokenPipeError), Relay(settings, **options) as running:
         pipe.send("open")
         while True:
-            running.turn(TURN_SECONDS)
+            running.turn(RECEIVE_SECONDS)
             while pipe.poll():
                 pipe.recv()
                 pipe.send(repr(running.status()))
 
 
 def source(endpoint: str, replay_endpoint: str | None, topic: str) -> Source:
-    """What a relay listens to."""
+    """Return the upstream of a relay."""
     return Source(endpoint, replay_endpoint, topic, NAME)

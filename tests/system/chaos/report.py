@@ -1,4 +1,4 @@
-"""What was seen, as tables and as `docs/developers/chaos.md`."""
+"""The results of a run, as tables and as `docs/developers/chaos.md`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from tests.system.chaos.judging import Outcome
-from tests.system.chaos.plan import known
+from tests.system.chaos.plan import known_names
 from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "chaos.md"
-CALM: Final = "nothing"
+NO_FAULT: Final = "nothing"
 REASONS: Final = 4
-"""Reasons that a row names: the most frequent ones."""
+"""Number of the most frequent reasons that a row names."""
 MAKES: Final[Mapping[str, str]] = {
     "ours": "`kvevents.ZmqEventPublisher`, every dialect",
     "tape": "`kvevents.testing.TapePlayer`, every dialect",
@@ -23,87 +23,89 @@ MAKES: Final[Mapping[str, str]] = {
 
 
 def by_fault(outcomes: Sequence[Outcome]) -> str:
-    """A row for each fault; a round counts in each row of its faults."""
-    found = {name: [each for each in outcomes if name in (each.faults or (CALM,))] for name in (CALM, *known())}
+    """Return a table with a row for each fault. A round counts in the row of each of its faults."""
+    found = {name: [each for each in outcomes if name in (each.faults or (NO_FAULT,))] for name in (NO_FAULT, *known_names())}
     body = []
     for name, rounds in found.items():
-        kinds = Counter(verdict.kind for outcome in rounds for verdict in outcome.verdicts)
+        kinds = Counter(result.kind for outcome in rounds for result in outcome.results)
         if rounds:
-            body.append([name, f"{len(rounds):,}", *(f"{kinds[kind]:,}" for kind in ("right", "doubted", "wrong"))])
-    return _lines(["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"], body)
+            body.append([name, f"{len(rounds):,}", *(f"{kinds[kind]:,}" for kind in ("right", "inexact", "wrong"))])
+    return _format_table(["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"], body)
 
 
 def by_make(outcomes: Sequence[Outcome]) -> str:
-    """A row for each publisher, and one for all."""
+    """Return a table with a row for each publisher, and one for all."""
     rows = {title: [each for each in outcomes if each.make == make] for make, title in MAKES.items()}
     heads = ["publisher", "rounds", "batches", "EXACT and right", "not EXACT, most frequent reasons", "EXACT and wrong"]
-    return _lines(heads, ([name, *_row(found)] for name, found in {**rows, "**all**": outcomes}.items() if found))
+    return _format_table(
+        heads, ([name, *_format_make_row(found)] for name, found in {**rows, "**all**": outcomes}.items() if found)
+    )
 
 
-def _row(outcomes: Sequence[Outcome]) -> list[str]:
-    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
-    kinds = Counter(verdict.kind for verdict in verdicts)
-    reasons = Counter(reason for verdict in verdicts if verdict.kind == "doubted" for reason in verdict.reasons)
+def _format_make_row(outcomes: Sequence[Outcome]) -> list[str]:
+    results = [result for outcome in outcomes for result in outcome.results]
+    kinds = Counter(result.kind for result in results)
+    reasons = Counter(reason for result in results if result.kind == "inexact" for reason in result.reasons)
     listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))
-    doubted = f"{kinds['doubted']}: {listed}" if listed else "0"
+    inexact = f"{kinds['inexact']}: {listed}" if listed else "0"
     batches = sum(outcome.batches for outcome in outcomes)
-    return [f"{len(outcomes):,}", f"{batches:,}", f"{kinds['right']:,}", doubted, str(kinds["wrong"])]
+    return [f"{len(outcomes):,}", f"{batches:,}", f"{kinds['right']:,}", inexact, str(kinds["wrong"])]
 
 
 def losses(outcomes: Sequence[Outcome]) -> str:
-    """Released publishers: what their own example subscriber loses, beside ours, in the same rounds."""
+    """Return a table of the batches that the example subscriber and ours lose in the same rounds, by released publisher."""
     heads = ["publisher", "subscriber", "rounds", "batches", "lost", "of rounds: state wrong at the end", "of these, reported"]
     body = []
-    for make in engines_of(outcomes):
+    for make in makes_with_examples(outcomes):
         rounds = [outcome for outcome in outcomes if outcome.make == make and outcome.examples]
-        body += [[MAKES[make], name, *_example(rounds, name)] for name in ("example", "example, corrected")]
-        body.append([MAKES[make], "ours", *_ours(rounds)])
-    return _lines(heads, body)
+        body += [[MAKES[make], name, *_format_example_row(rounds, name)] for name in ("example", "example, corrected")]
+        body.append([MAKES[make], "ours", *_format_own_row(rounds)])
+    return _format_table(heads, body)
 
 
-def engines_of(outcomes: Iterable[Outcome]) -> list[str]:
-    """Makes that have an example subscriber."""
+def makes_with_examples(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return the makes of engines whose rounds have example subscribers."""
     found = {outcome.make for outcome in outcomes if outcome.examples}
     return [make for make in MAKES if make in found]
 
 
-def _example(rounds: Sequence[Outcome], name: str) -> list[str]:
+def _format_example_row(rounds: Sequence[Outcome], name: str) -> list[str]:
     found = [example for outcome in rounds for example in outcome.examples if example.name == name]
     wrong = sum(not example.right for example in found)
     published, lost = sum(example.published for example in found), sum(example.lost for example in found)
-    return [f"{len(found):,}", f"{published:,}", _share(lost, published), _share(wrong, len(found)), "0"]
+    return [f"{len(found):,}", f"{published:,}", _format_share(lost, published), _format_share(wrong, len(found)), "0"]
 
 
-def _ours(rounds: Sequence[Outcome]) -> list[str]:
-    steady = [(outcome, each) for outcome in rounds for each in outcome.verdicts if each.consumer == "steady"]
-    doubted = sum(verdict.kind == "doubted" for _, verdict in steady)
-    wrong = sum(verdict.kind == "wrong" for _, verdict in steady)
+def _format_own_row(rounds: Sequence[Outcome]) -> list[str]:
+    steady = [(outcome, each) for outcome in rounds for each in outcome.results if each.consumer == "steady"]
+    inexact = sum(result.kind == "inexact" for _, result in steady)
+    wrong = sum(result.kind == "wrong" for _, result in steady)
     published = sum(outcome.batches for outcome, _ in steady)
-    lost = published - sum(each.got for _, each in steady)
-    summary = f"{doubted:,} not EXACT at the end, each reported; {wrong} silently"
-    return [f"{len(steady):,}", f"{published:,}", _share(lost, published), summary, f"{doubted:,}"]
+    lost = published - sum(each.received for _, each in steady)
+    summary = f"{inexact:,} not EXACT at the end, each reported; {wrong} silently"
+    return [f"{len(steady):,}", f"{published:,}", _format_share(lost, published), summary, f"{inexact:,}"]
 
 
-def _share(part: int, whole: int) -> str:
+def _format_share(part: int, whole: int) -> str:
     return f"{part:,} ({part / whole:.1%})" if whole else "0"
 
 
 def totals(outcomes: Sequence[Outcome]) -> str:
-    """One paragraph."""
+    """Return the totals as one paragraph."""
     counted: Counter[str] = Counter()
     for outcome in outcomes:
         counted.update(outcome.counted)
-    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
-    wrong = sum(verdict.kind == "wrong" for verdict in verdicts)
+    results = [result for outcome in outcomes for result in outcome.results]
+    wrong = sum(result.kind == "wrong" for result in results)
     return (
-        f"{len(outcomes):,} rounds, {sum(outcome.batches for outcome in outcomes):,} batches, {len(verdicts):,} consumers, "
+        f"{len(outcomes):,} rounds, {sum(outcome.batches for outcome in outcomes):,} batches, {len(results):,} consumers, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['delivered']:,} deliveries, "
         f"{counted['reconnects']:,} reconnects, {counted['resets']:,} resets, {counted['requests']:,} replay requests, "
-        f"{counted['healed']:,} gaps filled, {counted['divergences']:,} divergences: **{wrong} wrong**"
+        f"{counted['repaired']:,} gaps filled, {counted['divergences']:,} divergences: **{wrong} wrong**"
     )
 
 
-def _lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def _format_table(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *body])
 
 
@@ -129,7 +131,7 @@ this page: do not edit it.
 | EXACT and wrong | a wrong claim at any time, or at the end. One ends the run with the round's schedule |
 
 A round counts in the row of each of its faults. [Trust](../concepts/trust.md#reasons-for-degraded) explains the reasons. If
-replay has gaps or is mute, a round does not lose its last batches: no consumer could know of them.
+replay has gaps or never answers, a round does not lose its last batches: no consumer could know of them.
 """
 _LOSSES: Final = """\
 vLLM's example subscriber and ours under the same faults, on released publishers. As released, it never stores the number of a
@@ -146,7 +148,7 @@ the line through the least of each twentieth of that half, *at most* is the high
 
 
 def document(outcomes: Sequence[Outcome], played: str, before: str = "") -> str:
-    """All of `docs/developers/chaos.md`; what `before` says of the soak stays. `played` says which rounds were played."""
+    """Return `docs/developers/chaos.md`, with the soak of the document `before`. `played` says which rounds were played."""
     parts = [
         _HEAD,
         f"{played}: {totals(outcomes)}.\n",
@@ -159,17 +161,17 @@ def document(outcomes: Sequence[Outcome], played: str, before: str = "") -> str:
         losses(outcomes),
         "\n## Soak\n",
         _SOAK,
-        f"{_SOAK_BEGINS}\n{_soak_of(before)}\n{_SOAK_ENDS}",
+        f"{_SOAK_BEGINS}\n{_extract_soak(before)}\n{_SOAK_ENDS}",
     ]
     return "\n".join(parts) + "\n"
 
 
-def with_soak(document: str, result: str) -> str:
-    """The document with another soak in it."""
+def with_soak(document: str, soak_result: str) -> str:
+    """Return the document with another result of a soak."""
     head, _, rest = document.partition(_SOAK_BEGINS)
     _, _, tail = rest.partition(_SOAK_ENDS)
-    return f"{head}{_SOAK_BEGINS}\n{result}\n{_SOAK_ENDS}{tail}"
+    return f"{head}{_SOAK_BEGINS}\n{soak_result}\n{_SOAK_ENDS}{tail}"
 
 
-def _soak_of(document: str) -> str:
+def _extract_soak(document: str) -> str:
     return document.partition(_SOAK_BEGINS)[2].partition(_SOAK_ENDS)[0].strip()

@@ -1,4 +1,4 @@
-"""How long a consumer gets when all is quiet, and when it is done."""
+"""How long consumers may take after the last batch, and when their state is final."""
 
 from __future__ import annotations
 
@@ -8,99 +8,101 @@ from typing import Any, Final
 
 from kvevents.stream import DegradedReason, Trust
 from tests.system.chaos.consumer import Report
-from tests.system.chaos.judging import LASTING, Verdict, judge
-from tests.system.chaos.parts import Broken, Part, Silent
+from tests.system.chaos.judging import LASTING_REASONS, Result, judge
+from tests.system.chaos.parts import BrokenStageError, Part, SilentPartError
 
 RECONNECT_SECONDS: Final = 40.0
-"""That they get when they have no connection: libzmq waits 30 s for a handshake that a half-open connection never ends."""
+"""Limit for consumers without a connection: libzmq waits 30 s for a handshake that a half-open connection never completes."""
 DEAD_SECONDS: Final = 3.0
-"""After which such connections are cut after all, so that a round need not wait for that."""
+"""Time after which such connections are cut, so that a round need not wait for libzmq."""
 SETTLE_DEFAULT_SECONDS: Final = 75.0
-"""That those with default settings get: a half-open connection alone takes them 15 to notice, a doubling probe 30."""
+"""Limit for consumers with default settings, which take 15 s to notice a half-open connection, and 30 s between probes."""
 CONFIRMATIONS: Final = 20
-"""Batches that the last life of an engine can publish after the end of the script: a stream that has caught up by replay is not
-EXACT before a live batch has confirmed what replay has brought."""
+"""Batches that the last incarnation of an engine can publish after the script: a stream that has caught up by replay is not
+EXACT until a live batch has confirmed the replayed ones."""
 CONFIRM_SECONDS: Final = 1.0
-"""Between two of those."""
+"""Seconds between two such batches."""
 CONFIRMATIONS_OF_SENDER: Final = 3
-"""After so many of them, what a relay doubts is something else."""
+"""Such batches after which a degraded relay lacks something else than a confirmation."""
 
 
-BEHIND_SECONDS: Final = 180.0
-"""The time of a consumer that lags and catches up, as on an overloaded machine."""
+CATCH_UP_SECONDS: Final = 180.0
+"""Limit for a consumer that lags and catches up, as on an overloaded machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettleLimits:
-    """Seconds that consumers get after the last batch; the defaults are those of `make chaos`."""
+    """Seconds that consumers may take after the last batch. The defaults are those of `make chaos`."""
 
     settle: float = 12.0
-    """Until a consumer with short timeouts must be exact."""
+    """Limit until a consumer with short timeouts is EXACT."""
     lasting: float = 1.3
-    """For which a consumer with a lasting doubt must have stayed as it is."""
+    """Seconds without a change after which a state with a lasting reason is final."""
     passing: float = 4.0
-    """The same for any other doubt: a relay's heartbeat, a probe or a reconnect can yet end it."""
+    """The same for other reasons, which a heartbeat of a relay, a probe or a reconnect can still end."""
 
 
 class Settling:
-    """One consumer after the last batch. `fact` is what its engine holds."""
+    """A consumer after the last batch. `expected_digest` is that of what its engine holds."""
 
-    def __init__(self, name: str, part: Part, fact: bytes, limits: SettleLimits, *, brisk: bool) -> None:
+    def __init__(
+        self, name: str, part: Part, expected_digest: bytes, limits: SettleLimits, *, has_short_timeouts: bool
+    ) -> None:
         self.name = name
         self.counted: dict[str, int] = {}
         self._part = part
-        self._fact = fact
-        self._began = self._steady_since = time.monotonic()
+        self._expected_digest = expected_digest
+        self._began = self._unchanged_since = time.monotonic()
         self._limits = limits
-        self._patience = limits.settle if brisk else SETTLE_DEFAULT_SECONDS
+        self._limit = limits.settle if has_short_timeouts else SETTLE_DEFAULT_SECONDS
         self._state: Any = None
-        self.is_unproven = False
-        """Whether the next live batch may make it exact: itself, or a relay in front of it, has caught up by replay."""
+        self.is_unconfirmed = False
+        """Whether the next live batch may make it EXACT, because it or a relay in front of it has caught up by replay."""
         self._confirmations = 0
 
-    def expect(self, fact: bytes) -> None:
-        """The engine has published one more batch, and now holds this."""
+    def expect(self, expected_digest: bytes) -> None:
+        """Expect the digest after one more batch of the engine."""
         self._confirmations += 1
-        self._fact = fact
+        self._expected_digest = expected_digest
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether it has waited for a connection for too long."""
-        return self._state is not None and self._state[0] == Trust.STALE.name and self._steady_for > DEAD_SECONDS
+        """Return whether it has been without a connection for `DEAD_SECONDS`."""
+        return self._state is not None and self._state[0] == Trust.STALE.name and self._unchanged_for > DEAD_SECONDS
 
     @property
-    def _steady_for(self) -> float:
-        return time.monotonic() - self._steady_since
+    def _unchanged_for(self) -> float:
+        return time.monotonic() - self._unchanged_since
 
-    def look(self) -> Verdict | None:
-        """Return its final state; None while that may change. Raises `Broken` when it does not answer."""
+    def look(self) -> Result | None:
+        """Return the result, or None while it may change. Raises `BrokenStageError` if the consumer does not answer."""
         try:
-            report: Report = self._part.ask()
-        except Silent as error:
-            raise Broken(str(error)) from error
-        verdict = judge(self.name, report, self._fact)
-        state = (report.trust, report.key, LASTING & set(report.doubts))
+            report: Report = self._part.exchange()
+        except SilentPartError as error:
+            raise BrokenStageError(str(error)) from error
+        result = judge(self.name, report, self._expected_digest)
+        state = (report.trust, report.key, LASTING_REASONS & set(report.reason_names))
         if state != self._state:
-            self._state, self._steady_since = state, time.monotonic()
-        self.is_unproven = not verdict.lasting and self._awaits_batch(report)
+            self._state, self._unchanged_since = state, time.monotonic()
+        self.is_unconfirmed = not result.lasting and self._awaits_batch(report)
         elapsed = time.monotonic() - self._began
-        if verdict.kind != "right" and elapsed < self._longest(report) and not self._stays(report, verdict):
+        if result.kind != "right" and elapsed < self._time_limit(report) and not self._is_final(report, result):
             return None
-        if verdict.kind == "wrong" and self._steady_for < self._limits.passing and elapsed < BEHIND_SECONDS:
-            # Exact as far as it has come, and coming on: whether each step was right is in its claims.
+        if result.kind == "wrong" and self._unchanged_for < self._limits.passing and elapsed < CATCH_UP_SECONDS:
+            # It is EXACT and still catches up. Its claims show whether each step was right.
             return None
         self.counted = report.counted
-        return verdict
+        return result
 
     def _awaits_batch(self, report: Report) -> bool:
-        relayed = DegradedReason.SENDER.name in report.doubts and self._confirmations < CONFIRMATIONS_OF_SENDER
-        return relayed or DegradedReason.REPLAY_UNPROVEN.name in report.doubts
+        is_relay_degraded = DegradedReason.SENDER.name in report.reason_names and self._confirmations < CONFIRMATIONS_OF_SENDER
+        return is_relay_degraded or DegradedReason.REPLAY_UNPROVEN.name in report.reason_names
 
-    def _longest(self, report: Report) -> float:
-        follows = report.exact or report.trust == Trust.DEGRADED.name
-        return self._patience if follows else max(self._patience, RECONNECT_SECONDS)
+    def _time_limit(self, report: Report) -> float:
+        is_connected = report.is_exact or report.trust == Trust.DEGRADED.name
+        return self._limit if is_connected else max(self._limit, RECONNECT_SECONDS)
 
-    def _stays(self, report: Report, verdict: Verdict) -> bool:
+    def _is_final(self, report: Report, result: Result) -> bool:
         if report.trust != Trust.DEGRADED.name:
             return False
-        return self._steady_for > (self._limits.lasting if verdict.lasting else self._limits.passing)
+        return self._unchanged_for > (self._limits.lasting if result.lasting else self._limits.passing)

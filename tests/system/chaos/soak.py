@@ -1,8 +1,8 @@
-"""`make soak`: an engine, a relay, consumers and a service under churn and reconnects, watched for what grows.
+"""`make soak`: an engine, a relay, consumers and a service under churn and reconnects, whose use of resources must not grow.
 
-Every few seconds the memory, descriptors and threads of each process are noted. The later half of the time is judged: a line is
-laid through the least that each process had in each `WINDOWS`th of it, and one that rises by more than its allowance fails the
-run. The least, since buffers fill and empty at any time, while what is never given back is there in every moment.
+Every few seconds the memory, descriptors and threads of each process are measured. The later half of the time counts: a line is
+fitted through the lowest sample of each process in each of `WINDOWS` windows. A line that rises more than its allowance fails
+the run. The lowest samples count since buffers fill and empty at any time, while a leak is part of every sample.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from kvevents.stream import Batch
 from kvevents.testing.ports import reserve_port
 from kvevents.wire import dialect_for
 from tests.system.chaos import report
-from tests.system.chaos.cache import Cache, Habits, Speech
+from tests.system.chaos.cache import Cache, CacheSettings, DialectFeatures
 from tests.system.chaos.consumer import Consumer, Report
-from tests.system.chaos.consumer import run as follow
-from tests.system.chaos.parts import Leg, Part, until
+from tests.system.chaos.consumer import run as follow_source
+from tests.system.chaos.parts import Leg, Part, wait_until
 from tools.released import CHECKOUT
 
 HOST: Final = "127.0.0.1"
 MINUTES: Final = 4.0
 RATE: Final = 1_000
-"""Batches per second of the engine."""
+"""Batches per second that the engine publishes."""
 BLOCKS: Final = 5_000
-"""That it holds."""
+"""Blocks that the engine holds."""
 FLAP_SECONDS: Final = 3.0
-"""About, between two cuts."""
+"""Mean seconds between two cuts."""
 OUTAGE_SECONDS: Final = 20.0
-"""Of each of `OUTAGES`: more batches than any replay buffer here holds."""
+"""Seconds of each of `OUTAGES`, in which more batches are published than a replay buffer holds."""
 OUTAGES: Final = ((0.05, 0.05), (1.0, 0.0))
-"""Shares of live and of replayed batches that are lost at first. Many wait then for what replay loses again and again; and all
-that was said is too old for replay. What such times leave behind in an allocator would else look like growth whenever the
-first of them comes. With more of replay lost a consumer may give up, DEGRADED until the cache is cleared."""
-BEHIND_SECONDS: Final = 0.5
-"""An engine that was held up longer does not hurry afterwards: no engine does, and its queue would measure the machine."""
+"""Shares of live and of replayed batches that are lost at first. In the first outage many batches wait for missing ones, in the
+second all batches leave the replay buffer. Memory that an allocator keeps after such times would else look like growth when the
+first of them comes later. If replay lost more, a consumer might stay DEGRADED until the cache is cleared."""
+MAX_BEHIND_SECONDS: Final = 0.5
+"""Delay after which the engine does not catch up, as real engines do not: its queue would measure the machine."""
 WARM_UP: Final = 0.5
-"""Share of the time that is not looked at: caches, buffers and the allocator fill."""
+"""Share of the time before measurements count: caches, buffers and the allocator fill."""
 WINDOWS: Final = 20
-"""Parts of the time that is looked at, for each of which the lowest note counts."""
+"""Windows of the measured time. The lowest sample of each window counts."""
 SETTLE_SECONDS: Final = 60.0
 START_SECONDS: Final = 30.0
 
 
 class Allowance(NamedTuple):
-    """How much a line may rise."""
+    """How much a trend may rise."""
 
     unit: str
     per_hour: float
-    """Less than this is flat, however long it is watched."""
+    """A slower rise is flat, however long it lasts."""
     noise: float
-    """Less than this, from the beginning of the line to its end, is noise, however steep."""
+    """A smaller rise from begin to end is noise, however steep it is."""
 
 
 ALLOWANCES: Final[Mapping[str, Allowance]] = {
@@ -80,86 +80,89 @@ ALLOWANCES: Final[Mapping[str, Allowance]] = {
 }
 
 
-class Note(NamedTuple):
-    """What one process uses at one moment."""
+class Sample(NamedTuple):
+    """What a process uses at one moment."""
 
     at: float
     memory: float
-    """Resident, MiB. Every process has glibc give back what is free (`trimming_memory`), which else looks like what is held."""
+    """Resident memory in MiB. Processes let glibc return free memory (`trimming_memory`), which would look like used memory."""
     descriptors: float
     threads: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The line through the least that one process used of one thing."""
+    """The line through the lowest samples of one quantity of one process."""
 
     process: str
-    what: str
+    quantity: str
     first: float
-    """Where the line begins, after the warm-up."""
+    """Value at the begin of the line, after the warm-up."""
     last: float
-    """Where it ends."""
+    """Value at the end of the line."""
     highest: float
     per_hour: float
     grows: bool
 
 
-def trends(process: str, notes: Sequence[Note], warm_up: float) -> list[Trend]:
-    """One for each allowance, of the notes from `warm_up` seconds after the first on. None where those are fewer than three."""
-    seen = [note for note in notes if note.at - notes[0].at >= warm_up] if notes else []
-    if len(seen) < 3:
+def trends(process: str, samples: Sequence[Sample], warm_up: float) -> list[Trend]:
+    """Return a trend for each allowance, of the samples after `warm_up` seconds; none if there are fewer than three."""
+    measured = [sample for sample in samples if sample.at - samples[0].at >= warm_up] if samples else []
+    if len(measured) < 3:
         return []
-    return [_trend(process, what, [(note.at, getattr(note, what)) for note in seen]) for what in ALLOWANCES]
+    return [
+        _fit_trend(process, quantity, [(sample.at, getattr(sample, quantity)) for sample in measured])
+        for quantity in ALLOWANCES
+    ]
 
 
-def _trend(process: str, what: str, points: Sequence[tuple[float, float]]) -> Trend:
-    """The line whose slope is the median of those between any two of the lowest points (Theil, Sen): a few cannot bend it."""
-    lowest = _lowest(points)
+def _fit_trend(process: str, quantity: str, points: Sequence[tuple[float, float]]) -> Trend:
+    """Return the Theil-Sen line of the lowest points. Its slope is the median of the slopes between two points."""
+    lowest = _lowest_points(points)
     slope = median((late - early) / (then - at) for (at, early), (then, late) in itertools.combinations(lowest, 2))
     level = median(value - slope * at for at, value in lowest)
     begin, end = points[0][0], points[-1][0]
-    allowance = ALLOWANCES[what]
+    allowance = ALLOWANCES[quantity]
     grows = slope * 3600 > allowance.per_hour and slope * (end - begin) > allowance.noise
     highest = max(value for _, value in points)
-    return Trend(process, what, level + slope * begin, level + slope * end, highest, slope * 3600, grows)
+    return Trend(process, quantity, level + slope * begin, level + slope * end, highest, slope * 3600, grows)
 
 
-def _lowest(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lowest point of each window."""
+def _lowest_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the lowest point of each window."""
     begin, span = points[0][0], points[-1][0] - points[0][0]
     windows = itertools.groupby(points, lambda point: min(WINDOWS - 1, int((point[0] - begin) / span * WINDOWS)))
     return [min(window, key=itemgetter(1)) for _, window in windows]
 
 
-def note(pid: int, now: float) -> Note:
-    """What a process uses now. Raises `OSError` when it is gone."""
+def sample(pid: int, now: float) -> Sample:
+    """Return what a process uses now. Raises `OSError` if it has ended."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     if "VmRSS" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
     memory = int(fields["VmRSS"].split()[0]) / 1024
-    return Note(now, memory, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))  # noqa: PTH208 - names, not paths
+    return Sample(now, memory, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))  # noqa: PTH208 - names, not paths
 
 
 # --- the chain ---------------------------------------------------------------------------------------------------------------
 
 
-def publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
-    """An engine without an end, in a process of its own; on a request to stop, it reports what is true then."""
+def run_engine(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
+    """Run an engine process. On a message it stops publishing and sends the number of batches and the digest of its cache."""
     with trimming_memory():
-        _publish_on(pipe, endpoint, replay_endpoint)
+        _run_engine(pipe, endpoint, replay_endpoint)
 
 
-def follow_on(pipe: Connection, consumer: Consumer) -> None:
-    """A consumer in a process of its own."""
+def run_consumer(pipe: Connection, consumer: Consumer) -> None:
+    """Run a consumer process."""
     with trimming_memory():
-        follow(pipe, consumer)
+        follow_source(pipe, consumer)
 
 
-def _publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
+def _run_engine(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
     dialect = dialect_for("vllm")
-    cache = Cache(Random("soak"), Speech.of(dialect), Habits(BLOCKS, 16, True, 0.00001, 3))
+    cache = Cache(Random("soak"), DialectFeatures.of(dialect), CacheSettings(BLOCKS, 16, True, 0.00001, 3))
     options: dict[str, Any] = {"bind": True, "dialect": dialect, "buffer_steps": 2_000, "heartbeat": 1.0}
     publisher, index = ZmqEventPublisher(0, endpoint, replay_endpoint, **options), PrefixIndex()
     pipe.send("open")
@@ -172,7 +175,7 @@ def _publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
             ahead = number / RATE - (time.monotonic() - began)
             if ahead > 0.01:
                 time.sleep(ahead)
-            elif ahead < -BEHIND_SECONDS:
+            elif ahead < -MAX_BEHIND_SECONDS:
                 began -= ahead
             if number % RATE == 0 and pipe.poll():
                 pipe.recv()
@@ -183,7 +186,7 @@ def _publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
 
 
 class Chain:
-    """Engine, relay, consumers of both, and a service. A context manager."""
+    """An engine, a relay, consumers of both, and a service. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -205,7 +208,7 @@ class Chain:
 
     def _open(self) -> None:
         ports = [self._port() for _ in range(5)]
-        self.engine = self._part("engine", publish_on, ports[0], ports[1])
+        self.engine = self._part("engine", run_engine, ports[0], ports[1])
         self.engine.receive(START_SECONDS)
         first = self._leg(ports[0], ports[1])
         relayed = ("--endpoint", ports[2], "--replay-endpoint", ports[3], "--journal", str(self._folder / "journal"))
@@ -213,9 +216,15 @@ class Chain:
         second = self._leg(ports[2], ports[3])
         for name, leg, asynchronous in (("consumer", first, False), ("asyncio consumer, relayed", second, True)):
             consumer = Consumer(
-                name, leg.endpoint, leg.replay_endpoint, str(self._folder), topic="", asynchronous=asynchronous, claims=False
+                name,
+                leg.endpoint,
+                leg.replay_endpoint,
+                str(self._folder),
+                topic="",
+                asynchronous=asynchronous,
+                writes_claims=False,
             )
-            self.consumers[name] = self._part(name, follow_on, consumer)
+            self.consumers[name] = self._part(name, run_consumer, consumer)
         self.http = ports[4].rpartition(":")[2]
         worker = f"engine={second.endpoint},{second.replay_endpoint}"
         state = ("--state-dir", str(self._folder / "state"), "--snapshot-seconds", "10")
@@ -240,7 +249,7 @@ class Chain:
         return part
 
     def _program(self, name: str, *words: str | None) -> None:
-        """A command of kvevents as operators start it, its log in the folder."""
+        """Start a command of kvevents as operators do, with a log in the folder."""
         log = self._undo.enter_context((self._folder / f"{name}.log").open("wb"))
         command = [sys.executable, "-m", "kvevents", *(word or "" for word in words)]
         process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
@@ -248,17 +257,17 @@ class Chain:
         self._undo.callback(process.kill)
         self.pids[name] = process.pid
 
-    def note(self, name: str, pid: int, now: float) -> Note:
-        """Raises `RuntimeError`, with the end of its log, when a process is gone."""
+    def sample(self, name: str, pid: int, now: float) -> Sample:
+        """Return what a process uses now. Raises `RuntimeError` with the end of its log if it has ended."""
         try:
-            return note(pid, now)
+            return sample(pid, now)
         except OSError as error:
             log = self._folder / f"{name}.log"
             output = log.read_text(errors="replace")[-2_000:] if log.exists() else ""
             raise RuntimeError(f"{name} has ended: {output}") from error
 
-    def ask_service(self) -> int:
-        """One request; its status, 0 if nothing answers."""
+    def request_sources(self) -> int:
+        """Send one request to the service and return the HTTP status, or 0 without an answer."""
         connection = HTTPConnection(HOST, int(self.http), timeout=5.0)
         try:
             connection.request("GET", "/v1/sources")
@@ -271,12 +280,12 @@ class Chain:
         finally:
             connection.close()
 
-    def reports(self) -> dict[str, Report]:
-        return {name: part.ask() for name, part in self.consumers.items()}
+    def request_reports(self) -> dict[str, Report]:
+        return {name: part.exchange() for name, part in self.consumers.items()}
 
 
-def flaps(legs: Sequence[Leg], draw: Random) -> Iterator[float]:
-    """Does something to the network each time, the worst at first; seconds until the next."""
+def disturb_network(legs: Sequence[Leg], draw: Random) -> Iterator[float]:
+    """Disturb the network at each step, with the outages first. Yield the seconds until the next step."""
     for shares in OUTAGES:
         for leg in legs:
             for proxy, share in zip((leg.live, leg.replay), shares, strict=True):
@@ -292,84 +301,86 @@ def flaps(legs: Sequence[Leg], draw: Random) -> Iterator[float]:
         yield draw.expovariate(1 / FLAP_SECONDS)
 
 
-def soak(chain: Chain, seconds: float, every: float) -> dict[str, list[Note]]:
-    """Watch every process, and cut connections meanwhile."""
-    notes: dict[str, list[Note]] = {name: [] for name in chain.pids}
-    until(lambda: chain.ask_service() == 200, START_SECONDS)
-    cuts = flaps(chain.legs, Random("flaps"))
+def soak(chain: Chain, seconds: float, every: float) -> dict[str, list[Sample]]:
+    """Measure every process while the network is disturbed."""
+    samples: dict[str, list[Sample]] = {name: [] for name in chain.pids}
+    wait_until(lambda: chain.request_sources() == 200, START_SECONDS)
+    cuts = disturb_network(chain.legs, Random("flaps"))
     began = time.monotonic()
-    flap_at = note_at = 0.0
+    flap_at = sample_at = 0.0
     while (now := time.monotonic() - began) < seconds:
         if now >= flap_at:
             flap_at = now + next(cuts)
-            chain.ask_service()
-        if now >= note_at:
-            note_at = now + every
+            chain.request_sources()
+        if now >= sample_at:
+            sample_at = now + every
             for name, pid in chain.pids.items():
-                notes[name].append(chain.note(name, pid, now))
-        time.sleep(min(flap_at, note_at) - now if min(flap_at, note_at) > now else 0.0)
-    return notes
+                samples[name].append(chain.sample(name, pid, now))
+        time.sleep(min(flap_at, sample_at) - now if min(flap_at, sample_at) > now else 0.0)
+    return samples
 
 
 def settle(chain: Chain) -> list[str]:
-    """When the network is whole again and the engine quiet, an EXACT consumer must hold what it holds; others are printed."""
-    batches, truth = chain.engine.ask("stop", START_SECONDS)
+    """Stop the engine, repair the network and return the consumers that are EXACT and wrong. Print every state."""
+    batches, truth = chain.engine.exchange("stop", START_SECONDS)
     for leg in chain.legs:
         leg.heal()
-    until(lambda: all(_is_right(each, truth) for each in chain.reports().values()), SETTLE_SECONDS, look=0.1)
+    wait_until(lambda: all(_is_right(each, truth) for each in chain.request_reports().values()), SETTLE_SECONDS, interval=0.1)
     print(f"{batches:,} batches")
     found = []
-    for name, each in chain.reports().items():
-        counted, standing = each.counted, " ".join([each.trust, *each.reasons])
-        print(f"{name}: {standing}, {counted['delivered']:,} deliveries, {counted['reconnects']:,} reconnects")
-        if each.exact and each.digest != truth:
-            found.append(f"{name} says EXACT, and does not hold what the engine holds")
+    for name, each in chain.request_reports().items():
+        counted, state_text = each.counted, " ".join([each.trust, *each.reasons])
+        print(f"{name}: {state_text}, {counted['delivered']:,} deliveries, {counted['reconnects']:,} reconnects")
+        if each.is_exact and each.digest != truth:
+            found.append(f"{name} is EXACT and does not hold what the engine holds")
     return found
 
 
 def _is_right(report: Report, truth: bytes) -> bool:
-    return report.exact and report.digest == truth
+    return report.is_exact and report.digest == truth
 
 
-def table(found: Sequence[Trend]) -> str:
-    """A row for each line."""
+def tabulate(found: Sequence[Trend]) -> str:
+    """Return a table with a row for each trend."""
     rows = [["process", "what", "from", "to", "at most", "per hour", ""], ["---"] * 7]
     for trend in found:
-        unit = ALLOWANCES[trend.what].unit
+        unit = ALLOWANCES[trend.quantity].unit
         figures = [f"{value:,.1f} {unit}".strip() for value in (trend.first, trend.last, trend.highest)]
-        rows.append([trend.process, trend.what, *figures, f"{trend.per_hour:+,.1f}", "**grows**" if trend.grows else "flat"])
+        rows.append(
+            [trend.process, trend.quantity, *figures, f"{trend.per_hour:+,.1f}", "**grows**" if trend.grows else "flat"]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def summary(found: Sequence[Trend]) -> str:
-    """The rows of memory and of everything that grows, and how many others are flat."""
-    shown = [trend for trend in found if trend.what == "memory" or trend.grows]
-    return f"{table(shown)}\n\n{len(found) - len(shown)} trends of descriptors and threads are flat."
+def format_summary(found: Sequence[Trend]) -> str:
+    """Return a table of memory and of everything that grows, and the number of other trends."""
+    shown = [trend for trend in found if trend.quantity == "memory" or trend.grows]
+    return f"{tabulate(shown)}\n\n{len(found) - len(shown)} trends of descriptors and threads are flat."
 
 
 def main() -> int:
-    """Returns 1 if something grows, or if a consumer is exact and wrong at the end."""
+    """Return 1 if something grows, or if a consumer is EXACT and wrong at the end."""
     options = _options()
     seconds = options.minutes * 60
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, Chain(Path(folder)) as chain:
-        notes = soak(chain, seconds, options.every)
+        samples = soak(chain, seconds, options.every)
         failures = settle(chain)
     warm_up = seconds * WARM_UP
-    found = [trend for name, each in notes.items() for trend in trends(name, each, warm_up)]
-    print(f"\n{table(found)}\n")
-    failures += [f"{trend.process}: {trend.what} grows by {trend.per_hour:,.1f} an hour" for trend in found if trend.grows]
+    found = [trend for name, each in samples.items() for trend in trends(name, each, warm_up)]
+    print(f"\n{tabulate(found)}\n")
+    failures += [f"{trend.process}: {trend.quantity} grows by {trend.per_hour:,.1f} an hour" for trend in found if trend.grows]
     watched = f"{options.minutes:g} minutes, of which {warm_up / 60:.1f} to warm up"
     print("\n".join(failures) or f"{watched}: nothing grows")
     if options.write:
         before = report.DOCUMENT.read_text(encoding="utf-8")
-        report.DOCUMENT.write_text(report.with_soak(before, f"{watched}.\n\n{summary(found)}"), encoding="utf-8")
+        report.DOCUMENT.write_text(report.with_soak(before, f"{watched}.\n\n{format_summary(found)}"), encoding="utf-8")
     return int(bool(failures))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"how long ({MINUTES:g})")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two notes (2)")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two measurements (2)")
     parser.add_argument("--write", action="store_true", help="put the table into docs/developers/chaos.md")
     return parser.parse_args()
 

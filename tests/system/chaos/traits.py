@@ -1,6 +1,6 @@
-"""What a chain is made of, and what is wrong with its engine all the time.
+"""The settings of a chain, and traits: what is wrong with it during the whole round.
 
-Each trait stands in a table under the name that the report calls it by. A fault that one needs to be felt is added to it.
+`TRAITS` has the traits by the names that the report uses. The faults that a trait needs are added to its round.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tests.system.chaos.relaying import Hop
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a chain is made of."""
+    """A chain: the engine, the relays, and what is between them and the consumers."""
 
     engine: Engine
     transport: Literal["tcp", "ipc"]
     hops: tuple[Hop, ...] = ()
-    """The relays."""
+    """The relays, in order."""
     replay: bool = True
-    brisk: bool = True
-    """Whether consumers have little patience; otherwise their defaults."""
-    leaps: bool = False
-    """Whether consumers' clocks leap."""
+    has_short_timeouts: bool = True
+    """Whether consumers have short timeouts instead of the defaults."""
+    clock_leaps: bool = False
+    """Whether clocks of consumers leap forward."""
     can_mount: bool = False
 
     @property
@@ -37,15 +37,15 @@ class Setting:
 Fits = Callable[[Setting], bool]
 
 
-def always(_: Setting) -> bool:
+def fits_always(_: Setting) -> bool:
     return True
 
 
-def _of(*makes: str) -> Fits:
+def _is_made_by(*makes: str) -> Fits:
     return lambda setting: setting.engine.make in makes
 
 
-WAYS: Final[dict[str, Fits]] = {
+VARIANTS: Final[dict[str, Fits]] = {
     "engine compacts": lambda setting: bool(dict(setting.engine.options).get("compact")),
     "engine with heartbeats": lambda setting: bool(dict(setting.engine.options).get("heartbeat")),
     "one relay": lambda setting: setting.relays == 1,
@@ -54,7 +54,7 @@ WAYS: Final[dict[str, Fits]] = {
     "relay speaks a dialect": lambda setting: any(hop.dialect for hop in setting.hops),
     "relay hashes tokens": lambda setting: any(hop.tokens == "hash" for hop in setting.hops),
 }
-"""What stands in the way from the engine to its consumers: no fault, but what faults happen to."""
+"""Features of a chain that are no faults, but are counted like them."""
 
 
 # --- traits ------------------------------------------------------------------------------------------------------------------
@@ -62,16 +62,18 @@ WAYS: Final[dict[str, Fits]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trait:
+    """A lasting change of a chain: its function, the settings that it fits, and how many rounds have it."""
+
     change: Callable[[Setting, Random], Setting]
-    fits: Fits = always
+    fits: Fits = fits_always
     share: float = 0.08
     needs: tuple[str, ...] = ()
-    """Faults without which it is not felt."""
+    """Faults without which the trait has no effect."""
     hides_tail: bool = False
-    """Whether last batches that are lost on their way cannot be known: such a round does not end with them lost."""
+    """Whether consumers cannot know of lost last batches. Such a round does not lose its last batches."""
 
 
-def _options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
+def _change_options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
     def change(setting: Setting, random: Random) -> Setting:
         options = {**dict(setting.engine.options), **{name: choose(random) for name, choose in choices.items()}}
         return replace(setting, engine=replace(setting.engine, options=tuple(options.items())))
@@ -79,7 +81,7 @@ def _options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], 
     return change
 
 
-def _tape(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
+def _change_tape(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
     def change(setting: Setting, random: Random) -> Setting:
         drawn = {name: choose(random) for name, choose in choices.items()}
         return replace(setting, engine=replace(setting.engine, faults=replace(setting.engine.faults, **drawn)))
@@ -87,67 +89,75 @@ def _tape(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Set
     return change
 
 
-def _harm(**choices: Callable[[Random], float]) -> Callable[[Setting, Random], Setting]:
+def _change_defects(**choices: Callable[[Random], float]) -> Callable[[Setting, Random], Setting]:
     def change(setting: Setting, random: Random) -> Setting:
         drawn: dict[str, Any] = {name: choose(random) for name, choose in choices.items()}
-        return replace(setting, engine=replace(setting.engine, harm=replace(setting.engine.harm, **drawn)))
+        return replace(setting, engine=replace(setting.engine, defects=replace(setting.engine.defects, **drawn)))
 
     return change
 
 
-def _no_replay(setting: Setting, _: Random) -> Setting:
+def _remove_replay(setting: Setting, _: Random) -> Setting:
     return replace(setting, replay=False)
 
 
-def _clock(setting: Setting, random: Random) -> Setting:
+def _set_clock_jumps(setting: Setting, random: Random) -> Setting:
     clock = Clock(random.randrange(1_400_000_000), random.choice((0.0005, 0.01, 1.0)))
     return replace(setting, engine=replace(setting.engine, clock=clock))
 
 
-def _leaps(setting: Setting, _: Random) -> Setting:
-    return replace(setting, leaps=True)
+def _set_clock_leaps(setting: Setting, _: Random) -> Setting:
+    return replace(setting, clock_leaps=True)
 
 
-def _narrow(setting: Setting, random: Random) -> Setting:
-    """Little room on the way: a kernel's buffers for TCP alone would hold a whole round."""
+def _set_low_hwm(setting: Setting, random: Random) -> Setting:
+    """Set a low high-water mark, over `ipc://`: the buffers of TCP in the kernel alone would hold a whole round."""
     hwm = random.choice((20, 200))
     engine = replace(setting.engine, options=tuple({**dict(setting.engine.options), "hwm": hwm}.items()))
     return replace(setting, engine=engine, transport="ipc")
 
 
-def _short(random: Random) -> int:
+def _draw_buffer_steps(random: Random) -> int:
     return random.choice((50, 500, 2_000))
 
 
-def _rare(random: Random) -> float:
+def _draw_rare_share(random: Random) -> float:
     return random.choice((0.0003, 0.003))
 
 
 TRAITS: Final[dict[str, Trait]] = {
-    "no replay endpoint": Trait(_no_replay, share=0.06),
-    "short replay buffer": Trait(_options(buffer_steps=_short), _of("ours", "vllm", "sglang"), share=0.25),
-    "short replay buffer, tape": Trait(_tape(buffer_steps=_short), _of("tape"), share=0.2),
-    "HWM overflow": Trait(_narrow, share=0.08, needs=("stop consumer",)),
-    "queue full": Trait(_options(max_queue_size=lambda random: random.choice((40, 60))), _of("ours"), share=0.06),
-    "clock jumps of the engine": Trait(_clock, share=0.25),
-    "clock leaps of the consumer": Trait(_leaps, share=0.08),
-    "unknown events": Trait(_harm(unknown=_rare), _of("ours", "tape"), share=0.06),
-    "batches of garbage": Trait(_harm(garbage=_rare), _of("tape"), share=0.1),
-    "malformed messages": Trait(_harm(frames=lambda _: 0.01), _of("tape"), share=0.12),
-    "batches that cannot be encoded": Trait(_harm(unencodable=_rare), _of("ours"), share=0.06),
-    "live messages never sent": Trait(_tape(drop=lambda random: random.choice((0.001, 0.02, 0.2))), _of("tape"), share=0.3),
-    "numbers burnt": Trait(_tape(skipped=lambda random: {random.randrange(5_000)}), _of("tape"), share=0.06),
-    "replay of 1,000 at most": Trait(_tape(replay_send_limit=lambda _: 1_000), _of("tape"), share=0.2),
-    "replay of what the socket takes": Trait(_tape(replay_sndhwm=lambda _: 1_000), _of("tape"), share=0.2),
-    "replay with holes": Trait(
-        _tape(replay_holes=lambda random: random.choice((0.001, 0.05))), _of("tape"), share=0.2, hides_tail=True
+    "no replay endpoint": Trait(_remove_replay, share=0.06),
+    "short replay buffer": Trait(
+        _change_options(buffer_steps=_draw_buffer_steps), _is_made_by("ours", "vllm", "sglang"), share=0.25
     ),
-    "replay without end marker": Trait(_tape(lose_end_marker=lambda _: True), _of("tape"), share=0.1),
-    "replay mute": Trait(_tape(replay_silent=lambda _: True), _of("tape"), share=0.06, hides_tail=True),
-    "replay mute at first": Trait(
-        _tape(replay_silent=lambda _: True, faulty_replies=lambda random: random.randrange(1, 6)), _of("tape"), share=0.06
+    "short replay buffer, tape": Trait(_change_tape(buffer_steps=_draw_buffer_steps), _is_made_by("tape"), share=0.2),
+    "HWM overflow": Trait(_set_low_hwm, share=0.08, needs=("stop consumer",)),
+    "queue full": Trait(
+        _change_options(max_queue_size=lambda random: random.choice((40, 60))), _is_made_by("ours"), share=0.06
+    ),
+    "clock jumps of the engine": Trait(_set_clock_jumps, share=0.25),
+    "clock leaps of the consumer": Trait(_set_clock_leaps, share=0.08),
+    "unknown events": Trait(_change_defects(unknown=_draw_rare_share), _is_made_by("ours", "tape"), share=0.06),
+    "batches of garbage": Trait(_change_defects(garbage=_draw_rare_share), _is_made_by("tape"), share=0.1),
+    "malformed messages": Trait(_change_defects(frames=lambda _: 0.01), _is_made_by("tape"), share=0.12),
+    "batches that cannot be encoded": Trait(_change_defects(unencodable=_draw_rare_share), _is_made_by("ours"), share=0.06),
+    "live messages never sent": Trait(
+        _change_tape(drop=lambda random: random.choice((0.001, 0.02, 0.2))), _is_made_by("tape"), share=0.3
+    ),
+    "numbers skipped": Trait(_change_tape(skipped=lambda random: {random.randrange(5_000)}), _is_made_by("tape"), share=0.06),
+    "replay of 1,000 at most": Trait(_change_tape(replay_send_limit=lambda _: 1_000), _is_made_by("tape"), share=0.2),
+    "replay of what the socket takes": Trait(_change_tape(replay_sndhwm=lambda _: 1_000), _is_made_by("tape"), share=0.2),
+    "replay with gaps": Trait(
+        _change_tape(replay_holes=lambda random: random.choice((0.001, 0.05))), _is_made_by("tape"), share=0.2, hides_tail=True
+    ),
+    "replay without end marker": Trait(_change_tape(lose_end_marker=lambda _: True), _is_made_by("tape"), share=0.1),
+    "replay never answers": Trait(_change_tape(replay_silent=lambda _: True), _is_made_by("tape"), share=0.06, hides_tail=True),
+    "replay does not answer at first": Trait(
+        _change_tape(replay_silent=lambda _: True, faulty_replies=lambda random: random.randrange(1, 6)),
+        _is_made_by("tape"),
+        share=0.06,
     ),
     "replay with junk": Trait(
-        _tape(replay_junk=lambda _: ((b"",), (b"", b"x", b"y"), (b"", b"\0" * 8))), _of("tape"), share=0.08
+        _change_tape(replay_junk=lambda _: ((b"",), (b"", b"x", b"y"), (b"", b"\0" * 8))), _is_made_by("tape"), share=0.08
     ),
 }

@@ -1,7 +1,7 @@
-"""What is true: the digest after each batch that an engine handed over, found again by the batch's timestamp.
+"""The truth of a round: the digest after each batch of an engine, which is found by the timestamp of the batch.
 
-A timestamp names incarnation and number of its batch. So a consumer's claim can be checked whatever numbers a relay gave it,
-and however far the engine's clock jumps: the whole seconds are free.
+The fraction of a timestamp encodes incarnation and number of its batch; the whole seconds are the engine's clock. So a claim
+can be checked whatever numbers a relay has given to the batches, and however far the clock jumps.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from typing import Final, NamedTuple
 
 _STEPS: Final = 1 << 22
 """Timestamps are multiples of a 2^22nd second, which a double holds exactly as long as seconds stay below 2^30."""
-_PER_LIFE: Final = 1 << 16
-MAX_BATCHES: Final = _PER_LIFE - 1
-"""Of one life."""
-MAX_LIVES: Final = _STEPS // _PER_LIFE - 1
+_PER_INCARNATION: Final = 1 << 16
+MAX_BATCHES: Final = _PER_INCARNATION - 1
+"""Batches of one incarnation at most."""
+MAX_INCARNATIONS: Final = _STEPS // _PER_INCARNATION - 1
 LAST_SECOND: Final = 1_500_000_000
-"""A timestamp after this was not made here, but by a real clock."""
+"""The latest second of `stamp`. A later timestamp is from a real clock."""
 
-NOTHING: Final = -1
-"""The key of a life of which nothing has come yet."""
-UNPLACED: Final = -2
-"""The key of a batch that no engine of ours has made: a relay's own, or a stranger's."""
+NO_BATCH: Final = -1
+"""The key of an incarnation of which no batch has arrived yet."""
+UNKNOWN_BATCH: Final = -2
+"""The key of a batch that no engine of the round has made: one of a relay, or of a foreign client."""
 EMPTY: Final = bytes(16)
 """The digest of an empty cache."""
 
 
 class Key(NamedTuple):
-    """A batch: which life, from 1, and which number there."""
+    """A batch: the incarnation of its engine, counted from 1, and its number in that incarnation."""
 
-    life: int
+    lifetime: int
     number: int
 
     @property
     def packed(self) -> int:
-        """As one number, in the order in which batches were made."""
-        return self.life * _PER_LIFE + self.number
+        """Return the key as one number. Numbers ascend in the order in which batches are made."""
+        return self.lifetime * _PER_INCARNATION + self.number
 
     @classmethod
     def unpack(cls, packed: int) -> Key:
-        return cls(*divmod(packed, _PER_LIFE))
+        return cls(*divmod(packed, _PER_INCARNATION))
 
 
 def stamp(key: Key, second: int) -> float:
-    """The timestamp of a batch, at a second from 0 to `LAST_SECOND` that its engine believes in."""
+    """Return the timestamp of a batch. `second` is the time of the engine's clock, from 0 to `LAST_SECOND`."""
     return second + key.packed / _STEPS
 
 
 def key_of(ts: float) -> int:
-    """The packed key that `stamp` put in; `UNPLACED` for a timestamp of another origin."""
+    """Return the packed key that `stamp` has encoded, or `UNKNOWN_BATCH` for a timestamp of another origin."""
     packed = ts % 1.0 * _STEPS if 0 <= ts < LAST_SECOND + 1 else 0.0
-    return int(packed) if packed >= _PER_LIFE and packed == int(packed) else UNPLACED
+    return int(packed) if packed >= _PER_INCARNATION and packed == int(packed) else UNKNOWN_BATCH
 
 
 # --- records in files, which survive kill -9 ---------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ _CLAIM: Final = struct.Struct("<q16sq")
 
 
 class Claim(NamedTuple):
-    """A consumer said EXACT: after this batch, of this number as it knows it, it held this."""
+    """A consumer was EXACT: it held the state with this digest after this batch, which has this number for the consumer."""
 
     key: int
     digest: bytes
@@ -71,18 +71,18 @@ class Claim(NamedTuple):
 
 
 def write_facts(path: Path, facts: Iterable[tuple[int, bytes]]) -> None:
-    """Add what holds after some batches."""
+    """Append packed keys, each with the digest after that batch."""
     with path.open("ab") as file:
         file.write(b"".join(_FACT.pack(*fact) for fact in facts))
 
 
 def read_facts(path: Path) -> dict[int, bytes]:
-    """Digest by packed key."""
-    return dict(_FACT.iter_unpack(_whole(path, _FACT.size)))
+    """Return the digests by packed key."""
+    return dict(_FACT.iter_unpack(_read_complete_records(path, _FACT.size)))
 
 
-class Diary:
-    """Claims of one consumer, each on its way to the file before the next one is made."""
+class ClaimWriter:
+    """Appends the claims of one consumer to a file. Each is written before the next one is made."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -92,11 +92,11 @@ class Diary:
 
 
 def read_claims(path: Path) -> Iterator[Claim]:
-    """Every claim of a consumer, also of those that were killed."""
-    return map(Claim._make, _CLAIM.iter_unpack(_whole(path, _CLAIM.size)))
+    """Yield every claim in the file of a consumer, also those from before it was killed."""
+    return map(Claim._make, _CLAIM.iter_unpack(_read_complete_records(path, _CLAIM.size)))
 
 
-def _whole(path: Path, size: int) -> bytes:
-    """Complete records only: the last one may be of a process that died."""
+def _read_complete_records(path: Path, size: int) -> bytes:
+    """Return the complete records. A process that was killed may have written a part of the last one."""
     data = path.read_bytes() if path.exists() else b""
     return data[: len(data) // size * size]

@@ -1,1 +1,1 @@
-"""Rounds of faults done to engines, bridges, servers and replicas, against the truth."""
+"""Chaos of a plane: faults in engines, bridges, servers and replicas. What replicas hold is compared with the truth."""

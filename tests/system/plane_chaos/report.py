@@ -1,4 +1,4 @@
-"""What was seen, as a table and as `docs/developers/plane-chaos.md`."""
+"""The results of a run, as a table and as `docs/developers/plane-chaos.md`."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from statistics import median
 from typing import Final
 
 from tests.system.plane_chaos.judging import Outcome
-from tests.system.plane_chaos.plan import known
+from tests.system.plane_chaos.plan import known_names
 from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "plane-chaos.md"
-CALM: Final = "nothing"
+NO_FAULT: Final = "nothing"
 SHORT: Final = "short replay"
 _HEADS: Final = ("fault", "rounds", "right at the end", "not EXACT, and why", "EXACT and wrong", "settled in")
 
 
 def by_fault(outcomes: Sequence[Outcome]) -> str:
-    """A row for each fault; a round stands in each row of its faults."""
-    sound = [each for each in outcomes if not each.error]
+    """Return a table with a row for each fault. A round counts in the row of each of its faults."""
+    played_outcomes = [each for each in outcomes if not each.error]
     rows: Mapping[str, Sequence[Outcome]] = {
-        name: [each for each in sound if name in (each.faults or (CALM,))] for name in (CALM, *known())
+        name: [each for each in played_outcomes if name in (each.faults or (NO_FAULT,))] for name in (NO_FAULT, *known_names())
     }
-    body = [[name, *_row(found)] for name, found in rows.items() if found]
-    return _lines([*body, ["**all**", *_row(sound)]] if sound else body)
+    body = [[name, *_format_row(found)] for name, found in rows.items() if found]
+    return _format_table([*body, ["**all**", *_format_row(played_outcomes)]] if played_outcomes else body)
 
 
-def _row(outcomes: Sequence[Outcome]) -> list[str]:
+def _format_row(outcomes: Sequence[Outcome]) -> list[str]:
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     kinds = Counter(verdict.kind for verdict in verdicts)
     seconds = sorted(outcome.settled for outcome in outcomes)
     reasons = Counter(verdict.detail.partition(", at ")[0] for verdict in verdicts if verdict.kind == "doubted")
-    doubted = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "0"
+    inexact = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "0"
     return [
         f"{len(outcomes):,}",
         f"{kinds['right']:,} of {len(verdicts):,}",
-        doubted,
+        inexact,
         str(kinds["wrong"]),
         f"{median(seconds):.1f} s, at most {seconds[-1]:.1f} s",
     ]
 
 
 def totals(outcomes: Sequence[Outcome]) -> str:
-    """One paragraph."""
+    """Return the totals as one paragraph."""
     counted: Counter[str] = Counter()
     for outcome in outcomes:
         counted.update(outcome.counted)
@@ -61,7 +61,7 @@ def totals(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _lines(body: Iterable[Sequence[str]]) -> str:
+def _format_table(body: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [_HEADS, ["---"] * len(_HEADS), *body])
 
 
@@ -93,5 +93,5 @@ faults.
 
 
 def document(outcomes: Sequence[Outcome], played: str) -> str:
-    """All of it. `played` says which rounds were played."""
+    """Return `docs/developers/plane-chaos.md`. `played` says which rounds were played."""
     return "\n".join([_HEAD, f"{played}: {totals(outcomes)}.\n", by_fault(outcomes)]) + "\n"

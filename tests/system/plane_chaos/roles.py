@@ -1,4 +1,4 @@
-"""Bridges and replicas, each in a process of its own that answers how it stands, and may be killed at any moment."""
+"""Bridges and replicas, each in a process of its own, which reports its state and may be killed at any time."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from kvevents.service.index_build import IndexBuild
 from kvevents.service.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
-from tests.system.chaos.consumer import BRISK, BRISK_SOCKETS
-from tests.system.chaos.truth import EMPTY, Claim, Diary
+from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS
+from tests.system.chaos.truth import EMPTY, Claim, ClaimWriter
 
-CLAIM_EVERY: Final = 0.01
+CLAIM_INTERVAL: Final = 0.01
 """Seconds between two claims of a replica."""
-AGAIN_SECONDS: Final = 0.2
-"""After which the supervisor of a bridge starts it again."""
-SHARE_PACE: Final = ShardTimers(
+RESTART_SECONDS: Final = 0.2
+"""Seconds after which a failed bridge is started again."""
+SHARD_TIMERS: Final = ShardTimers(
     announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeRole:
-    """One bridge."""
+    """Settings of a bridge process."""
 
     settings: BridgeSettings
     watches: tuple[Watch, ...]
@@ -49,23 +49,23 @@ class BridgeRole:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRole:
-    """One replica, and the engines that its diary is about."""
+    """Settings of a replica process, and the engines that its claims are about."""
 
     plane: PlaneSettings
     name: str
     engines: tuple[str, ...]
-    """Their names in the index; a claim's key is the place here."""
-    diary: Path
+    """Names of the engines in the index. The key of a claim is the position in this tuple."""
+    claims_path: Path
     snapshot_seconds: float
     holders: int | None = None
-    """Replicas that hold each partition; None where each holds all."""
+    """Replicas that hold each partition; None if each replica holds all."""
     log: str = ""
     clock_ahead: float = 0.0
-    """Seconds by which its wall clock is wrong."""
+    """Seconds by which its wall clock is ahead."""
 
 
 class Held(NamedTuple):
-    """What a replica says of one engine."""
+    """State of one engine in a replica."""
 
     trust: str
     reason: str
@@ -75,47 +75,47 @@ class Held(NamedTuple):
 
 
 class TrustReport(NamedTuple):
-    """What a replica or a bridge says when asked."""
+    """The state of a replica or a bridge."""
 
     held: dict[str, Held]
     counted: dict[str, int]
     fault: str
-    begun: str = ""
-    """With what a replica began."""
+    initial_state: str = ""
+    """Snapshots that a replica has loaded at its start."""
     shown: frozenset[str] = frozenset()
-    """The engines that a replica answers for."""
+    """Engines whose partitions the replica serves."""
 
 
 def bridge(pipe: Connection, role: BridgeRole) -> None:
-    """The process of a bridge; it ends with the pipe."""
-    _begin(role.log)
-    _set(engine_reader, "Subscriber", _brisk)
+    """Run the process of a bridge until the pipe is closed."""
+    _start_log(role.log)
+    _replace_attribute(engine_reader, "Subscriber", _create_fast_subscriber)
     with suppress(EOFError, BrokenPipeError):
-        asyncio.run(_bridge(pipe, role))
+        asyncio.run(_run_bridge(pipe, role))
 
 
 def replica(pipe: Connection, role: ReplicaRole) -> None:
-    """The process of a replica; it ends with the pipe."""
-    _begin(role.log)
-    right = time.time
-    time.time = lambda: right() + role.clock_ahead
+    """Run the process of a replica until the pipe is closed."""
+    _start_log(role.log)
+    real_time = time.time
+    time.time = lambda: real_time() + role.clock_ahead
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_replica(pipe, role))
 
 
-def _brisk(*, decode: bool, transport: Any, clock: Any, sink: Any) -> Subscriber[Any]:
-    transport = ZmqTransport(options=BRISK_SOCKETS)
-    return Subscriber(decode=decode, limits=BRISK, transport=transport, clock=clock, sink=sink)
+def _create_fast_subscriber(*, decode: bool, transport: Any, clock: Any, sink: Any) -> Subscriber[Any]:
+    transport = ZmqTransport(options=FAST_SOCKET_OPTIONS)
+    return Subscriber(decode=decode, limits=FAST_LIMITS, transport=transport, clock=clock, sink=sink)
 
 
-def _begin(log: str) -> None:
+def _start_log(log: str) -> None:
     if log:
         logging.disable(logging.NOTSET)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s.%(msecs)03d %(process)d %(name)s %(message)s")
 
 
-def _set(module: Any, name: str, value: Any) -> None:
-    """Raises `AttributeError` if the name no longer exists."""
+def _replace_attribute(module: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a module. Raises `AttributeError` if it does not exist."""
     getattr(module, name)
     setattr(module, name, value)
 
@@ -123,29 +123,29 @@ def _set(module: Any, name: str, value: Any) -> None:
 # --- bridges -----------------------------------------------------------------------------------------------------------------
 
 
-async def _bridge(pipe: Connection, role: BridgeRole) -> None:
-    """As a supervisor runs it: started again when it cannot reach its servers."""
-    fell: list[str] = []
-    now: list[Bridge] = []
-    answering = asyncio.create_task(_answer(pipe, lambda: _of_bridge(now, fell)))
+async def _run_bridge(pipe: Connection, role: BridgeRole) -> None:
+    """Run a bridge, and start it again when it has failed, as a supervisor does."""
+    failures: list[str] = []
+    running_bridges: list[Bridge] = []
+    answering = asyncio.create_task(_answer_requests(pipe, lambda: _report_bridge(running_bridges, failures)))
     while not answering.done():
         found = Bridge(role.settings, role.watches)
-        now[:] = [found]
+        running_bridges[:] = [found]
         stop = asyncio.Event()
         running = asyncio.create_task(found.run(stop))
         await asyncio.wait({running, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            os._exit(0)  # the other end of the pipe is gone: the round is over
+            os._exit(0)  # the pipe is closed: the round is over
         error = running.exception()
         if not isinstance(error, PlaneError):
-            fell.append(repr(error))
-            logging.getLogger(__name__).error("the bridge fell", exc_info=error)
-        await asyncio.sleep(AGAIN_SECONDS)
+            failures.append(repr(error))
+            logging.getLogger(__name__).error("the bridge has failed", exc_info=error)
+        await asyncio.sleep(RESTART_SECONDS)
 
 
-def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> TrustReport:
-    counted, fault = {"fell": len(fell)}, "; ".join(fell[-2:])
-    for each in now:
+def _report_bridge(running_bridges: Sequence[Bridge], failures: Sequence[str]) -> TrustReport:
+    counted, fault = {"fell": len(failures)}, "; ".join(failures[-2:])
+    for each in running_bridges:
         status = each.status()
         states = [partition.builder.state for partition in each._partitions]
         counted |= {
@@ -169,48 +169,48 @@ async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     fleet.follower.start()
     shard = None
     if role.holders is not None:
-        shard = ShardSettings(url="http://127.0.0.1:1", replication_factor=role.holders, pace=SHARE_PACE)
+        shard = ShardSettings(url="http://127.0.0.1:1", replication_factor=role.holders, pace=SHARD_TIMERS)
     found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
-    diarist = _Diarist(role, found)
+    recorder = _ClaimRecorder(role, found)
     running = asyncio.create_task(found.run())
-    claiming = asyncio.create_task(diarist.keep())
-    answering = asyncio.create_task(_answer(pipe, diarist.report))
+    claiming = asyncio.create_task(recorder.record_claims())
+    answering = asyncio.create_task(_answer_requests(pipe, recorder.report))
     await asyncio.wait({running, claiming, answering}, return_when=asyncio.FIRST_COMPLETED)
     if not answering.done():
         error = running.exception() if running.done() else claiming.exception()
-        logging.getLogger(__name__).error("the replica fell", exc_info=error)
+        logging.getLogger(__name__).error("the replica has failed", exc_info=error)
         pipe.send(error and repr(error))
     os._exit(0)
 
 
-class _Diarist:
-    """Writes down what a replica holds whenever it says that this is exact."""
+class _ClaimRecorder:
+    """Records what a replica holds whenever it is EXACT."""
 
     def __init__(self, role: ReplicaRole, replica: Replica) -> None:
         self._role: Final = role
         self._replica: Final = replica
-        self._diary: Final = Diary(role.diary)
+        self._claim_writer: Final = ClaimWriter(role.claims_path)
         self._claims = 0
 
-    async def keep(self) -> None:
+    async def record_claims(self) -> None:
         while True:
-            await asyncio.sleep(CLAIM_EVERY)
+            await asyncio.sleep(CLAIM_INTERVAL)
             build = self._replica.build
             if build is None or not build.follower.is_alive():
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await asyncio.wrap_future(build.follower.submit(partial(self._claim, build)))
+                    await asyncio.wrap_future(build.follower.submit(partial(self._record_claims, build)))
 
-    def _claim(self, build: IndexBuild) -> None:
-        """By the thread that applies, between two deliveries."""
-        for place, name in enumerate(self._role.engines):
-            found = _held(build, name) if self._shows(build, name) else None
+    def _record_claims(self, build: IndexBuild) -> None:
+        """Record the claims. The thread that applies deliveries calls this between two of them."""
+        for position, name in enumerate(self._role.engines):
+            found = _read_state(build, name) if self._serves(build, name) else None
             if found is not None and found.trust == Trust.EXACT.name:
-                self._diary.write(Claim(place, found.digest, found.seq))
+                self._claim_writer.write(Claim(position, found.digest, found.seq))
                 self._claims += 1
 
-    def _shows(self, build: IndexBuild, name: str) -> bool:
+    def _serves(self, build: IndexBuild, name: str) -> bool:
         layout = self._replica.layout
         return layout is not None and layout.partition_of(name) in build.served
 
@@ -227,44 +227,44 @@ class _Diarist:
             "diverged": build.subscriber.diverged,
             "snapshots": len(build.newest),
         }
-        order = build.follower.submit(
-            lambda: {name: found for name in self._role.engines if (found := _held(build, name)) is not None}
+        future = build.follower.submit(
+            lambda: {name: found for name in self._role.engines if (found := _read_state(build, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
-        shown = frozenset(name for name in self._role.engines if self._shows(build, name))
+        shown = frozenset(name for name in self._role.engines if self._serves(build, name))
         return TrustReport(
-            order.result(2.0), counted, faults, ", ".join(build.loaded_snapshots.values()) or "the log alone", shown
+            future.result(2.0), counted, faults, ", ".join(build.loaded_snapshots.values()) or "the log alone", shown
         )
 
 
-def _held(build: IndexBuild, name: str) -> Held | None:
+def _read_state(build: IndexBuild, name: str) -> Held | None:
     try:
         status = build.subscriber.status(name)
     except UnknownSourceError:
         return None
-    known = any(info.source == name for info in build.index.workers())
-    digest = bytes.fromhex(build.index.digest(name)) if known else EMPTY
+    is_known = any(info.source == name for info in build.index.workers())
+    digest = bytes.fromhex(build.index.digest(name)) if is_known else EMPTY
     return Held(status.trust.name, status.trust.reason, digest, status.last_seq, status.incarnation)
 
 
 # --- both --------------------------------------------------------------------------------------------------------------------
 
 
-async def _answer(pipe: Connection, answer: Callable[[], TrustReport]) -> None:
-    """Until the other end of the pipe is gone."""
-    asked = asyncio.Event()
+async def _answer_requests(pipe: Connection, answer: Callable[[], TrustReport]) -> None:
+    """Send a report for each message in the pipe, until the pipe is closed."""
+    requested = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(pipe.fileno(), asked.set)
+    loop.add_reader(pipe.fileno(), requested.set)
     try:
         while True:
-            await asked.wait()
-            asked.clear()
+            await requested.wait()
+            requested.clear()
             while pipe.poll():
                 pipe.recv()
                 try:
                     report = answer()
                 except TimeoutError:
-                    report = TrustReport({}, {}, "the thread that applies does not answer")
+                    report = TrustReport({}, {}, "the thread that applies deliveries does not answer")
                 pipe.send(report)
     except (EOFError, OSError):
         return

@@ -1,4 +1,4 @@
-"""What a run of plane chaos plays. Its processes import it by this name, which they cannot do from `__main__`."""
+"""The rounds of a run, in a module of their own, which processes can import; they cannot import `__main__`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.system.plane_chaos.stage import play
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is played: all that a round depends on, besides its number."""
+    """Everything that a round depends on, except its number."""
 
     seed: str
     only: tuple[str, ...] = ()
@@ -19,4 +19,5 @@ class Run:
     logs: str = ""
 
     def play(self, number: int) -> Outcome:
+        """Play the round with this number."""
         return play(draw_plan(self.seed, number, self.only, self.without), self.logs)

@@ -1,4 +1,4 @@
-"""The stage of one round: its processes, the network between them, what is done to them, and what came of it."""
+"""The stage of one round: its processes, the network between them, the execution of its faults, and its outcome."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 from kvevents.testing.ports import reserve_port
 from tests.system.chaos import engine, truth
-from tests.system.chaos.engine import Life
-from tests.system.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
+from tests.system.chaos.engine import Incarnation
+from tests.system.chaos.parts import START_SECONDS, BrokenStageError, Leg, Part, SilentPartError, preload
 from tests.system.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS
 from tests.system.plane_chaos import roles
 from tests.system.plane_chaos.audit import Audit, read_log
-from tests.system.plane_chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
+from tests.system.plane_chaos.judging import FORBIDDEN_COUNTERS, CheckedClaims, Outcome, Verdict, check_claims, judge
 from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
 from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, TrustReport
 from tools.nats_process import Server, Servers
 
 REACH_SECONDS: Final = 90.0
-"""Until an engine must have published what was ordered."""
+"""Limit of the wait until an engine has published what it was ordered to."""
 READY_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 60.0
-"""Until every replica must be right, when every fault is over."""
+"""Limit of the wait until every replica is right, after the last batch."""
 ASK_SECONDS: Final = 10.0
-LOOK: Final = 0.05
-READ_AT_ONCE: Final = 200
-"""Pages, when the log is read at the end."""
+POLL_SECONDS: Final = 0.05
+PAGES_AT_ONCE: Final = 200
+"""Pages per request when the log is read at the end."""
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
 SMALL_PAYLOAD: Final = 24 << 10
 SMALL_PENDING: Final = 1 << 20
 DEAD_SECONDS: Final = 4.0
-"""After which an engine leaves the log; longer than a fault lasts, as a rule."""
+"""Time after which the log drops an engine; longer than most faults last."""
 SNAPSHOT_SECONDS: Final = 0.5
 
 
 @dataclass(slots=True)
-class Publishing:
-    """One engine, over its lives."""
+class EngineState:
+    """An engine in all its incarnations."""
 
     made: engine.Engine
     facts: Path
     legs: list[Leg]
-    life: int = 0
+    incarnation: int = 0
     part: Part | None = None
     confirmations: int = 0
-    """Batches that it has published to confirm what replay has brought."""
+    """Batches that it has published to confirm replayed ones."""
     confirm_at: float = 0.0
     batches: int = 0
-    """Of the lives before this one, those that are known to have been published."""
+    """Batches that earlier incarnations are known to have published."""
     at: int = 0
 
     def publish(self, until: int) -> None:
-        """Publish up to so many batches, and have them sent."""
+        """Publish up to so many batches and wait until they are sent."""
         assert self.part is not None
         self.part.send(("publish", until, 1e9))
         self.wait_for("published", REACH_SECONDS)
@@ -85,35 +85,35 @@ class Publishing:
             self.publish(self.at + 1)
 
     def wait_for(self, word: str, seconds: float) -> None:
-        """What it says, until it says this."""
+        """Receive messages of the engine up to this word."""
         assert self.part is not None
         end = time.monotonic() + seconds
         while True:
-            said, self.at = self.part.receive(max(0.01, end - time.monotonic()))
-            if said == word:
+            received_word, self.at = self.part.receive(max(0.01, end - time.monotonic()))
+            if received_word == word:
                 return
 
 
 class Stage:
-    """Plays one plan. A context manager: nothing that it started stays behind."""
+    """Executes one plan. A context manager that leaves no process and no file behind."""
 
     def __init__(self, plan: Plan, logs: str = "") -> None:
         self.plan: Final = plan
         self.counted: Counter[str] = Counter()
         self.faults: list[str] = []
-        """What bridges and replicas said last of what is wrong."""
+        """Faults that bridges and replicas have reported last."""
         self._logs: Final = logs
         self._undo = ExitStack()
         self._parts: list[Part] = []
-        self._engines: list[Publishing] = []
+        self._engines: list[EngineState] = []
         self._bridges: dict[int, Part] = {}
         self._replicas: dict[int, Part] = {}
         self._copies: list[Mapping[str, Path]] = []
-        """What servers have kept at earlier moments, by server."""
+        """Copies of the files of servers from earlier moments, by server."""
 
     def __enter__(self) -> Self:
         try:
-            self._set()
+            self._set_up()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -126,7 +126,7 @@ class Stage:
 
     # --- processes
 
-    def _set(self) -> None:
+    def _set_up(self) -> None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
         self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -153,7 +153,7 @@ class Stage:
         for number in range(REPLICAS):
             self._start_replica(number)
 
-    def _engine(self, number: int, made: engine.Engine) -> Publishing:
+    def _engine(self, number: int, made: engine.Engine) -> EngineState:
         ports = []
         for _ in range(2):
             held = reserve_port("tcp://127.0.0.1:0")
@@ -163,21 +163,23 @@ class Stage:
         legs = [Leg(ports[0], ports[1]) for _ in range(BRIDGES)]
         for leg in legs:
             self._undo.callback(leg.close)
-        found = Publishing(replace(made, endpoint=ports[0], replay_endpoint=ports[1]), self._folder / f"facts-{number}", legs)
-        self._bear(found, number)
+        found = EngineState(replace(made, endpoint=ports[0], replay_endpoint=ports[1]), self._folder / f"facts-{number}", legs)
+        self._start_incarnation(found, number)
         return found
 
-    def _bear(self, each: Publishing, number: int) -> None:
-        """Another life, which publishes from the begin."""
-        each.life += 1
+    def _start_incarnation(self, each: EngineState, number: int) -> None:
+        """Start the next incarnation of an engine, which begins to publish."""
+        each.incarnation += 1
         each.at = 0
-        seed = f"{self.plan.seed}/{self.plan.number}/{number}/life/{each.life}"
-        life = Life(each.life, seed, self.plan.batches(number) + CONFIRMATIONS)
-        each.part = self._part(f"life {each.life} of engine {number}", engine.run, each.made, life, each.facts)
+        seed = f"{self.plan.seed}/{self.plan.number}/{number}/life/{each.incarnation}"
+        incarnation = Incarnation(each.incarnation, seed, self.plan.batches(number) + CONFIRMATIONS)
+        each.part = self._part(
+            f"incarnation {each.incarnation} of engine {number}", engine.run, each.made, incarnation, each.facts
+        )
         each.wait_for("open", START_SECONDS)
         self._publish(each, number)
 
-    def _publish(self, each: Publishing, number: int) -> None:
+    def _publish(self, each: EngineState, number: int) -> None:
         assert each.part is not None
         each.part.send(("publish", self.plan.batches(number) - TAIL, self.plan.rates[number]))
 
@@ -217,7 +219,7 @@ class Stage:
             self.plane,
             f"r{number}",
             names,
-            self._diary(number),
+            self._claims_path(number),
             seconds,
             self.plan.holders,
             self._log(f"r{number}"),
@@ -225,7 +227,7 @@ class Stage:
         )
         self._replicas[number] = self._part(f"replica {number}", roles.replica, role)
 
-    def _diary(self, number: int) -> Path:
+    def _claims_path(self, number: int) -> Path:
         return self._folder / f"replica-{number}.claims"
 
     def _log(self, name: str) -> str:
@@ -234,22 +236,22 @@ class Stage:
     # --- the round
 
     def play(self) -> Outcome:
-        """Everything in its time, and what came of it."""
+        """Execute the plan and return the outcome."""
         began = time.monotonic()
-        deeds: list[tuple[float, Callable[[], None]]] = []
+        actions: list[tuple[float, Callable[[], None]]] = []
         for strike in self.plan.strikes:
-            deeds.append((strike.at, lambda strike=strike: self._strike(strike)))  # type: ignore[misc]
+            actions.append((strike.at, lambda strike=strike: self._strike(strike)))  # type: ignore[misc]
             if strike.until is not None:
-                deeds.append((strike.until, lambda strike=strike: self._heal(strike)))  # type: ignore[misc]
-        for at, deed in sorted(deeds, key=lambda each: each[0]):
+                actions.append((strike.until, lambda strike=strike: self._heal(strike)))  # type: ignore[misc]
+        for at, action in sorted(actions, key=lambda each: each[0]):
             time.sleep(max(0.0, began + at - time.monotonic()))
-            deed()
+            action()
         time.sleep(max(0.0, began + SECONDS - time.monotonic()))
-        self._calm()
-        self._tail()
-        quiet = time.monotonic()
+        self._end_all_faults()
+        self._publish_last_batches()
+        last_batch_at = time.monotonic()
         verdicts = self._settle()
-        settled = time.monotonic() - quiet
+        settled = time.monotonic() - last_batch_at
         audit = self._audit()
         claims = self._check_claims()
         return Outcome(
@@ -260,7 +262,7 @@ class Stage:
             tuple(verdicts),
             audit.batches,
             audit.lost,
-            (*audit.flaws[:3], *self._forgotten(audit), *claims.wrong),
+            (*audit.flaws[:3], *self._check_losses(audit), *claims.wrong),
             dict(self.counted) | {"claims": claims.count, "pages": audit.pages},
             time.monotonic() - began,
             settled,
@@ -273,8 +275,8 @@ class Stage:
     def _heal(self, strike: Strike) -> None:
         HEALS[strike.name](self, strike.target)
 
-    def _calm(self) -> None:
-        """Every fault is over."""
+    def _end_all_faults(self) -> None:
+        """End every fault. Start killed bridges and replicas again."""
         self._servers.start()
         for each in self._engines:
             for leg in each.legs:
@@ -282,24 +284,24 @@ class Stage:
             assert each.part is not None
             each.part.go_on()
         for number in range(BRIDGES):
-            self.bring_back_bridge(number)
+            self.resume_bridge(number)
         for number in range(REPLICAS):
-            self.bring_back_replica(number)
+            self.resume_replica(number)
 
-    def _tail(self) -> None:
-        """The last batches of every engine."""
+    def _publish_last_batches(self) -> None:
+        """Publish the last batches of every engine."""
         for number, each in enumerate(self._engines):
             each.wait_for("published", REACH_SECONDS)
             each.publish(self.plan.batches(number))
 
-    # --- what is done
+    # --- faults
 
-    def bring_back_bridge(self, number: int) -> None:
+    def resume_bridge(self, number: int) -> None:
         self._bridges[number].go_on()
         if not self._bridges[number].is_alive:
             self._start_bridge(number)
 
-    def bring_back_replica(self, number: int) -> None:
+    def resume_replica(self, number: int) -> None:
         self._replicas[number].go_on()
         if not self._replicas[number].is_alive:
             self._start_replica(number)
@@ -319,7 +321,7 @@ class Stage:
         return part
 
     def copy_servers(self, _: int) -> None:
-        """What all servers keep now, for `lose_pages`. They are started again for that, so that each copy is whole."""
+        """Copy the files of all servers, for `lose_pages`. The servers are restarted, so that each copy is complete."""
         copies = {node.name: self._folder / f"{node.name}-{self.counted['copies of servers']}" for node in self._servers.nodes}
         self.counted["copies of servers"] += 1
         for node in self._servers.nodes:
@@ -330,32 +332,32 @@ class Stage:
         self._copies.append(copies)
 
     def lose_pages(self, _: int) -> None:
-        """All servers lose at once what they have acknowledged since their oldest copy."""
+        """Return all servers to their oldest copy, so that they lose what they have acknowledged since."""
         copies = self._copies.pop(0)
         for node in self._servers.nodes:
             node.fall_back(copies[node.name])
         for node in self._servers.nodes:
             node.launch()
 
-    def miss_life(self, number: int) -> None:
-        """A bridge is stopped before an engine begins another life."""
+    def miss_incarnation(self, number: int) -> None:
+        """Stop a bridge, then start the next incarnation of an engine."""
         _stop(self.bridge(number))
-        self.next_life(self._missed_by(number), orderly=False)
+        self.start_next_incarnation(self._missed_engine(number), orderly=False)
 
-    def end_missed_life(self, number: int) -> None:
-        """That life ends, and with it the bridge that has written it, before the other one goes on."""
-        self.next_life(self._missed_by(number), orderly=False)
+    def end_missed_incarnation(self, number: int) -> None:
+        """Start a further incarnation and kill the bridge that has written the missed one, then resume the stopped bridge."""
+        self.start_next_incarnation(self._missed_engine(number), orderly=False)
         self.bridge((number + 1) % BRIDGES).kill()
-        self.bring_back_bridge(number)
+        self.resume_bridge(number)
 
-    def _missed_by(self, bridge: int) -> int:
+    def _missed_engine(self, bridge: int) -> int:
         return (self.plan.number + bridge) % len(self._engines)
 
     def leg(self, number: int) -> Leg:
         return self._engines[number // BRIDGES].legs[number % BRIDGES]
 
-    def next_life(self, number: int, *, orderly: bool) -> None:
-        """The engine ends, with all that it was ordered to publish or at once, and another one is there in its place."""
+    def start_next_incarnation(self, number: int, *, orderly: bool) -> None:
+        """End an incarnation, at once or after it has published everything, and start the next one."""
         each = self._engines[number]
         assert each.part is not None
         each.part.go_on()
@@ -365,10 +367,10 @@ class Stage:
             each.wait_for("closed", REACH_SECONDS)
         each.batches += each.at
         each.part.kill()
-        self._bear(each, number)
+        self._start_incarnation(each, number)
 
-    def to_partition(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], partition: int) -> None:
-        """Change a partition as another client would; skipped if the servers do not do it."""
+    def change_partition(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], partition: int) -> None:
+        """Change a partition as another client of NATS. Do nothing if the servers do not respond."""
         name, subject = self.layout.stream(partition), self.layout.subject(partition)
 
         async def main() -> None:
@@ -383,81 +385,83 @@ class Stage:
             asyncio.run(main())
             self.counted["done to partitions"] += 1
 
-    # --- what came of it
+    # --- results
 
     def _settle(self) -> list[Verdict]:
-        """Ask every replica until it is right, or the time is up."""
+        """Request reports of replicas until all are right or the time is over. Return their results."""
         facts = [truth.read_facts(each.facts) for each in self._engines]
         names = [self.registration(place).key[0] for place in range(len(self._engines))]
         end = time.monotonic() + SETTLE_SECONDS
         while True:
-            due = {
-                name: fact[truth.Key(each.life, each.at - 1).packed]
+            digests = {
+                name: fact[truth.Key(each.incarnation, each.at - 1).packed]
                 for name, fact, each in zip(names, facts, self._engines, strict=True)
             }
-            reports = {number: self._ask(part) for number, part in self._replicas.items()}
+            reports = {number: self._request_report(part) for number, part in self._replicas.items()}
             verdicts = [
-                judge(f"r{number}", name, reports[number], due[name]) for number in reports for name in reports[number].shown
+                judge(f"r{number}", name, reports[number], digests[name])
+                for number in reports
+                for name in reports[number].shown
             ]
-            verdicts += self._uncovered(names, reports)
+            verdicts += self._check_holders(names, reports)
             if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
                 self._count(reports)
                 return verdicts
             for name, each in zip(names, self._engines, strict=True):
-                if any(_is_unproven(one.held.get(name), due[name]) for one in reports.values()):
+                if any(_is_unconfirmed(one.held.get(name), digests[name]) for one in reports.values()):
                     each.confirm()
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
-    def _uncovered(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Verdict]:
-        """Engines that fewer replicas hold than are to, or more."""
+    def _check_holders(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Verdict]:
+        """Return a result for each engine that fewer or more replicas hold than the plan says."""
         holders = min(self.plan.holders or REPLICAS, REPLICAS)
         found = []
         for name in names:
             count = sum(name in each.shown for each in reports.values())
             if count != holders:
                 found.append(
-                    Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it, and not {holders}")
+                    Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it instead of {holders}")
                 )
         return found
 
-    def _ask(self, part: Part) -> TrustReport:
+    def _request_report(self, part: Part) -> TrustReport:
         try:
-            report = part.ask(seconds=ASK_SECONDS)
-        except Silent as error:
-            raise Broken(str(error)) from error
+            report = part.exchange(seconds=ASK_SECONDS)
+        except SilentPartError as error:
+            raise BrokenStageError(str(error)) from error
         if not isinstance(report, TrustReport):
-            raise Broken(f"{part.name} fell: {report}")
+            raise BrokenStageError(f"{part.name} has failed: {report}")
         return report
 
     def _count(self, reports: dict[int, TrustReport]) -> None:
-        """What all say of themselves, and those that bridges and replicas call wrong."""
-        bridges = {number: self._ask(part) for number, part in self._bridges.items()}
+        """Add the counters of bridges and replicas, and store the faults that they report."""
+        bridges = {number: self._request_report(part) for number, part in self._bridges.items()}
         for kind, found in (("b", bridges), ("r", reports)):
             for number, each in found.items():
                 self.counted.update({name: value for name, value in each.counted.items() if name != "claims"})
-                bad = [f"{value} {name}" for name in NEVER if (value := each.counted.get(name))]
-                if each.fault or bad:
-                    self.faults.append(f"{kind}{number}: {' '.join([*bad, each.fault])}")
+                wrong_counts = [f"{value} {name}" for name in FORBIDDEN_COUNTERS if (value := each.counted.get(name))]
+                if each.fault or wrong_counts:
+                    self.faults.append(f"{kind}{number}: {' '.join([*wrong_counts, each.fault])}")
 
     def _audit(self) -> Audit:
         try:
-            at_once = 1 if "small max_pending" in self.plan.traits else READ_AT_ONCE
+            at_once = 1 if "small max_pending" in self.plan.traits else PAGES_AT_ONCE
             return asyncio.run(read_log(self.plane.servers, self.layout, at_once))
         except Exception as error:
-            raise Broken(f"the log cannot be read: {error!r}") from error
+            raise BrokenStageError(f"the log cannot be read: {error!r}") from error
 
-    def _forgotten(self, audit: Audit) -> list[str]:
-        """Nothing may be lost that its engine could still have sent."""
+    def _check_losses(self, audit: Audit) -> list[str]:
+        """Return a flaw if batches are lost that their engines could still have sent."""
         if not audit.lost or "short replay" in self.plan.traits:
             return []
         return [f"{audit.lost} batches are lost, though every engine had all of them"]
 
-    def _check_claims(self) -> Claimed:
+    def _check_claims(self) -> CheckedClaims:
         facts = [truth.read_facts(each.facts) for each in self._engines]
         exact = [not dict(each.made.options).get("heartbeat") for each in self._engines]
-        found = Claimed(0, ())
+        found = CheckedClaims(0, ())
         for number in range(REPLICAS):
-            found = found.also(check_claims(f"r{number}", truth.read_claims(self._diary(number)), facts, exact))
+            found = found.merge(check_claims(f"r{number}", truth.read_claims(self._claims_path(number)), facts, exact))
         return found
 
 
@@ -469,12 +473,12 @@ async def _purge(js: Any, name: str, _: str) -> None:
     await js.purge_stream(name, seq=(await js.stream_info(name)).state.last_seq)
 
 
-async def _disturb(js: Any, _: str, subject: str) -> None:
+async def _publish_foreign_message(js: Any, _: str, subject: str) -> None:
     await js.publish(subject, Random(subject).randbytes(100))
 
 
-def _is_unproven(held: Held | None, truth: bytes) -> bool:
-    """Whether a replica has everything that an engine holds and does not say EXACT: a live batch may have to confirm it."""
+def _is_unconfirmed(held: Held | None, truth: bytes) -> bool:
+    """Return whether a replica holds what an engine holds and is not EXACT, so that a live batch may have to confirm it."""
     return held is not None and held.trust != Trust.EXACT.name and held.digest == truth
 
 
@@ -483,42 +487,42 @@ def _stop(part: Part) -> None:
         part.stop()
 
 
-def _drop(stage: Stage, number: int) -> None:
+def _drop_live_batches(stage: Stage, number: int) -> None:
     for proxy in stage.leg(number).proxies[:1]:
         proxy.drop(0.2, seed=stage.plan.number)
 
 
-def _proxies(stage: Stage, number: int, act: Callable[[Any], None]) -> None:
+def _apply_to_proxies(stage: Stage, number: int, act: Callable[[Any], None]) -> None:
     for proxy in stage.leg(number).proxies:
         act(proxy)
 
 
-Deed = Callable[[Stage, int], None]
-STRIKES: Final[dict[str, Deed]] = {
+Action = Callable[[Stage, int], None]
+STRIKES: Final[dict[str, Action]] = {
     "kill bridge": lambda stage, number: stage.bridge(number).kill(),
     "stop bridge": lambda stage, number: _stop(stage.bridge(number)),
-    "bridge misses a life": Stage.miss_life,
+    "bridge misses a life": Stage.miss_incarnation,
     "servers lose pages": Stage.copy_servers,
     "kill replica": lambda stage, number: stage.replica(number).kill(),
     "stop replica": lambda stage, number: _stop(stage.replica(number)),
     "kill server": lambda stage, number: stage.server(number).kill(),
     "stop server": lambda stage, number: stage.server(number).stop(),
-    "kill engine": lambda stage, number: stage.next_life(number, orderly=False),
-    "end engine": lambda stage, number: stage.next_life(number, orderly=True),
+    "kill engine": lambda stage, number: stage.start_next_incarnation(number, orderly=False),
+    "end engine": lambda stage, number: stage.start_next_incarnation(number, orderly=True),
     "stop engine": lambda stage, number: stage.engine(number).stop(),
-    "delete partition": lambda stage, partition: stage.to_partition(_delete, partition),
-    "purge partition": lambda stage, partition: stage.to_partition(_purge, partition),
-    "stranger's message": lambda stage, partition: stage.to_partition(_disturb, partition),
-    "cut engine off": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.cut(refuse=True)),
-    "half-open engine": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.half_open()),
-    "drop live batches": _drop,
+    "delete partition": lambda stage, partition: stage.change_partition(_delete, partition),
+    "purge partition": lambda stage, partition: stage.change_partition(_purge, partition),
+    "stranger's message": lambda stage, partition: stage.change_partition(_publish_foreign_message, partition),
+    "cut engine off": lambda stage, number: _apply_to_proxies(stage, number, lambda proxy: proxy.cut(refuse=True)),
+    "half-open engine": lambda stage, number: _apply_to_proxies(stage, number, lambda proxy: proxy.half_open()),
+    "drop live batches": _drop_live_batches,
 }
-HEALS: Final[dict[str, Deed]] = {
-    "kill bridge": Stage.bring_back_bridge,
+HEALS: Final[dict[str, Action]] = {
+    "kill bridge": Stage.resume_bridge,
     "stop bridge": lambda stage, number: stage.bridge(number).go_on(),
-    "bridge misses a life": Stage.end_missed_life,
+    "bridge misses a life": Stage.end_missed_incarnation,
     "servers lose pages": Stage.lose_pages,
-    "kill replica": Stage.bring_back_replica,
+    "kill replica": Stage.resume_replica,
     "stop replica": lambda stage, number: stage.replica(number).go_on(),
     "kill server": lambda stage, number: stage.server(number).launch(),
     "stop server": lambda stage, number: stage.server(number).go_on(),
@@ -530,11 +534,13 @@ HEALS: Final[dict[str, Deed]] = {
 
 
 def play(plan: Plan, logs: str = "") -> Outcome:
-    """One round. An exception that breaks the stage is part of the outcome, too."""
+    """Play one round. If its stage fails, the outcome has the error."""
     began = time.monotonic()
     preload("tests.system.plane_chaos.roles")
     try:
         with Stage(plan, logs) as stage:
             return stage.play()
-    except (Broken, Silent, TimeoutError) as error:
-        return Outcome.broken(plan.seed, plan.number, plan.faults, f"{type(error).__name__}: {error}", time.monotonic() - began)
+    except (BrokenStageError, SilentPartError, TimeoutError) as error:
+        return Outcome.unplayable(
+            plan.seed, plan.number, plan.faults, f"{type(error).__name__}: {error}", time.monotonic() - began
+        )
