@@ -84,7 +84,7 @@ def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(stalls:
 
 
 def test_a_subscriber_calls_its_transport_at_least_every_max_wait() -> None:
-    """It does so without any other timer, too: asyncio would otherwise wait by itself for as long as nothing arrives."""
+    """The limit holds without any other timer, too: asyncio would otherwise wait by itself until something arrives."""
     transport = ZmqTransport(options=OPTIONS)
     with Subscriber(Source("tcp://127.0.0.1:9"), transport=transport) as subscriber:
         assert subscriber.receive(0.05) is None

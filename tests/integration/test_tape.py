@@ -537,7 +537,7 @@ def test_abrupt_restarts_in_quick_succession(connect: Connect) -> None:
 
 
 def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
-    """Its ports stay reserved and refuse connections. `play` raises until `restart` opens the sockets again."""
+    """The ports of a stopped tape stay reserved and refuse connections. `play` raises until `restart` opens sockets again."""
     with TapePlayer(batches(2)) as tape:
         peer = connect(tape)
         tape.stop()

@@ -82,7 +82,7 @@ def test_a_short_run_allows_for_noise() -> None:
     assert memory_trend(trends("p", make_samples(lambda at: 100 + at, 60, 2), 0.0)).grows
 
 
-@pytest.mark.parametrize("what", ["descriptors", "threads"])
+@pytest.mark.parametrize("quantity", ["descriptors", "threads"])
 def test_a_growing_number_of_descriptors_or_threads_is_found(quantity: str) -> None:
     """One more descriptor or thread each minute counts as growth."""
     measured = [Sample(at * 60.0, 100, 20, 4)._replace(**{quantity: 20 + at}) for at in range(60)]

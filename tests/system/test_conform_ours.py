@@ -1,6 +1,6 @@
-"""What docs/reference/conformance.md says of our service and publisher: each scenario ends as it does there.
+"""Our service and publisher end each scenario with the verdict of docs/reference/conformance.md.
 
-`make conform` gives each scenario a process of its own and full time, and plays released rivals too.
+`make conform` gives each scenario a process of its own and more time, and plays released rivals, too.
 """
 
 from __future__ import annotations
@@ -22,57 +22,60 @@ from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result
 
 JOBS: Final = 4
-BRIEF: Final = 2.0
-"""Seconds for an answer that stays wrong, and is reported."""
-LEFT_OUT: Final = frozenset({"stalled"})
-"""A network that delivers nothing is noticed after 7 s."""
+SHORT_CHECK_SECONDS: Final = 2.0
+"""Seconds of the last check of a scenario whose verdict is `reported`: the answer stays wrong for that time."""
+EXCLUDED: Final = frozenset({"stalled"})
+"""Scenarios that take too long: a network that delivers nothing is noticed after 7 s."""
 RESULTS: Final[dict[str, Any]] = json.loads((paths.ROOT / "docs" / "reference" / "conformance.json").read_text())
 
 
-def expected(target: str) -> dict[str, str]:
-    """Verdicts by scenario."""
-    return {each["name"]: each["verdict"] for each in RESULTS[target]["results"] if each["name"] not in LEFT_OUT}
+def load_verdicts(target: str) -> dict[str, str]:
+    """Return the documented verdicts of a target by scenario."""
+    return {each["name"]: each["verdict"] for each in RESULTS[target]["results"] if each["name"] not in EXCLUDED}
 
 
-def brief(scenario: Scenario) -> Scenario:
-    """The same with little time for its last check."""
+def shorten(scenario: Scenario) -> Scenario:
+    """Return the scenario with little time for its last check."""
     last = scenario.steps[-1]
     assert isinstance(last, Check)
-    return msgspec.structs.replace(scenario, steps=[*scenario.steps[:-1], msgspec.structs.replace(last, within=BRIEF)])
+    return msgspec.structs.replace(
+        scenario, steps=[*scenario.steps[:-1], msgspec.structs.replace(last, within=SHORT_CHECK_SECONDS)]
+    )
 
 
-def played(scenarios: Sequence[Scenario], driver: Driver, verdicts: dict[str, str]) -> Iterator[Result]:
-    timed = [brief(each) if verdicts[each.name] == "reported" else each for each in scenarios]
+def play_shortened(scenarios: Sequence[Scenario], driver: Driver, verdicts: dict[str, str]) -> Iterator[Result]:
+    """Play the scenarios, with little time for those whose answer stays wrong."""
+    timed = [shorten(each) if verdicts[each.name] == "reported" else each for each in scenarios]
     return play_all([partial(play, each, driver) for each in timed], JOBS)
 
 
 def test_our_service_ends_every_scenario_as_documented() -> None:
-    """Scenarios share a service, except those that kill it."""
-    verdicts = expected("ours")
+    """Scenarios share one service, except those that kill it."""
+    verdicts = load_verdicts("ours")
     scenarios = [each for each in shipped_scenarios() if isinstance(each, Scenario) and each.name in verdicts]
-    killing = [each for each in scenarios if "kill" in each.needs]
-    sharing = [each for each in scenarios if "kill" not in each.needs]
-    fresh = kvevents_indexer()
-    results = list(played(killing, fresh, verdicts))
-    with fresh.running() as url:
-        results += played(sharing, RunningIndexer(url), verdicts)
+    killing_scenarios = [each for each in scenarios if "kill" in each.needs]
+    sharing_scenarios = [each for each in scenarios if "kill" not in each.needs]
+    own_services = kvevents_indexer()
+    results = list(play_shortened(killing_scenarios, own_services, verdicts))
+    with own_services.running() as url:
+        results += play_shortened(sharing_scenarios, RunningIndexer(url), verdicts)
     wrong = [each for each in results if each.verdict != verdicts[each.name]]
     assert not wrong
     assert len(results) == len(verdicts)
 
 
-def test_our_service_has_both_forms_of_the_indexer_api() -> None:
-    """As Mooncake has it, too: ranks, tenants, salts, what is listed, and the doubt of an answer."""
+def test_our_service_also_passes_with_the_indexer_api_of_mooncake() -> None:
+    """Scenarios of ranks, tenants, salts, lists of workers and degraded answers have equal verdicts with this API."""
     names = {"ranks", "tenants", "salt", "gap-no-replay", "reannounced", "unreachable", "register-again"}
-    verdicts = expected("ours")
+    verdicts = load_verdicts("ours")
     scenarios = [each for each in shipped_scenarios() if isinstance(each, Scenario) and each.name in names]
     with kvevents_indexer().running() as url:
-        results = list(played(scenarios, RunningIndexer(url, kind=MooncakeIndexer), verdicts))
+        results = list(play_shortened(scenarios, RunningIndexer(url, kind=MooncakeIndexer), verdicts))
     assert {each.name: each.verdict.value for each in results} == {name: verdicts[name] for name in names}, results
 
 
 def test_our_publisher_ends_every_scenario_as_documented() -> None:
-    verdicts = expected("ours-publisher")
+    verdicts = load_verdicts("ours-publisher")
     driver = kvevents_publisher()
     plays = [partial(driver.play, each) for each in shipped_scenarios() if isinstance(each, PublisherScenario)]
     assert {each.name: each.verdict.value for each in play_all(plays, JOBS)} == verdicts

@@ -40,7 +40,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DialectFeatures:
-    """What events of a dialect can express. The cache does nothing else."""
+    """The features of a dialect that a cache uses."""
 
     media: tuple[str | None, ...]
     """Media of the tiers, device memory first."""
@@ -81,7 +81,7 @@ class CacheSettings:
 
 
 class _Root(NamedTuple):
-    """What separates equal tokens: LoRA and salt."""
+    """LoRA and salt of a chain, which separate equal tokens."""
 
     lora: int | None
     salt: str | None

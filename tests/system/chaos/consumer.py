@@ -38,7 +38,7 @@ FAST_SOCKET_OPTIONS: Final = SocketOptions(reconnect_ms=20, reconnect_max_ms=200
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """How a consumer is configured."""
+    """The settings of a consumer."""
 
     name: str
     endpoint: str
@@ -51,7 +51,7 @@ class Consumer:
     asynchronous: bool = False
     has_short_timeouts: bool = True
     clock_leaps: int = 0
-    """How many times a second its clock leaps forward, about; 0 for a true clock."""
+    """Leaps of its clock per second, about; 0 for a true clock."""
     saves_state: bool = False
     """Whether it saves its state, and resumes from a saved state at its start."""
     counts_batches: bool = False

@@ -66,7 +66,7 @@ class Defects:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine is configured, in all its incarnations."""
+    """The settings of an engine, for all its incarnations."""
 
     make: Make
     dialect: tuple[str, str]

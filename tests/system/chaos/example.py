@@ -32,7 +32,7 @@ SUBSCRIBED_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """How an example subscriber is started."""
+    """The settings of an example subscriber."""
 
     name: str
     endpoint: str
@@ -42,7 +42,7 @@ class Example:
 
 
 class Received(NamedTuple):
-    """What an example subscriber has received."""
+    """The state of an example subscriber."""
 
     keys: list[int]
     """Keys of the processed batches, each once."""

@@ -299,7 +299,7 @@ FAULTS: Final[dict[str, Fault]] = {
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an incarnation of the engine ends."""
+    """An end of an incarnation of the engine."""
 
     is_orderly: bool = False
     """Whether the engine sends what it has before it ends."""

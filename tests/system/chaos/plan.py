@@ -82,7 +82,7 @@ def draw_plan(
     *,
     can_mount: bool = False,
 ) -> Plan:
-    """Round `number`: about `batches` batches from an engine of one of the makes, with all of `only` and none of `without`.
+    """Return round `number` with about `batches` batches of an engine of one of the makes, all of `only` and none of `without`.
 
     Raises `LookupError` if no plan fits.
     """

@@ -1,4 +1,4 @@
-"""How long consumers may take after the last batch, and when their state is final."""
+"""Decides when the state of a consumer after the last batch is final."""
 
 from __future__ import annotations
 

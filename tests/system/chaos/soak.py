@@ -64,7 +64,7 @@ START_SECONDS: Final = 30.0
 
 
 class Allowance(NamedTuple):
-    """How much a trend may rise."""
+    """Limits of the rise of a trend."""
 
     unit: str
     per_hour: float
@@ -81,7 +81,7 @@ ALLOWANCES: Final[Mapping[str, Allowance]] = {
 
 
 class Sample(NamedTuple):
-    """What a process uses at one moment."""
+    """Resources that a process uses at one moment."""
 
     at: float
     memory: float

@@ -176,7 +176,7 @@ class Stage:
                 return
 
     def reach(self, number: int) -> None:
-        """Wait until the engine has published so many batches, or all that it was ordered to."""
+        """Wait until the engine has published `number` batches, or all that it was ordered to."""
         end = time.monotonic() + REACH_SECONDS
         while self._at < min(number, self._ordered):
             _, self._at = self.engine.receive(max(0.01, end - time.monotonic()))

@@ -1,1 +1,1 @@
-"""Real engines beside kvevents: `python -m tests.system.engines`, which `make engines` starts."""
+"""Compares predictions of the service with real engines: `python -m tests.system.engines`, or `make engines`."""

@@ -1,7 +1,7 @@
-"""`make engines`: real engines, and what our service said of each request beside what the engine then did.
+"""`make engines`: compares predictions of our service with what real engines report of the same requests.
 
-A prediction is right if the service's `/v1/match` names the number of tokens that the engine reports as cached. One that
-differs while the service says EXACT is wrong, and ends the program with 1.
+A prediction is right if `/v1/match` of the service returns the number of tokens that the engine reports as cached. A prediction
+that differs while the service is EXACT is wrong. The exit code is then 1.
 """
 
 from __future__ import annotations
@@ -109,12 +109,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--publisher", choices=("own", "plugin"), help="only with this publisher")
     parser.add_argument("--model", choices=("llama", "hybrid"), help="only this model, of the sequential part")
-    parser.add_argument("--requests", type=int, default=800, help="of each sequential and concurrent run (800)")
+    parser.add_argument("--requests", type=int, default=800, help="requests of each sequential and concurrent run (800)")
     parser.add_argument(
-        "--full-reports", type=float, default=0.25, metavar="SHARE", help="of requests with `kv_cache_report_mode=full` (0.25)"
+        "--full-reports",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="share of requests with `kv_cache_report_mode=full` (0.25)",
     )
-    parser.add_argument("--seed", type=int, action="append", help="of requests; may be repeated (1)")
-    parser.add_argument("--rounds", type=int, default=2, help="of the timing part: starts of each publisher (2)")
+    parser.add_argument("--seed", type=int, action="append", help="seed of the requests; may be repeated (1)")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each publisher in the timing part (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file as well")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write recordings of the sequential runs to a folder")
     options = parser.parse_args(arguments)
@@ -125,5 +129,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except subprocess.CalledProcessError as failed:  # pip has written why
+    except subprocess.CalledProcessError as failed:  # pip has printed the cause
         sys.exit(f"make engines: this command failed: {' '.join(map(str, failed.cmd))}")

@@ -1,8 +1,8 @@
-"""Several clients at a time, each of which asks at once after the engine's answer.
+"""Concurrent clients, each of which sends its next request right after the answer of the engine.
 
-So that each prediction can be judged although other requests run, clients have nothing in common: prompts of one client
+So that each prediction can be checked although other requests run, clients have nothing in common: prompts of one client
 share no block with those of another (each has a cache salt of its own), and the cache is so large that nothing is evicted.
-What a prompt finds in the cache then depends on earlier requests of its own client only, all of which have been answered. A
+What a prompt finds in the cache then depends only on earlier requests of its own client, all of which have been answered. A
 prediction that differs was made before the events of these requests had arrived.
 """
 
@@ -26,7 +26,7 @@ WARM_UP: Final = 20
 
 
 class ConcurrentResult(msgspec.Struct):
-    """What came out of one run."""
+    """Result of one run."""
 
     seed: int
     clients: int
@@ -34,13 +34,14 @@ class ConcurrentResult(msgspec.Struct):
     more: int
     """Wrong predictions of more tokens than the engine had."""
     fewer: int
+    """Wrong predictions of fewer tokens than the engine had."""
     match_ms_p50: float
     match_ms_p99: float
     seconds: float
 
 
 def blocks_for(requests: int) -> int:
-    """Blocks with which nothing is evicted: each request leaves at most `MAX_LENGTH` tokens."""
+    """Return a number of blocks with which nothing is evicted: each request adds at most `MAX_LENGTH` tokens."""
     return (requests + WARM_UP + CLIENTS + 1) * (MAX_LENGTH // BLOCK_SIZE + 1)
 
 
@@ -48,7 +49,7 @@ class ConcurrentRun:
     """One run with one seed."""
 
     def __init__(self, requests: int, seed: int, engine: Engine, service: Service) -> None:
-        self._each: Final = requests // CLIENTS
+        self._requests_per_client: Final = requests // CLIENTS
         self._seed: Final = seed
         self._engine: Final = engine
         self._service: Final = service
@@ -56,11 +57,11 @@ class ConcurrentRun:
         self._tally: Final = Tally()
         self._more = self._fewer = 0
         self._seconds: list[float] = []
-        """Durations of `/v1/match`."""
+        """Durations of requests to `/v1/match`."""
         self._errors: list[BaseException] = []
 
     def play(self) -> ConcurrentResult:
-        """Send all requests. Raises what a client has raised."""
+        """Send all requests. Raises the exception of a client."""
         self._warm_up()
         clients = [threading.Thread(target=self._run_client, args=(number,), daemon=True) for number in range(CLIENTS)]
         began = time.monotonic()
@@ -92,23 +93,23 @@ class ConcurrentRun:
 
     def _run_client(self, number: int) -> None:
         try:
-            self._serve(number)
+            self._send_requests(number)
         except BaseException as error:  # noqa: BLE001 - `play` raises it in the main thread
             self._errors.append(error)
 
-    def _serve(self, client: int) -> None:
+    def _send_requests(self, client: int) -> None:
         traffic = Traffic(f"client {client} {self._seed}", Habits(salts=(f"client-{client}",)), BLOCK_SIZE)
         connection = self._service.connect()
-        for number in range(self._each):
+        for number in range(self._requests_per_client):
             prompt = traffic.next()
             began = time.perf_counter()
             prediction = self._service.predict(prompt, connection)
-            took = time.perf_counter() - began
+            duration = time.perf_counter() - began
             answer = self._engine.complete(prompt)
             traffic.answered(prompt, answer.tokens)
             example = _example(number, prompt, prediction.tokens, answer.cached, prediction.trust)
             with self._lock:
-                self._seconds.append(took)
+                self._seconds.append(duration)
                 self._tally.add(prediction, answer.cached, example)
                 self._tally.salted += 1
                 if prediction.trust == "EXACT":

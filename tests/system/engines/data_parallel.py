@@ -1,4 +1,4 @@
-"""A real engine with two data-parallel ranks: the service finds both by the engine's URL, follows each, and reads its load."""
+"""A real engine with two data-parallel ranks, which the service finds by the URL of the engine, with their loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTLE_SECONDS: Final = 15.0
 
 
 class RankResult(msgspec.Struct):
-    """What the service shows of one rank."""
+    """State of one rank in the service."""
 
     rank: int
     endpoint: str
@@ -37,11 +37,11 @@ class RankResult(msgspec.Struct):
 
 
 class RanksResult(msgspec.Struct):
-    """What came out of one engine with several ranks."""
+    """Result of one engine with several ranks."""
 
     requests: int = 0
     wrong: int = 0
-    """Requests of which a rank had cached another number of tokens than the service had said of this rank."""
+    """Requests for which a rank had cached another number of tokens than the service had predicted."""
     ranks: list[RankResult] = []
     faults: list[str] = []
 
@@ -63,26 +63,28 @@ def run_ranks(stage: Stage) -> RanksResult:
             length = draw.choice(_PROMPT_BLOCKS) * BLOCK_SIZE + 1  # the last token is computed again
             prompt = Prompt([draw.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)], 1)
             first = draw.randrange(RANKS)
-            holds = dict.fromkeys(range(RANKS), 0)
+            cached_tokens = dict.fromkeys(range(RANKS), 0)
             for rank in (first, first, 1 - first):
-                if not wait_until(lambda: predictions(service, prompt) == holds, _SETTLE_SECONDS):  # noqa: B023
-                    found.faults.append(f"the service says {predictions(service, prompt)} of ranks that hold {holds}")
-                predicted = predictions(service, prompt).get(rank)
+                if not wait_until(lambda: predict_ranks(service, prompt) == cached_tokens, _SETTLE_SECONDS):  # noqa: B023
+                    found.faults.append(
+                        f"the service predicts {predict_ranks(service, prompt)} for ranks that hold {cached_tokens}"
+                    )
+                predicted = predict_ranks(service, prompt).get(rank)
                 cached = engine.complete(prompt, rank).cached
                 found.requests += 1
                 found.wrong += predicted != cached
-                holds[rank] = length - 1
+                cached_tokens[rank] = length - 1
         await_attestations(service)
-        running = [shows_running(engine, service, rank) for rank in range(RANKS)]
-        found.ranks = [rank_of(source) for source in sorted(service.sources(), key=lambda each: each["rank"])]
+        running = [keep_busy(engine, service, rank) for rank in range(RANKS)]
+        found.ranks = [to_rank_result(source) for source in sorted(service.sources(), key=lambda each: each["rank"])]
         for each in found.ranks:
             each.has_running = running[each.rank]
-        found.faults += _faults(engine, found.ranks)
+        found.faults += _check_ranks(engine, found.ranks)
     return found
 
 
-def predictions(service: Service, prompt: Prompt) -> dict[int, int]:
-    """What the service says of each rank that is EXACT."""
+def predict_ranks(service: Service, prompt: Prompt) -> dict[int, int]:
+    """Return the predicted tokens of each rank that is EXACT."""
     workers = service.match(prompt)
     return {worker["rank"]: worker["tokens"] for worker in workers if worker["trust"]["state"] == "EXACT"}
 
@@ -96,8 +98,8 @@ def await_attestations(service: Service) -> None:
     wait_until(is_complete, 5 * HEARTBEAT_SECONDS)
 
 
-def shows_running(engine: Engine, service: Service, rank: int) -> bool:
-    """Keep one rank busy, until the service shows it."""
+def keep_busy(engine: Engine, service: Service, rank: int) -> bool:
+    """Keep one rank busy until the service shows that only this rank is. Return False if it does not."""
     is_shown = threading.Event()
 
     def send() -> None:
@@ -116,14 +118,14 @@ def shows_running(engine: Engine, service: Service, rank: int) -> bool:
     return found
 
 
-def rank_of(source: dict[str, Any]) -> RankResult:
-    """The part of an entry of `/v1/sources` that is checked."""
+def to_rank_result(source: dict[str, Any]) -> RankResult:
+    """Return the checked part of an entry of `/v1/sources`."""
     trust, names = source["trust"], ("rank", "endpoint", "replay_endpoint", "blocks", "load")
     return RankResult(state=trust["state"], is_attested=trust["attested"], **{name: source[name] for name in names})
 
 
-def _faults(engine: Engine, ranks: list[RankResult]) -> list[str]:
-    """What is wrong with the ranks at the end: each has its own ports, blocks, attestation and load."""
+def _check_ranks(engine: Engine, ranks: list[RankResult]) -> list[str]:
+    """Return what is wrong with the ranks at the end. Each must have its own ports, blocks, attestation and load."""
     faults = []
     if [each.rank for each in ranks] != list(range(RANKS)):
         faults.append(f"the service has the ranks {[each.rank for each in ranks]}")

@@ -1,4 +1,4 @@
-"""The plugin made to fail inside a real engine, which must serve on, publish events, and say so once in its log."""
+"""Failures of the plugin inside a real engine, which must continue to serve and log the failure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BLOCKS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong in the engine's process."""
+    """A failure in the process of an engine."""
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
     has_package: bool = True
-    """Whether the package can be imported that the entry point names."""
+    """Whether the package of the entry point can be imported."""
 
 
 FAULTS: Final = (
@@ -47,7 +47,7 @@ FAULTS: Final = (
 
 
 class FailureResult(msgspec.Struct):
-    """What one fault did."""
+    """Result of one fault."""
 
     fault: str
     serves: bool
@@ -57,7 +57,7 @@ class FailureResult(msgspec.Struct):
     log_lines: int
     """Lines of EngineCore's log, at WARNING or above, that name kvevents. Each of vLLM's processes loads plugins."""
     log: str
-    """The first of them."""
+    """The first of these lines."""
 
     @property
     def is_survived(self) -> bool:
@@ -82,7 +82,7 @@ def _run(stage: Stage, fault: Fault) -> FailureResult:
             for _ in range(REQUESTS):
                 engine.complete(traffic.next())
             has_events = wait_until(lambda: bool((service.source() or {}).get("blocks")), EVENTS_SECONDS)
-            lines = _complaints(engine)
+            lines = _find_failure_lines(engine)
             return FailureResult(
                 fault.name, serves=True, has_events=has_events, log_lines=len(lines), log=next(iter(lines), "")[:300]
             )
@@ -90,13 +90,15 @@ def _run(stage: Stage, fault: Fault) -> FailureResult:
         return FailureResult(fault.name, serves=False, has_events=False, log_lines=0, log=str(error)[-300:])
 
 
-def _complaints(engine: Engine) -> list[str]:
+def _find_failure_lines(engine: Engine) -> list[str]:
     text = engine.log.read_text(encoding="utf-8", errors="replace")
-    return [line.partition("(EngineCore ")[2].partition(") ")[2] or line for line in text.splitlines() if _complains(line)]
+    return [
+        line.partition("(EngineCore ")[2].partition(") ")[2] or line for line in text.splitlines() if _is_failure_line(line)
+    ]
 
 
-def _complains(line: str) -> bool:
-    """Whether a line of the log says what is wrong with kvevents. Lines of loggers that are not vLLM's have another format."""
+def _is_failure_line(line: str) -> bool:
+    """Return whether a line of the log reports a failure of kvevents. Loggers other than those of vLLM have another format."""
     if line.startswith("(EngineCore "):
         return "kvevents" in line and ("WARNING" in line or "ERROR" in line)
     return "failed: RuntimeError('the observer makes" in line

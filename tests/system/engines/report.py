@@ -30,7 +30,7 @@ class Sequential(msgspec.Struct):
 
     publisher: str
     load_average: float
-    """Of the machine over one minute, when it began."""
+    """Load of the machine over one minute when the run began."""
     result: SequentialResult
 
 
@@ -43,7 +43,7 @@ class Concurrent(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What came out of all parts."""
+    """Results of all parts."""
 
     engine: str
     started: str
@@ -65,7 +65,7 @@ def encode(report: Report) -> bytes:
 
 
 def join(reports: Iterable[Report]) -> Report:
-    """Return one report of the same engine with the runs of all of them."""
+    """Return one report with the runs of all reports. Raises `ValueError` if their engines differ."""
     first, *others = reports
     for other in others:
         if other.engine != first.engine:
@@ -79,10 +79,10 @@ def join(reports: Iterable[Report]) -> Report:
 
 
 def wrong(report: Report) -> int:
-    """Predictions that were EXACT and wrong, failures of the plugin that the engine did not survive, and faults of ranks.
+    """Return the number of wrong predictions, of failures that the engine did not survive, and of faults of ranks.
 
-    Not counted: predictions right after a reset without the plugin, since vLLM announces the reset of an idle engine with its
-    next step; and those of clients that ask before the events of the last answer have arrived, which the report has as a share.
+    Two kinds of predictions do not count: those right after a reset without the plugin, since vLLM announces the reset of an
+    idle engine with its next step; and those of concurrent clients, which may precede the events of the last answer.
     """
     requests = sum(each.result.requests.wrong for each in report.sequential)
     resets = sum(each.result.after_reset.wrong for each in report.sequential if "plugin" in each.publisher)
@@ -91,7 +91,7 @@ def wrong(report: Report) -> int:
 
 
 def summary(tally: Tally) -> str:
-    """One line about a tally."""
+    """Return a tally as one line."""
     return (
         f"{tally.requests} requests, {tally.hits} with cached tokens: {tally.exact} EXACT and right, {tally.wrong} wrong, "
         f"{tally.unclaimed} not EXACT (of those {tally.unclaimed_equal} right), {tally.attested} attested"
@@ -99,22 +99,22 @@ def summary(tally: Tally) -> str:
 
 
 def text(report: Report, *, timings: bool = True) -> str:
-    """The report as tables of Markdown, with or without the durations, which vary with the machine."""
+    """Return the report as Markdown tables, with or without the durations, which vary with the machine."""
     tables = [f"{report.engine}, {report.started}"]
     if report.sequential:
-        tables.append("\n".join(_sequential(report)))
+        tables.append("\n".join(_sequential_rows(report)))
     if report.concurrent:
-        tables.append("\n".join(_concurrent(report)))
+        tables.append("\n".join(_concurrent_rows(report)))
     if report.timings and timings:
-        tables.append("\n".join(_timings(report)))
+        tables.append("\n".join(_timing_rows(report)))
     if report.failures:
-        tables.append("\n".join(_failures(report)))
+        tables.append("\n".join(_failure_rows(report)))
     if report.ranks:
-        tables.append("\n".join(_ranks(report)))
+        tables.append("\n".join(_rank_rows(report)))
     return "\n\n".join(tables)
 
 
-def _sequential(report: Report) -> list[str]:
+def _sequential_rows(report: Report) -> list[str]:
     lines = [
         "| publisher | scenario | seed | requests | hits | right | wrong | not EXACT | attested | after a reset | load |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -130,7 +130,7 @@ def _sequential(report: Report) -> list[str]:
     return lines
 
 
-def _concurrent(report: Report) -> list[str]:
+def _concurrent_rows(report: Report) -> list[str]:
     lines = [
         "| publisher | clients | requests | right | share | too many | too few | not EXACT | match p50 / p99 ms | load |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -145,7 +145,7 @@ def _concurrent(report: Report) -> list[str]:
     return lines
 
 
-def _timings(report: Report) -> list[str]:
+def _timing_rows(report: Report) -> list[str]:
     lines = [
         "| publisher | calls | publish() us p50 / p99 | its CPU us | steps | step ms p50 / p99 | its CPU ms | load |",
         "|---|---|---|---|---|---|---|---|",
@@ -160,32 +160,35 @@ def _timings(report: Report) -> list[str]:
     return lines
 
 
-def _failures(report: Report) -> list[str]:
+def _failure_rows(report: Report) -> list[str]:
     lines = ["| fault | engine serves | events flow | log lines |", "|---|---|---|---|"]
     lines += [
-        f"| {each.fault} | {_yes(each.serves)} | {_yes(each.has_events)} | {each.log_lines} |" for each in report.failures
+        f"| {each.fault} | {_yes_or_no(each.serves)} | {_yes_or_no(each.has_events)} | {each.log_lines} |"
+        for each in report.failures
     ]
     return lines
 
 
-def _ranks(report: Report) -> list[str]:
+def _rank_rows(report: Report) -> list[str]:
     lines = ["| ranks | requests | wrong | blocks | attested | load |", "|---|---|---|---|---|---|"]
     for each in report.ranks:
         blocks = ", ".join(str(rank.blocks) for rank in each.ranks)
         attested, loads = (
             all(found) for found in zip(*((rank.is_attested, rank.has_running) for rank in each.ranks), strict=True)
         )
-        lines.append(f"| {len(each.ranks)} | {each.requests} | {each.wrong} | {blocks} | {_yes(attested)} | {_yes(loads)} |")
+        lines.append(
+            f"| {len(each.ranks)} | {each.requests} | {each.wrong} | {blocks} | {_yes_or_no(attested)} | {_yes_or_no(loads)} |"
+        )
         lines += [f"\nwrong: {fault}" for fault in each.faults]
     return lines
 
 
-def _yes(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Join and print reports. Returns 0 if no prediction was wrong, 1 if one was."""
+    """Join and print reports. Return 0 if no prediction was wrong, 1 if one was."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.engines.report", description=main.__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="reports that `--json` has written")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the joined report to a file")

@@ -1,4 +1,4 @@
-"""One request after the other, each predicted when the service has applied everything that the engine has published."""
+"""Sequential requests, each predicted when the service has applied everything that the engine has published."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ import msgspec
 from tests.system.engines.judging import Example, Tally
 from tests.system.engines.models import FIRST_TOKEN, VOCABULARY, Model
 from tests.system.engines.recorder import Recorder
-from tests.system.engines.server import BLOCK_SIZE, MAX_LENGTH, Engine, EngineError, Killing, wait_until
+from tests.system.engines.server import BLOCK_SIZE, MAX_LENGTH, Engine, EngineError, KillTarget, wait_until
 from tests.system.engines.service import Service
 from tests.system.engines.traffic import Habits, Prompt, Traffic
 
 DISTRUST_SECONDS: Final = 10.0
-"""Limit of the wait until trust has left EXACT after a kill."""
+"""Limit of the wait until the service is not EXACT any more after a kill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is done to one engine."""
+    """The requests, kills and resets of one engine."""
 
     name: str
     model: Model
     requests: int
     habits: Habits
-    kills: Mapping[int, Killing]
-    """Before which requests the engine is killed and started again."""
+    kills: Mapping[int, KillTarget]
+    """Numbers of the requests before which the engine is killed and started again."""
     reset_every: int
     """Requests from one `/reset_prefix_cache` to the next."""
     blocks: int
-    """GPU blocks: few, so that most requests evict some."""
+    """GPU blocks. There are few, so that most requests evict some."""
 
 
 class Restart(msgspec.Struct):
     """One kill and what followed."""
 
-    kind: Killing
+    kind: KillTarget
     distrust_seconds: float | None
-    """From the kill until the service did not say EXACT any more; None if it still did after `DISTRUST_SECONDS`."""
+    """Seconds from the kill until the service was not EXACT any more; None if it was still EXACT after `DISTRUST_SECONDS`."""
 
 
 class SequentialResult(msgspec.Struct):
-    """What came out of one scenario."""
+    """Result of one scenario."""
 
     scenario: str
     seed: int
     requests: Tally
     after_reset: Tally
-    """Requests right after a `/reset_prefix_cache` of an idle engine, which vLLM announces with its next step only."""
+    """Requests right after a `/reset_prefix_cache` of an idle engine, which vLLM does not announce until its next step."""
     restarts: list[Restart]
     seconds: float
 
 
 def scenarios(requests: int, full_reports: float) -> list[Scenario]:
-    """The scenarios of so many requests in all, half of them with each model.
+    """Return one scenario for each model, each with half of the requests.
 
     `full_reports` is the share of requests after which vLLM announces blocks again that it has found in its cache.
     """
@@ -100,7 +100,7 @@ class SequentialRun:
         self.result: Final = SequentialResult(scenario.name, seed, Tally(), Tally(), [], 0.0)
 
     def play(self, recording: Path | None = None) -> SequentialResult:
-        """Send all requests to the engine, which must be started. With `recording`, record them and the stream to this file."""
+        """Send all requests to the started engine. With `recording`, record them and the stream to this file."""
         began = time.monotonic()
         with ExitStack() as stack:
             if recording is not None:
@@ -111,7 +111,9 @@ class SequentialRun:
                 is_after_reset = number > 0 and number % self._scenario.reset_every == 0
                 if is_after_reset:
                     self._engine.reset_cache()
-                self._ask(number, self._traffic.next(), self.result.after_reset if is_after_reset else self.result.requests)
+                self._compare_request(
+                    number, self._traffic.next(), self.result.after_reset if is_after_reset else self.result.requests
+                )
         self.result.seconds = round(time.monotonic() - began, 1)
         return self.result
 
@@ -120,7 +122,7 @@ class SequentialRun:
         assert source is not None
         return Recorder(path, source["endpoint"], source["replay_endpoint"])
 
-    def _ask(self, number: int, prompt: Prompt, tally: Tally) -> None:
+    def _compare_request(self, number: int, prompt: Prompt, tally: Tally) -> None:
         observation = self._engine.observation
         assert observation is not None
         is_settled = self._service.settle(observation)
@@ -141,12 +143,12 @@ class SequentialRun:
             print(f"  WRONG{' after a reset' if tally is self.result.after_reset else ''}: {example}", flush=True)
         self._traffic.answered(prompt, answer.tokens)
 
-    def _kill(self, kind: Killing) -> None:
+    def _kill(self, kind: KillTarget) -> None:
         """Kill the engine in the middle of a request, and start it again."""
         observation = self._engine.observation
         assert observation is not None
         steps = observation.progress().steps
-        request = threading.Thread(target=self._send_in_vain, name="request in vain", daemon=True)
+        request = threading.Thread(target=self._send_unanswered_request, name="unanswered request", daemon=True)
         request.start()
         if not wait_until(lambda: observation.progress().steps > steps + 2, 30.0, pause=0.001):
             raise EngineError(f"the engine makes no steps:\n{self._engine.log_tail()}")
@@ -154,13 +156,13 @@ class SequentialRun:
         self._engine.kill(kind)
         if self._recorder is not None:
             self._recorder.add_restart()
-        others = ("CONNECTING", "REPLAYING", "DEGRADED", "STALE")
-        is_distrusted = self._service.await_state(*others, seconds=DISTRUST_SECONDS)
-        self.result.restarts.append(Restart(kind, round(time.monotonic() - killed, 2) if is_distrusted else None))
+        states_below_exact = ("CONNECTING", "REPLAYING", "DEGRADED", "STALE")
+        has_left_exact = self._service.await_state(*states_below_exact, seconds=DISTRUST_SECONDS)
+        self.result.restarts.append(Restart(kind, round(time.monotonic() - killed, 2) if has_left_exact else None))
         request.join(30.0)
         self._engine.start()
 
-    def _send_in_vain(self) -> None:
+    def _send_unanswered_request(self) -> None:
         tokens = [self._random.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(3 * BLOCK_SIZE)]
         with suppress(OSError, EngineError):
             self._engine.complete(Prompt(tokens, MAX_LENGTH - len(tokens) - 1))

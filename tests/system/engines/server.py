@@ -1,4 +1,4 @@
-"""A real OpenAI server of vLLM on loopback, as a group of processes that can be killed and started again."""
+"""The OpenAI server of vLLM on loopback, a group of processes that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.system.engines.observer.page import Observation
 from tests.system.engines.traffic import Prompt
 
 START_SECONDS: Final = 300.0
-"""Limit of a start, which takes half a minute on an idle machine."""
+"""Limit of a start. A start takes half a minute on an idle machine."""
 STOP_SECONDS: Final = 15.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 REQUEST_SECONDS: Final = 120.0
 MODEL: Final = "tiny"
 """Name of the model for clients."""
 _NICE: Final = "/usr/bin/nice"
 _PORTS: Final = range(15_000, 32_000)
-"""Below those that systems give to outgoing connections, so that a port is still free when a killed engine starts again."""
+"""Ports below those of outgoing connections, so that a port is still free when a killed engine starts again."""
 BLOCK_SIZE: Final = 32
 MAX_LENGTH: Final = 320
 """Tokens of a prompt and its answer together."""
-Killing: TypeAlias = Literal["group", "core"]
-"""`core`: EngineCore alone is killed, and the server that is left without it is stopped."""
+KillTarget: TypeAlias = Literal["group", "core"]
+"""`group`: all processes are killed. `core`: EngineCore is killed, and the remaining server is stopped."""
 
 
 class EngineError(Exception):
@@ -42,25 +42,25 @@ class EngineError(Exception):
 
 
 class Answer(NamedTuple):
-    """What the engine said of a request."""
+    """The answer of the engine to a request."""
 
     cached: int
     """`usage.prompt_tokens_details.cached_tokens`: tokens of the prompt that it did not compute."""
     tokens: list[int]
-    """Of the answer."""
+    """Tokens of the answer."""
 
 
 class EngineSettings(NamedTuple):
-    """How an engine is started."""
+    """The settings of an engine."""
 
     environment: Environment
     model: Path
     blocks: int
-    """GPU blocks of its KV cache, of each group."""
+    """GPU blocks of the KV cache, of each group."""
     folder: Path
-    """Where logs and observations are written."""
+    """Folder for logs and observations."""
     path: tuple[Path, ...]
-    """Folders in front of its Python path: plugins."""
+    """Folders at the begin of its Python path, with plugins."""
     adapters: Mapping[str, Path] = {}
     variables: Mapping[str, str] = {}
     ranks: int = 1
@@ -68,14 +68,14 @@ class EngineSettings(NamedTuple):
 
 
 class Engine:
-    """One engine with fixed ports, through several lives. A context manager that leaves no process behind."""
+    """One engine with fixed ports, in several incarnations. A context manager that leaves no process behind."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings: Final = settings
         self.host: Final = f"127.0.0.1:{free_port()}"
         self.starts = 0
         self.ports: Final = free_port(settings.ranks), free_port(settings.ranks)
-        """Of the events and the replay of rank 0."""
+        """Ports of the events and the replay of rank 0."""
         self._process: subprocess.Popen[bytes] | None = None
         self.observation: Observation | None = None
 
@@ -85,11 +85,11 @@ class Engine:
 
     @property
     def log(self) -> Path:
-        """The log of the present life."""
+        """Return the path of the log of this incarnation."""
         return self.settings.folder / f"engine-{self.starts}.log"
 
     def start(self, *, is_awaited: bool = True) -> None:
-        """Start a life. Raises `EngineError` if it ends or does not answer within `START_SECONDS`."""
+        """Start an incarnation. Raises `EngineError` if it ends or does not answer within `START_SECONDS`."""
         self.starts += 1
         self.observation = Observation(self.settings.folder / f"observation-{self.starts}")
         with self.log.open("wb") as log:
@@ -105,7 +105,7 @@ class Engine:
             self.await_health()
 
     def await_health(self) -> None:
-        """Wait for the engine's HTTP server."""
+        """Wait until the HTTP server of the engine answers. Raises `EngineError` if it does not."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process is None or self._process.poll() is not None:
@@ -157,7 +157,7 @@ class Engine:
     def call(
         self, method: str, path: str, body: Any = None, seconds: float = REQUEST_SECONDS, rank: int | None = None
     ) -> tuple[int, bytes]:
-        """Return status and body. With a `rank`, that one answers.
+        """Send a request and return status and body. With `rank`, this rank answers.
 
         Raises OSError if the engine cannot be reached or ends meanwhile.
         """
@@ -174,7 +174,7 @@ class Engine:
             connection.close()
 
     def complete(self, prompt: Prompt, rank: int | None = None) -> Answer:
-        """Let it, or one of its ranks, answer a prompt. Raises `EngineError` if it refuses, and OSError as `call` does."""
+        """Return the answer of the engine or of one of its ranks. Raises `EngineError` if it refuses, and OSError as `call`."""
         body: dict[str, Any] = {"model": prompt.lora or MODEL, "prompt": prompt.tokens, "max_tokens": prompt.answer}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         if prompt.salt:
@@ -188,17 +188,17 @@ class Engine:
         return Answer(answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["token_ids"])
 
     def reset_cache(self) -> None:
-        """Empty its prefix cache, with the endpoint that operators have for it."""
+        """Empty the prefix cache with `/reset_prefix_cache`, as operators do."""
         status, body = self.call("POST", "/reset_prefix_cache")
         if status != 200:
             raise EngineError(f"/reset_prefix_cache answered {status}: {body[:500]!r}")
 
     # --- ends
 
-    def kill(self, kind: Killing) -> None:
-        """SIGKILL to the whole group, or to EngineCore first; return when no process of this life is left."""
+    def kill(self, kind: KillTarget) -> None:
+        """Send SIGKILL to the whole group, or to EngineCore first. Return when no process of this incarnation is left."""
         if kind == "core":
-            for process in self._session("EngineCore"):
+            for process in self._session_pids("EngineCore"):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             self._await_end(STOP_SECONDS)  # the server ends by itself when it notices
@@ -207,7 +207,7 @@ class Engine:
         self._forget()
 
     def stop(self) -> None:
-        """End this life with SIGTERM, and with SIGKILL after `STOP_SECONDS`. Idempotent."""
+        """End this incarnation with SIGTERM, and with SIGKILL after `STOP_SECONDS`. Idempotent."""
         self._signal(signal.SIGTERM)
         if not self._await_end(STOP_SECONDS):
             self._signal(signal.SIGKILL)
@@ -220,19 +220,19 @@ class Engine:
                 os.killpg(self._process.pid, number)
 
     def _await_end(self, seconds: float) -> bool:
-        return wait_until(lambda: not self._session(), seconds)
+        return wait_until(lambda: not self._session_pids(), seconds)
 
     def _forget(self) -> None:
         if self._process is not None:
             self._process.wait(STOP_SECONDS)
             self._process = None
 
-    def _session(self, word: str = "") -> list[int]:
-        """Running processes of this life with this word in their title; zombies do not run."""
+    def _session_pids(self, word: str = "") -> list[int]:
+        """Return running processes of this incarnation with this word in their title. Zombies do not count."""
         if self._process is None:
             return []
-        self._process.poll()  # or the first process stays as a zombie
-        return [pid for pid, session, title in _processes() if session == self._process.pid and word in title]
+        self._process.poll()  # reaps the first process, which would else stay as a zombie
+        return [pid for pid, session, title in _list_processes() if session == self._process.pid and word in title]
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +242,7 @@ class Engine:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many successive ports of loopback at which nothing listens."""
+    """Return the first of `count` successive ports of loopback at which nothing listens."""
     while True:
         port = SystemRandom().choice(_PORTS)
         if all(map(_is_free, range(port, port + count))):
@@ -259,7 +259,7 @@ def _is_free(port: int) -> bool:
 
 
 def wait_until(test: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
-    """Ask again and again. Return False if it is still not so after `seconds`."""
+    """Wait until `test` returns true. Return False if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not test():
         if time.monotonic() > deadline:
@@ -268,8 +268,8 @@ def wait_until(test: Callable[[], bool], seconds: float, pause: float = 0.05) ->
     return True
 
 
-def _processes() -> list[tuple[int, int, str]]:
-    """Pid, session and title of all processes that run."""
+def _list_processes() -> list[tuple[int, int, str]]:
+    """Return pid, session and title of all running processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""Our service beside an engine, which it finds by the engine's URL, and what it answers."""
+"""Our service, which finds an engine by its URL, and a client of the service."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ SETTLE_SECONDS: Final = 10.0
 """Limit of the wait until the service has applied what the engine has published."""
 POLL_SECONDS: Final = 0.002
 SAME_TIME: Final = 1e-5
-"""Seconds. Timestamps go through differences of doubles; those of two engine steps are further apart."""
+"""Seconds by which equal timestamps may differ, after subtractions of doubles. Two engine steps differ more."""
 
 
 class Prediction(NamedTuple):
-    """What the service says of a prompt."""
+    """The prediction of the service for a prompt."""
 
     tokens: int
     """Tokens that the engine will not compute."""
     trust: str
     reason: str
     is_attested: bool
-    """Whether the engine's own digest of its cache has agreed with the service's state of it."""
+    """Whether the engine's digest of its cache has matched the state of the service."""
 
 
 class Service:
-    """`kvevents serve --engine URL`, and nothing else. A context manager."""
+    """`kvevents serve --engine URL`, without other options. A context manager."""
 
     def __init__(self, engine_url: str, folder: Path) -> None:
         self.log: Final = folder / "service.log"
@@ -62,13 +62,13 @@ class Service:
         """Return a further connection, for a thread of its own."""
         return HTTPConnection(self._connection.host, self._connection.port, timeout=30.0)
 
-    def ask(self, method: str, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
-        """Return an answer. Raises `RuntimeError` for an unsuccessful one, HTTPException or OSError without one."""
+    def call(self, method: str, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
+        """Return the answer to a request. Raises `RuntimeError` for an error status, HTTPException or OSError if none comes."""
         used = connection or self._connection
         try:
             status, encoded = _exchange(used, method, path, body)
         except (HTTPException, OSError):
-            # The service closes idle connections, for example during a restart of the engine. Only a new one must not fail.
+            # The service closes idle connections, for example during a restart of the engine. A new connection must not fail.
             used.close()
             status, encoded = _exchange(used, method, path, body)
         if status != 200:
@@ -76,7 +76,7 @@ class Service:
         return json.loads(encoded)
 
     def predict(self, prompt: Prompt, connection: HTTPConnection | None = None) -> Prediction:
-        """What `/v1/match` says of a prompt, which leaves out the last token as engines do."""
+        """Return the prediction of `/v1/match`, which leaves out the last token of a prompt, as engines do."""
         workers = self.match(prompt, connection)
         if not workers:
             return Prediction(0, "ABSENT", "the service does not know the engine", is_attested=False)
@@ -85,24 +85,24 @@ class Service:
         return Prediction(worker["tokens"], trust["state"], trust["reason"], bool(trust.get("attested", False)))
 
     def match(self, prompt: Prompt, connection: HTTPConnection | None = None) -> list[dict[str, Any]]:
-        """The workers in the answer of `/v1/match`."""
+        """Return the workers in the answer of `/v1/match`."""
         body: dict[str, Any] = {"model": MODEL, "tokens": prompt.tokens}
         body |= {"salt": prompt.salt} if prompt.salt else {}
         body |= {"lora": prompt.lora} if prompt.lora else {}
-        workers: list[dict[str, Any]] = self.ask("POST", "/v1/match", body, connection)["workers"]
+        workers: list[dict[str, Any]] = self.call("POST", "/v1/match", body, connection)["workers"]
         return workers
 
     def sources(self) -> list[dict[str, Any]]:
-        """The entries of `/v1/sources`, one for each rank."""
-        sources: list[dict[str, Any]] = self.ask("GET", "/v1/sources")["sources"]
+        """Return the entries of `/v1/sources`, one for each rank."""
+        sources: list[dict[str, Any]] = self.call("GET", "/v1/sources")["sources"]
         return sources
 
     def source(self) -> dict[str, Any] | None:
-        """The engine's entry in `/v1/sources`; None before it was found."""
+        """Return the first entry of the engine in `/v1/sources`, or None before the service has found it."""
         return next(iter(self.sources()), None)
 
     def await_state(self, *states: str, seconds: float) -> bool:
-        """Wait until trust is one of these. Return False if it is still another one after `seconds`."""
+        """Wait until trust is one of these states. Return False if it is not within `seconds`."""
         deadline = time.monotonic() + seconds
         while (source := self.source()) is None or source["trust"]["state"] not in states:
             if time.monotonic() > deadline:

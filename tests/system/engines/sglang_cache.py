@@ -1,8 +1,8 @@
-"""SGLang's own radix tree and scheduler component, out of its wheel, with the plugin: runs in the engine's environment.
+"""Runs the radix tree and the scheduler component of an SGLang wheel with the plugin, in the environment of the engine.
 
-`sglang_runs.py` starts it. The tree decides what is cached; requests are random. Before each request the prefix that our index
-predicts is compared with the one that the tree finds. SGLang's GPU packages (`sgl_kernel` and others) have no build for CPUs:
-where its modules import one, they get a placeholder, which no code that runs here calls. The memory pool is a placeholder too.
+`sglang_runs.py` starts it. The tree decides what is cached; requests are random. Before each request, the prefix that our index
+predicts is compared with the prefix that the tree finds. The GPU packages of SGLang (`sgl_kernel` and others) have no build for
+CPUs. Where modules import one, they get a placeholder, which no code here calls. The memory pool is a placeholder, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvevents.index import Namespace, PrefixIndex
 
 PAGE: Final = 16
 CAPACITY: Final = 96 * PAGE
-"""Tokens that the cache may hold, so that it evicts all the time."""
+"""Tokens that the cache may hold. They are so few that it evicts all the time."""
 WINDOW_CAPACITY: Final = 48 * PAGE
 """The same for the layers of a model that have sliding windows."""
 VOCABULARY: Final = 256
@@ -56,31 +56,31 @@ class Result(msgspec.Struct):
     seed: int
     requests: int = 0
     hits: int = 0
-    """Requests of which the tree had cached tokens."""
+    """Requests for which the tree had cached tokens."""
     wrong: int = 0
-    """Requests of which another number of tokens was predicted while the stream was EXACT."""
+    """Requests for which another number of tokens was predicted while the stream was EXACT."""
     unclaimed: int = 0
-    """Those of which another number was predicted while it was not EXACT."""
+    """Requests for which another number of tokens was predicted while the stream was not EXACT."""
     attested: int = 0
-    """Requests that were asked about while the index was attested."""
+    """Requests that were predicted while the index was attested."""
     is_attested: bool = False
-    """Whether a heartbeat after the last request attested what the index then held."""
+    """Whether a heartbeat after the last request attested the state of the index."""
     resets: int = 0
     batches: int = 0
     attestation_us: float = 0.0
     """Median CPU time that the attestation adds to `publish()`, in microseconds."""
     blocks: int = 0
-    """Blocks in the tree when that was measured."""
+    """Blocks in the tree when the attestation was measured."""
     examples: list[str] = []
 
     @property
     def is_failed(self) -> bool:
-        """Whether a prediction was wrong. A tree is attested, except one with windows or states, which is never EXACT."""
+        """Return whether the run has failed. Trees must be attested, except with windows or states, which are never EXACT."""
         return self.wrong > 0 or self.is_attested == self.tree.startswith(("swa", "mamba"))
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds, after all other finders, modules that files of SGLang import and that are not installed."""
+    """Finds modules that SGLang imports and that are not installed. It must be the last finder."""
 
     def find_spec(self, fullname: str, _path: object, _target: object = None) -> importlib.machinery.ModuleSpec | None:
         frame = inspect.currentframe()
@@ -108,12 +108,12 @@ def prepare(wheel: Path, release: str) -> None:
     sys.meta_path.append(_Placeholders())
     configurations = importlib.import_module("transformers.models.auto.configuration_auto")
     register = configurations._LazyConfigMapping.register
-    # Releases before 0.5.14 register models that a newer transformers has itself by now.
+    # Releases before 0.5.14 register models that newer transformers have already.
     configurations._LazyConfigMapping.register = lambda mapping, key, value, **_: register(mapping, key, value, exist_ok=True)
 
 
 class Scope(NamedTuple):
-    """What separates equal tokens."""
+    """Salt and LoRA adapter of a request, which separate equal tokens."""
 
     salt: str | None
     lora: str | None
@@ -135,7 +135,7 @@ class Tree:
         options: dict[str, Any] = {
             "disable": False,
             "req_to_token_pool": None,
-            "token_to_kv_pool_allocator": _pool(),
+            "token_to_kv_pool_allocator": _make_pool(),
             "page_size": PAGE,
             "enable_kv_cache_events": True,
         }
@@ -150,7 +150,7 @@ class Tree:
             self.cache: Any = radix.RadixCache(params.CacheInitParams(**options))
         elif kind == "swa":
             windowed = importlib.import_module("sglang.srt.mem_cache.swa_radix_cache")
-            self.cache = windowed.SWARadixCache(params.CacheInitParams(**options | _windows()))
+            self.cache = windowed.SWARadixCache(params.CacheInitParams(**options | _window_options()))
         else:
             unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
             components = importlib.import_module("sglang.srt.mem_cache.unified_cache.components")
@@ -158,11 +158,11 @@ class Tree:
             types_of = components.ComponentType
             others = (types_of.SWA,) * self.has_windows + (types_of.MAMBA,) * self.has_states
             options["tree_components"] = (types_of.FULL, *others)
-            options |= _windows() if self.has_windows else _states() if self.has_states else {}
+            options |= _window_options() if self.has_windows else _state_options() if self.has_states else {}
             self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options))
 
     def draw_scope(self, drawn: random.Random) -> Scope:
-        """Return a scope of those that the events of this release name."""
+        """Return a random scope that the events of this release can express."""
         salt, lora = drawn.choice(SALTS), drawn.choice(ADAPTERS)
         return Scope(salt if self.has_salts else None, lora if self.has_adapters else None)
 
@@ -177,8 +177,8 @@ class Tree:
         return len(found.device_indices) if length is None else length, found.last_device_node
 
     def insert(self, tokens: list[int], scope: Scope) -> None:
-        torch = importlib.import_module("torch")  # only the engine's environment has it
-        tokens = tokens[: len(tokens) // PAGE * PAGE]  # as SGLang's scheduler does; newer trees do it themselves
+        torch = importlib.import_module("torch")  # only the environment of the engine has it
+        tokens = tokens[: len(tokens) // PAGE * PAGE]  # as the scheduler of SGLang and newer trees do
         value = torch.arange(len(tokens), dtype=torch.int64)
         state = {"mamba_value": torch.zeros(1, dtype=torch.int64)} if self.has_states else {}
         self.cache.insert(self._base.InsertParams(key=self.key(tokens, scope), value=value, **state))
@@ -203,13 +203,13 @@ def _extra_key(lora: str | None) -> str | None:
     return None if lora is None else lora.rjust(32, "0")
 
 
-def _pool() -> Any:
-    """A memory pool that accepts what the tree frees."""
+def _make_pool() -> Any:
+    """Return a memory pool that accepts what the tree frees."""
     return mock.MagicMock(name="token_to_kv_pool_allocator", device="cpu", page_size=PAGE)
 
 
-def _windows() -> dict[str, Any]:
-    """Options of a tree of a model with sliding windows, whose pool has one place for both kinds of layers."""
+def _window_options() -> dict[str, Any]:
+    """Return options for a model with sliding windows, whose pool has one place for both kinds of layers."""
     allocator = importlib.import_module("sglang.srt.mem_cache.allocator.swa").SWATokenToKVPoolAllocator
     pool = mock.MagicMock(spec=allocator, device="cpu", page_size=PAGE)
     for name in ("translate_swa_indices_for_transfer", "translate_loc_from_full_to_swa"):
@@ -218,8 +218,8 @@ def _windows() -> dict[str, Any]:
     return {"token_to_kv_pool_allocator": pool, "sliding_window_size": 2 * PAGE}
 
 
-def _states() -> dict[str, Any]:
-    """Options of a tree of a model with Mamba layers. Settings that it reads of a whole server are given here."""
+def _state_options() -> dict[str, Any]:
+    """Return options for a model with Mamba layers. Patch settings that the tree would read from a whole server."""
     component: Any = importlib.import_module("sglang.srt.mem_cache.unified_cache.components.mamba")
     component.mamba_cache_chunk_size = lambda: PAGE
     component.mamba_checkpoint_grid = lambda _: PAGE
@@ -231,8 +231,8 @@ def _states() -> dict[str, Any]:
     return {"req_to_token_pool": pool, "enable_mamba_extra_buffer": True}
 
 
-def start(tree: Tree) -> Any:
-    """Create the publisher as SGLang does, by its factory, and the component that calls it."""
+def create_emitter(tree: Tree) -> Any:
+    """Return the component that publishes events, with a publisher from the factory of SGLang."""
     owner = None
     for module, name, _ in plugin._EMITTERS:
         if not _is_in_release(module):
@@ -257,12 +257,12 @@ def start(tree: Tree) -> Any:
 def _is_in_release(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not there either
+    except ModuleNotFoundError:  # its package does not exist either
         return False
 
 
 class Requests:
-    """Random prompts that share prefixes, cut and continued anywhere."""
+    """Random prompts. Most continue a prefix of an earlier prompt."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -278,7 +278,7 @@ class Requests:
 
 
 class Recorder:
-    """The steps of a run: what SGLang's own encoder makes of each batch, with the digest after it, and what the tree found."""
+    """Records the steps of a run: each batch as SGLang encodes it, with the digest after it, and the matches of the tree."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -300,9 +300,9 @@ class Recorder:
 
 
 def run(release: str, kind: str, seed: int, requests: int, recorder: Recorder) -> Result:
-    """Compare `requests` predictions with the tree."""
+    """Compare the predictions of `requests` requests with the tree."""
     result, tree, prompts = Result(release, kind, seed), Tree(kind), Requests(seed)
-    emitter, index = start(tree), PrefixIndex()
+    emitter, index = create_emitter(tree), PrefixIndex()
     publisher = emitter.kv_event_publisher
     recorder.watch(publisher)
     applied = 0
@@ -340,7 +340,7 @@ def _is_heartbeat(applied: Any) -> bool:
 
 
 def _compare(result: Result, index: PrefixIndex, tree: Tree, tokens: list[int], scope: Scope, *, is_exact: bool) -> int:
-    """Return the tokens that the tree finds."""
+    """Compare one prediction with the tree, count it in `result`, and return the tokens that the tree finds."""
     found = index.match(tokens, Namespace(lora=scope.lora, salt=scope.salt))
     predicted = max((each.tokens for each in found), default=0)
     cached, _ = tree.match(tokens, scope)
@@ -355,7 +355,7 @@ def _compare(result: Result, index: PrefixIndex, tree: Tree, tokens: list[int], 
 
 
 def _serve(tree: Tree, drawn: random.Random, tokens: list[int], scope: Scope) -> None:
-    """Do what the scheduler does for a request: make room, and insert its prompt and a part of its answer."""
+    """Make room for a request and insert its prompt and a part of its answer, as the scheduler does."""
     extended = tokens + [drawn.randrange(VOCABULARY) for _ in range(drawn.randrange(2 * PAGE))]
     excess = tree.size() + len(extended) - CAPACITY
     if excess > 0:
@@ -369,7 +369,7 @@ def _serve(tree: Tree, drawn: random.Random, tokens: list[int], scope: Scope) ->
 def measure(result: Result, kind: str, blocks: int) -> None:
     """Fill a tree with blocks, and measure what the attestation adds to a batch of one block."""
     tree, prompts = Tree(kind), random.Random(1)
-    emitter = start(tree)
+    emitter = create_emitter(tree)
     publisher = emitter.kv_event_publisher
     while tree.size() < blocks * PAGE:
         tree.insert([prompts.randrange(VOCABULARY) for _ in range(1000 * PAGE)], Scope(None, None))
@@ -396,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tree", choices=TREES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--blocks", type=int, default=0, help="of the tree in which the attestation is measured")
+    parser.add_argument("--blocks", type=int, default=0, help="blocks of the tree in which the attestation is measured")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the steps of the run to a file")
     options = parser.parse_args(arguments)
     os.environ.setdefault(VARIABLE, '{"heartbeat": 0.05}')

@@ -1,7 +1,7 @@
-"""Runs of the plugin in SGLang's own radix trees, release by release: `python -m tests.system.engines.sglang_runs`.
+"""Runs the plugin with the radix trees of SGLang, release by release: `python -m tests.system.engines.sglang_runs`.
 
-SGLang has no build for CPUs on PyPI. Its trees and its scheduler's component of KV cache events run without one: out of the
-wheel, in the environment of `installation.py`, which has PyTorch. `sglang_cache.py` is the program that runs there.
+SGLang has no build for CPUs on PyPI. Its trees and the component of its scheduler that publishes KV cache events run without
+a build, from the wheel, in the environment of `installation.py`, which has PyTorch. The program there is `sglang_cache.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RELEASES: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("0.5.20", "0.5.22"), ("unified-rust",)),
     "0.5.23": ("radix", "unified-python", "unified-rust", "swa-python", "swa-rust", "mamba-python"),
 }
-"""The trees of each release that are run. `unified-rust` is the newest release's default."""
+"""The trees that are run, by release. `unified-rust` is the default of the newest release."""
 SECONDS: Final = 1200.0
 """Limit of one run."""
 
@@ -36,11 +36,15 @@ SECONDS: Final = 1200.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if no prediction was wrong and all runs without sliding windows and states were attested, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.engines.sglang_runs", description=__doc__)
-    parser.add_argument("--release", action="append", choices=list(RELEASES), help="may be repeated (the newest)")
+    parser.add_argument(
+        "--release", action="append", choices=list(RELEASES), help="release of SGLang; may be repeated (the newest)"
+    )
     parser.add_argument("--all", action="store_true", help="all releases")
-    parser.add_argument("--requests", type=int, default=2000, help="of each run (2000)")
-    parser.add_argument("--seed", type=int, action="append", help="may be repeated (1)")
-    parser.add_argument("--blocks", type=int, default=0, help="of a tree in which the cost of the attestation is measured")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each run (2000)")
+    parser.add_argument("--seed", type=int, action="append", help="seed of the requests; may be repeated (1)")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="blocks of a tree in which the cost of the attestation is measured"
+    )
     options = parser.parse_args(arguments)
     releases = list(RELEASES) if options.all else options.release or [SGLANG.release]
     has_failed = False
@@ -60,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _runs(release: str, options: argparse.Namespace) -> Iterator[Result]:
-    folder = _unpacked(release)
+    folder = _unpack_wheel(release)
     python = environment().python
     path = os.pathsep.join(map(str, (CHECKOUT / "src", CHECKOUT / "native" / "python", CHECKOUT)))
     for tree in RELEASES[release]:
@@ -75,8 +79,8 @@ def _runs(release: str, options: argparse.Namespace) -> Iterator[Result]:
             yield msgspec.json.decode(lines[-1], type=Result)
 
 
-def _unpacked(release: str) -> Path:
-    """The folder of a release's wheel, unpacked; downloaded first if it is not there."""
+def _unpack_wheel(release: str) -> Path:
+    """Return the folder of the unpacked wheel of a release. Download the wheel first if it is not there."""
     folder = CACHE / "engines" / f"sglang-{release}-wheel"
     stamp = folder / ".ready"
     if not stamp.exists():

@@ -1,4 +1,4 @@
-"""Folders, engines and services for the programs of this package."""
+"""Starts engines and services with the models and plugins in a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEARTBEAT_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """Which publisher an engine has."""
+    """The publisher that an engine uses."""
 
     name: str
     has_plugin: bool
@@ -41,10 +41,10 @@ class Pair(NamedTuple):
 
 
 class Stage:
-    """Models and plugins in a folder, and engines that are started with them, one at a time."""
+    """Models and plugins in a folder. Starts engines with them, one at a time."""
 
     def __init__(self, environment: Environment, folder: Path, wheel: Path | None = None) -> None:
-        """Without a `wheel` of kvevents, it is built from this checkout."""
+        """Write the folders. Without a `wheel` of kvevents, build one from this checkout."""
         self.folder: Final = folder
         self._environment: Final = environment
         self._models: Final[dict[Model, Path]] = {
@@ -69,9 +69,9 @@ class Stage:
         variables: Mapping[str, str] | None = None,
         ranks: int = 1,
     ) -> Iterator[Engine]:
-        """Start an engine with so many data-parallel ranks.
+        """Start an engine with `ranks` data-parallel ranks.
 
-        `path` takes the place of the folder with kvevents, `variables` are added to the environment.
+        `path` replaces the folder with kvevents. `variables` are added to the environment.
         """
         self._started += 1
         folder = self.folder / f"run-{self._started}"
@@ -93,6 +93,6 @@ class Stage:
 
     @contextmanager
     def pair(self, publisher: Publisher, model: Model, blocks: int) -> Iterator[Pair]:
-        """Start an engine, and a service that has only its URL."""
+        """Start an engine, and a service that gets only its URL."""
         with self.engine(publisher, model, blocks) as engine, Service(engine.url, engine.settings.folder) as service:
             yield Pair(engine, service)

@@ -1,7 +1,7 @@
-"""What publishing costs inside an engine core: durations of `publish()` and of engine steps, by publisher.
+"""Measures durations of `publish()` and of engine steps inside an engine core, by publisher.
 
-Each publisher gets the same requests in engines of its own, which are started by turns. A machine that does something else
-changes the figures from run to run: CPU times of the scheduler's thread are less affected than durations.
+Each publisher gets the same requests in engines of its own, which start in turn. Other load of the machine changes the figures
+from run to run. CPU times of the thread of the scheduler change less than durations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCKS: Final = 48
 
 
 class Durations(msgspec.Struct):
-    """Microseconds."""
+    """Percentiles of durations and of CPU times, in microseconds."""
 
     samples: int
     p50: float
@@ -35,7 +35,7 @@ class Durations(msgspec.Struct):
 
 
 class TimingResult(msgspec.Struct):
-    """One publisher in one engine."""
+    """Result of one publisher in one engine."""
 
     publisher: str
     round: int
@@ -45,7 +45,7 @@ class TimingResult(msgspec.Struct):
 
 
 def measure(stage: Stage, rounds: int, *, has_plugin: bool) -> Iterator[TimingResult]:
-    """Measure all publishers by turns, `rounds` times."""
+    """Measure all publishers in turn, `rounds` times."""
     publishers = [OWN, COMPAT, PLUGIN] if has_plugin else [OWN, COMPAT]
     for number in range(rounds):
         for publisher in publishers:
@@ -75,5 +75,7 @@ def _durations(observation: Observation, name: str, skip: int) -> Durations:
     wall, cpu = observation.samples(f"{name}_ns", skip), observation.samples(f"{name}_cpu_ns", skip)
     if len(wall) < 2:
         return Durations(len(wall), 0.0, 0.0, 0.0, 0.0)
-    of_wall, of_cpu = quantiles(wall, n=100), quantiles(cpu, n=100)
-    return Durations(len(wall), *(round(value / 1e3, 2) for value in (of_wall[49], of_wall[98], of_cpu[49], of_cpu[98])))
+    wall_cuts, cpu_cuts = quantiles(wall, n=100), quantiles(cpu, n=100)
+    return Durations(
+        len(wall), *(round(value / 1e3, 2) for value in (wall_cuts[49], wall_cuts[98], cpu_cuts[49], cpu_cuts[98]))
+    )

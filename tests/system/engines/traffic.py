@@ -1,4 +1,4 @@
-"""Random requests of one seed: shared prefixes, conversations that go on, LoRA adapters, cache salts, report modes."""
+"""Random requests of a seed, with shared prefixes, continued conversations, LoRA adapters, cache salts and report modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.system.engines.models import FIRST_TOKEN, VOCABULARY
 LONGEST_PROMPT: Final = 270
 LONGEST_ANSWER: Final = 40
 REMEMBERED: Final = 25
-"""Conversations that may go on."""
+"""Number of the newest conversations that may continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +31,39 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How often requests have what."""
+    """Distribution of the properties of requests."""
 
     salts: Sequence[str | None] = (None, None, None, "tenant-0", "tenant-1")
     adapters: Sequence[str | None] = (None,)
     full_reports: float = 0.0
     """Share of requests that are reported in full."""
     roots: int = 4
-    """System prompts that requests begin with."""
+    """Number of system prompts with which requests begin."""
 
 
 class Traffic:
-    """Requests that share prefixes with earlier ones, in all the ways that matter to a cache of whole blocks."""
+    """Makes requests that share prefixes with earlier ones, within blocks and at their ends."""
 
     def __init__(self, seed: str, habits: Habits, block_size: int) -> None:
         self._draw = Random(seed)
         self._habits = habits
         self._block_size = block_size
-        self._roots = [self._fresh(200) for _ in range(habits.roots)]
+        self._roots = [self._draw_tokens(200) for _ in range(habits.roots)]
         self._conversations: deque[list[int]] = deque(maxlen=REMEMBERED)
 
     def next(self) -> Prompt:
-        """The next request."""
+        """Return the next request."""
         draw, habits = self._draw, self._habits
         kind = draw.random()
-        if self._conversations and kind < 0.5:  # goes on
-            tokens = draw.choice(self._conversations) + self._fresh(draw.randint(1, 60))
-        elif self._conversations and kind < 0.65:  # comes again and ends with a block, which vLLM computes again
+        if self._conversations and kind < 0.5:  # continues a conversation
+            tokens = draw.choice(self._conversations) + self._draw_tokens(draw.randint(1, 60))
+        elif self._conversations and kind < 0.65:  # repeats whole blocks, the last of which vLLM computes again
             earlier = draw.choice(self._conversations)
             tokens = earlier[: len(earlier) // self._block_size * self._block_size] or earlier
         elif kind < 0.95:
-            tokens = draw.choice(self._roots)[: draw.randint(20, 200)] + self._fresh(draw.randint(1, 80))
+            tokens = draw.choice(self._roots)[: draw.randint(20, 200)] + self._draw_tokens(draw.randint(1, 80))
         else:
-            tokens = self._fresh(draw.randint(1, LONGEST_PROMPT))
+            tokens = self._draw_tokens(draw.randint(1, LONGEST_PROMPT))
         return Prompt(
             tokens[:LONGEST_PROMPT],
             draw.randint(1, LONGEST_ANSWER) if draw.random() < 0.3 else draw.randint(1, 8),
@@ -73,12 +73,12 @@ class Traffic:
         )
 
     def unrelated(self) -> Prompt:
-        """A request that shares nothing with others, so that the engine has work."""
-        return Prompt(self._fresh(self._block_size + 1), 1)
+        """Return a request that shares no prefix with others, so that the engine makes a step."""
+        return Prompt(self._draw_tokens(self._block_size + 1), 1)
 
     def answered(self, prompt: Prompt, answer: Sequence[int]) -> None:
-        """Let later requests go on with this conversation."""
+        """Let later requests continue this conversation."""
         self._conversations.append([*prompt.tokens, *answer])
 
-    def _fresh(self, count: int) -> list[int]:
+    def _draw_tokens(self, count: int) -> list[int]:
         return [self._draw.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]

@@ -74,7 +74,7 @@ class Audit:
                 self.flaws.append(f"page {position}: incarnation {record.incarnation} of {record.source} begins again")
 
     def skip(self, position: int) -> None:
-        """Skip a message that has no valid page."""
+        """Skip a message whose page does not count."""
         if position == self._position + 1:
             self._position = position
 

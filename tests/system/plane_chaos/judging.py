@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def wrong(self) -> bool:
-        """Return whether there is an error that must never be."""
+        """Return whether the round has an error that must never happen."""
         return (
             bool(self.flaws)
             or any(verdict.kind == "wrong" for verdict in self.verdicts)

@@ -30,7 +30,7 @@ class Fault:
     """A fault that a round may have."""
 
     target: str
-    """What the fault affects: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `partition`, `leg`."""
+    """The affected part: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `partition`, `leg`."""
     seconds: tuple[float, float] | None = (0.1, 1.5)
     """Shortest and longest duration; None for a fault without one."""
     weight: int = 4

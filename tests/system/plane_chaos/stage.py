@@ -69,7 +69,7 @@ class EngineState:
     at: int = 0
 
     def publish(self, until: int) -> None:
-        """Publish up to so many batches and wait until they are sent."""
+        """Publish batches up to number `until` and wait until they are sent."""
         assert self.part is not None
         self.part.send(("publish", until, 1e9))
         self.wait_for("published", REACH_SECONDS)

@@ -1,1 +1,1 @@
-"""A plugin of vLLM that shows an engine core's progress to the test that runs it, and how to read what it shows."""
+"""A plugin of vLLM that writes the progress of an engine core to a file, and a reader of this file."""

@@ -1,7 +1,7 @@
-"""A plugin of vLLM for tests: shows what an engine core has published, whether it is idle, and how long its steps take.
+"""A plugin of vLLM for tests: writes what an engine core has published, whether it is idle, and how long its steps take.
 
 It is loaded in each of vLLM's processes and does nothing without `ENGINE_OBSERVER_PAGE`, the file that it writes (`page.py`
-has the layout). It wraps the publisher that the engine creates, whichever this is: with and without kvevents' plugin.
+has the layout). It wraps any publisher that the engine creates, with and without the plugin of kvevents.
 
 `ENGINE_OBSERVER_PUBLISHER=compat` makes the engine create the publisher of `kvevents.compat.vllm` in place of its own.
 `ENGINE_OBSERVER_FAULT=MODULE:NAME[.NAME]` replaces a function by one that raises RuntimeError, in every process.
@@ -24,10 +24,10 @@ PAGE_BYTES = 8 * (HEAD + len(SERIES) * (1 + SAMPLES))
 
 
 class Page:
-    """The file, as words. Each assignment is one store of 64 bits."""
+    """The file as words. Each assignment is one 64-bit store."""
 
     def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:  # noqa: PTH123 - nothing is imported that the engine need not import
+        with open(path, "r+b") as file:  # noqa: PTH123 - imports nothing that the engine does not need
             self._map = mmap.mmap(file.fileno(), PAGE_BYTES)
         self.words = memoryview(self._map).cast("Q")
         self.doubles = memoryview(self._map).cast("d")
@@ -40,14 +40,14 @@ class Page:
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`. vLLM may call it more than once in a process."""
+    """Install the observer, as an entry point of `vllm.general_plugins`. vLLM may call it more than once in a process."""
     fault = os.environ.get("ENGINE_OBSERVER_FAULT")
     if fault:
         _break(fault)
     path = os.environ.get("ENGINE_OBSERVER_PAGE")
     if not path:
         return
-    # The engine is there when the entry point is called, and only then.
+    # The modules of the engine can be imported when the entry point is called, not earlier.
     factory = importlib.import_module("vllm.distributed.kv_events").EventPublisherFactory
     core = importlib.import_module("vllm.v1.engine.core").EngineCoreProc
     if hasattr(core, "observer_page"):

@@ -1,7 +1,7 @@
-"""The layout of the file that the observer writes and `Observation` reads: 64-bit words, in the byte order of the machine.
+"""The layout of the file that the observer writes and `Observation` reads: 64-bit words in the byte order of the machine.
 
-The observer imports nothing of this package: it is copied alone into the engine's path. A test compares its constants with
-these.
+The observer imports nothing of this package, since only its module is copied to the Python path of the engine. A test compares
+its constants with these.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ IS_IDLE: Final = 2
 STEPS: Final = 3
 """Word with the number of engine steps."""
 SAMPLES: Final = 32_768
-"""Samples of each series, the newest ones."""
+"""Number of the newest samples that each series keeps."""
 SERIES: Final = ("publish_ns", "publish_cpu_ns", "step_ns", "step_cpu_ns")
-"""Series behind the words, in this order: first a word with the number of samples ever written, then `SAMPLES` words."""
+"""Series after the words, in this order. Each begins with a word with the number of all samples, then has `SAMPLES` words."""
 HEAD: Final = 8
 """Words before the series."""
 PAGE_BYTES: Final = 8 * (HEAD + len(SERIES) * (1 + SAMPLES))
 
 
 class Progress(NamedTuple):
-    """What an engine core has done so far."""
+    """Progress of an engine core."""
 
     published: int
     last_timestamp: float
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
 
 class Observation:
-    """What one engine core shows. The file may be observed before the engine starts."""
+    """The progress of one engine core. It can be created before the engine starts."""
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
@@ -48,17 +48,17 @@ class Observation:
             self._map = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
 
     def progress(self) -> Progress:
-        """Return what has been done. If it is idle, all its batches have been published."""
+        """Return the progress. If the engine core is idle, all its batches have been published."""
         is_idle = self._word(IS_IDLE) == 1  # read first: what an idle engine core has published does not change
         timestamp = struct.unpack("=d", struct.pack("=Q", self._word(LAST_TIMESTAMP)))[0]
         return Progress(self._word(PUBLISHED), timestamp, is_idle, self._word(STEPS))
 
     def samples(self, series: str, skip: int = 0) -> list[int]:
-        """Return the newest samples of one series, without the first `skip` ever written."""
+        """Return the newest samples of a series, without the first `skip` of all samples."""
         start = HEAD + SERIES.index(series) * (1 + SAMPLES)
         written = self._word(start)
-        kept = range(max(skip, written - SAMPLES), written)
-        return [self._word(start + 1 + number % SAMPLES) for number in kept]
+        numbers = range(max(skip, written - SAMPLES), written)
+        return [self._word(start + 1 + number % SAMPLES) for number in numbers]
 
     def _word(self, at: int) -> int:
         value: int = struct.unpack_from("=Q", self._map, 8 * at)[0]
