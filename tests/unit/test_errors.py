@@ -1,5 +1,4 @@
-"""The exceptions have one root, and separate errors of the caller, of the outside and of kvevents; each is also a built-in
-type."""
+"""The exceptions have one root and separate usage errors, external errors and internal errors. Each is also a built-in type."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ def test_every_exception_has_the_same_root() -> None:
     assert all(issubclass(kind, errors.KVEventsError) for kind in ALL.values())
 
 
-def test_each_error_is_of_the_caller_or_external_except_our_own() -> None:
+def test_every_leaf_exception_is_either_a_usage_error_or_an_external_error() -> None:
     leaves = ALL.keys() - {"KVEventsError", "UsageError", "ExternalError", "DamagedIndexError"}
     for name in leaves:
         assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.ExternalError), name
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_the_tree_in_the_module_docstring_lists_every_exception_and_its_builtin_type() -> None:
     drawn = re.findall(r"── (\w+)\s.*?(?:\((\w+)\))?$", errors.__doc__ or "", re.MULTILINE)
     assert {name for name, _ in drawn} == ALL.keys() - {"KVEventsError"}
     for name, builtin in drawn:
@@ -32,6 +31,6 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
-def test_each_has_a_docstring(kind: type[Exception]) -> None:
+def test_every_exception_has_a_docstring(kind: type[Exception]) -> None:
     assert kind.__doc__
     assert str(kind("what happened; what to do")) == "what happened; what to do"

@@ -11,12 +11,12 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBa
 STORED = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None)
 
 
-def test_media_are_those_of_the_engines() -> None:
+def test_the_medium_constants_are_the_names_that_engines_send() -> None:
     words = {name: getattr(events, name) for name in dir(events) if name.startswith("MEDIUM_")}
     assert words == {f"MEDIUM_{word}": word for word in ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK", "EXTERNAL")}
 
 
-def test_the_fields_begin_with_vllm_0_33_s_in_its_order() -> None:
+def test_the_first_fields_are_those_of_vllm_0_33_in_the_same_order() -> None:
     """Programs written for vLLM may construct events positionally."""
     assert BlockStored.__struct_fields__[:15] == (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
@@ -29,10 +29,10 @@ def test_the_fields_begin_with_vllm_0_33_s_in_its_order() -> None:
 
 @pytest.mark.parametrize("event", [STORED, BlockRemoved([1], "GPU"), AllBlocksCleared()])
 def test_equal_events_have_equal_hashes(event: KVCacheEvent) -> None:
-    twin = msgspec.structs.replace(event)
-    assert twin == event
-    assert hash(twin) == hash(event)
-    assert {event: 1}[twin] == 1
+    copy = msgspec.structs.replace(event)
+    assert copy == event
+    assert hash(copy) == hash(event)
+    assert {event: 1}[copy] == 1
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_an_event_with_extra_keys_and_pairs_of_tokens_can_be_hashed() -> None:
     assert hash(event) == hash(msgspec.structs.replace(event))
 
 
-def test_a_batch_of_users_own_events_is_a_batch() -> None:
+def test_an_event_batch_encodes_events_of_any_type() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(EventBatch(1.5, [{"mine": 1}]))) == [1.5, [{"mine": 1}], None]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(EventBatch(1.5, [], 0))) == [1.5, [], 0]
 
 
 @pytest.mark.parametrize("event", [STORED, BlockRemoved([1], "GPU"), AllBlocksCleared()])
-def test_events_go_through_json(event: KVCacheEvent) -> None:
+def test_events_survive_a_round_trip_through_json(event: KVCacheEvent) -> None:
     assert msgspec.json.decode(msgspec.json.encode(KVEventBatch(1.5, [event], 1)), type=KVEventBatch).events == [event]  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Every shipped query agrees with its comment, compared with plain Python on random and on hand-written histories."""
+"""Every shipped query agrees with a model of it in plain Python, on random and on hand-written histories."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ GROWTHS = (1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 @dataclass(eq=False)
-class Stay:
-    """A block in a tier of a worker. `name` is its tokens with those before it, equal across workers."""
+class Residency:
+    """The time that one block spends in one tier of one worker.
+
+    `name` is the tokens of the block and of the blocks before it, which are equal across workers.
+    """
 
     worker: str
     tier: str
@@ -45,29 +48,29 @@ class Stay:
         return len(self.name)
 
 
-def stays_of(history: History) -> list[Stay]:
-    """What was resident, from the events alone."""
-    found: list[Stay] = []
+def residencies_of(history: History) -> list[Residency]:
+    """Return every residency of a block, derived from the events alone."""
+    found: list[Residency] = []
     for worker, batches in history.items():
-        mine: list[Stay] = []
+        own: list[Residency] = []
         for seq, (ts, events) in enumerate(batches):
             for position, event in enumerate(events):
-                here = [stay for stay in mine if stay.ended == "end"]
+                here = [residency for residency in own if residency.ended == "end"]
                 if isinstance(event, BlockStored):
-                    store(event, worker, (seq, position), ts, mine)
+                    store(event, worker, (seq, position), ts, own)
                 for index, value in enumerate(event.block_hashes if isinstance(event, BlockRemoved) else ()):
-                    for stay in here:
-                        if (stay.hash, stay.tier) != (value, tier(event)):
+                    for residency in here:
+                        if (residency.hash, residency.tier) != (value, tier(event)):
                             continue
-                        stay.copies -= 1
-                        if stay.copies == 0:
-                            stay.ended, stay.ended_order, stay.ended_at = "removed", (seq, position, index), ts
-                for stay in here if isinstance(event, AllBlocksCleared) else ():
-                    stay.ended, stay.ended_order, stay.ended_at = "cleared", (seq, position, 0), ts
-        for stay in mine:
-            stay.ended_at = batches[-1][0] if stay.ended == "end" else stay.ended_at
-            stay.distance = distance(stay, mine)
-        found += mine
+                        residency.copies -= 1
+                        if residency.copies == 0:
+                            residency.ended, residency.ended_order, residency.ended_at = "removed", (seq, position, index), ts
+                for residency in here if isinstance(event, AllBlocksCleared) else ():
+                    residency.ended, residency.ended_order, residency.ended_at = "cleared", (seq, position, 0), ts
+        for residency in own:
+            residency.ended_at = batches[-1][0] if residency.ended == "end" else residency.ended_at
+            residency.distance = distance(residency, own)
+        found += own
     return found
 
 
@@ -75,27 +78,30 @@ def tier(event: KVEvent) -> str:
     return (getattr(event, "medium", None) or "gpu").lower()
 
 
-def store(event: BlockStored, worker: str, order: tuple[int, int], ts: float, mine: list[Stay]) -> None:
-    here = [stay for stay in mine if stay.ended == "end"]
-    prefix = next((stay.name for stay in here if stay.hash == event.parent_block_hash), ())
+def store(event: BlockStored, worker: str, order: tuple[int, int], ts: float, own: list[Residency]) -> None:
+    here = [residency for residency in own if residency.ended == "end"]
+    prefix = next((residency.name for residency in here if residency.hash == event.parent_block_hash), ())
     for index, value in enumerate(event.block_hashes):
-        moved = next((stay.name for stay in here if stay.hash == value), ())
+        moved = next((residency.name for residency in here if residency.hash == value), ())
         prefix = (*prefix, int(event.token_ids[index * SIZE])) if event.token_ids else moved  # type: ignore[arg-type]  # no pairs
-        known = next((stay for stay in here if (stay.hash, stay.tier) == (value, tier(event))), None)
+        known = next((residency for residency in here if (residency.hash, residency.tier) == (value, tier(event))), None)
         if known is None:
-            mine.append(Stay(worker, tier(event), value, prefix, (*order, index), ts))
+            own.append(Residency(worker, tier(event), value, prefix, (*order, index), ts))
         else:
             known.copies += 1
 
 
-def distance(stay: Stay, mine: list[Stay]) -> int | None:
-    """Different blocks stored between the last removal of this one and its store, unless a clear is between."""
-    same = [one for one in mine if (one.tier, one.name) == (stay.tier, stay.name) and one.stored < stay.stored]
+def distance(residency: Residency, own: list[Residency]) -> int | None:
+    """Return the number of different blocks stored between the previous removal of this block and its store.
+
+    Return None if the block was not removed before, or if a clear is between.
+    """
+    same = [one for one in own if (one.tier, one.name) == (residency.tier, residency.name) and one.stored < residency.stored]
     before = max(same, key=lambda one: one.stored, default=None)
-    clears = [one.ended_order for one in mine if one.ended == "cleared" and one.ended_order < stay.stored]
+    clears = [one.ended_order for one in own if one.ended == "cleared" and one.ended_order < residency.stored]
     if before is None or before.ended != "removed" or any(clear > before.ended_order for clear in clears):
         return None
-    between = {one.name for one in mine if one.tier == stay.tier and before.ended_order < one.stored < stay.stored}
+    between = {one.name for one in own if one.tier == residency.tier and before.ended_order < one.stored < residency.stored}
     return len(between)
 
 
@@ -113,92 +119,102 @@ def quantile(values: list[float], share: float) -> float | None:
     return values[low] + (values[min(low + 1, len(values) - 1)] - values[low]) * (place - low)
 
 
-def grouped(stays: Sequence[Stay], key: Callable[[Stay], Any]) -> Iterator[tuple[Any, list[Stay]]]:
-    groups: dict[Any, list[Stay]] = defaultdict(list)
-    for stay in stays:
-        groups[key(stay)].append(stay)
+def group_by(residencies: Sequence[Residency], key: Callable[[Residency], Any]) -> Iterator[tuple[Any, list[Residency]]]:
+    groups: dict[Any, list[Residency]] = defaultdict(list)
+    for residency in residencies:
+        groups[key(residency)].append(residency)
     return iter(sorted(groups.items()))
 
 
-# --- what each query must answer
+# --- models of the queries
 
 
-def block_lifetime(stays: list[Stay], _: History) -> list[Row]:
+def block_lifetime(residencies: list[Residency], _: History) -> list[Row]:
     rows: list[Row] = []
-    for name, those in grouped(stays, lambda stay: stay.tier):
-        counts = [sum(stay.ended == how for stay in those) for how in ("removed", "cleared", "end")]
-        ages = [stay.ended_at - stay.at for stay in those if stay.ended == "removed"]
+    for name, members in group_by(residencies, lambda residency: residency.tier):
+        counts = [sum(residency.ended == how for residency in members) for how in ("removed", "cleared", "end")]
+        ages = [residency.ended_at - residency.at for residency in members if residency.ended == "removed"]
         quantiles = [quantile(ages, share) for share in (0.1, 0.5, 0.9, 0.99, 1.0)]
-        rows.append((name, 0, len(those), *counts, 0, *quantiles))
+        rows.append((name, 0, len(members), *counts, 0, *quantiles))
     return rows
 
 
-def eviction_age(stays: list[Stay], _: History) -> list[Row]:
-    gone = [stay for stay in stays if stay.ended == "removed"]
+def eviction_age(residencies: list[Residency], _: History) -> list[Row]:
+    evicted = [residency for residency in residencies if residency.ended == "removed"]
     rows: list[Row] = []
-    for (name, depths), those in grouped(gone, lambda stay: (stay.tier, bucket(stay.depth))):
-        ages = [stay.ended_at - stay.at for stay in those]
-        back = sum(comes_back(stay, stays) for stay in those)
-        rows.append((name, *depths, len(those), *(quantile(ages, share) for share in (0.1, 0.5, 0.9)), back))
+    for (name, depths), members in group_by(evicted, lambda residency: (residency.tier, bucket(residency.depth))):
+        ages = [residency.ended_at - residency.at for residency in members]
+        returned = sum(returns_later(residency, residencies) for residency in members)
+        rows.append((name, *depths, len(members), *(quantile(ages, share) for share in (0.1, 0.5, 0.9)), returned))
     return rows
 
 
-def comes_back(gone: Stay, stays: list[Stay]) -> bool:
-    """Whether the next store of the same block is a return."""
-    same = [one for one in stays if (one.worker, one.tier, one.name) == (gone.worker, gone.tier, gone.name)]
-    later = [one for one in same if one.stored > gone.ended_order]
+def returns_later(evicted: Residency, residencies: list[Residency]) -> bool:
+    """Return whether the next store of the same block has a reuse distance."""
+    same = [one for one in residencies if (one.worker, one.tier, one.name) == (evicted.worker, evicted.tier, evicted.name)]
+    later = [one for one in same if one.stored > evicted.ended_order]
     return bool(later) and min(later, key=lambda one: one.stored).distance is not None
 
 
-def reuse_distance(stays: list[Stay], _: History) -> list[Row]:
-    returns = [stay for stay in stays if stay.distance is not None]
+def reuse_distance(residencies: list[Residency], _: History) -> list[Row]:
+    returns = [residency for residency in residencies if residency.distance is not None]
     rows: list[Row] = []
-    for name, those in grouped(returns, lambda stay: stay.tier):
+    for name, members in group_by(returns, lambda residency: residency.tier):
         so_far = 0
-        for ends, some in grouped(those, lambda stay: bucket(stay.distance or 0)):
-            so_far += len(some)
-            rows.append((name, *ends, len(some), SIZE * len(some), len(some) / len(those), so_far / len(those)))
+        for ends, in_bucket in group_by(members, lambda residency: bucket(residency.distance or 0)):
+            so_far += len(in_bucket)
+            rows.append(
+                (name, *ends, len(in_bucket), SIZE * len(in_bucket), len(in_bucket) / len(members), so_far / len(members))
+            )
     return rows
 
 
-def larger_cache(stays: list[Stay], _: History) -> list[Row]:
+def larger_cache(residencies: list[Residency], _: History) -> list[Row]:
     rows: list[Row] = []
-    for name, those in grouped(stays, lambda stay: stay.tier):
-        peaks = {worker: peak(mine) for worker, mine in grouped(those, lambda stay: stay.worker)}
+    for name, members in group_by(residencies, lambda residency: residency.tier):
+        peaks = {worker: peak(own) for worker, own in group_by(members, lambda residency: residency.worker)}
         for growth in GROWTHS:
             extra = {worker: math.ceil(most * (growth - 1) - 1e-9) for worker, most in peaks.items()}
-            saved = [stay for stay in those if all(stays_in(one, extra[stay.worker]) for one in up_to(stay, those))]
-            rows.append((name, growth, sum(extra.values()), len(saved), SIZE * len(saved), len(saved) / len(those)))
+            saved = [
+                residency
+                for residency in members
+                if all(would_have_stayed(one, extra[residency.worker]) for one in earlier_blocks_of_store(residency, members))
+            ]
+            rows.append((name, growth, sum(extra.values()), len(saved), SIZE * len(saved), len(saved) / len(members)))
     return rows
 
 
-def peak(stays: list[Stay]) -> int:
-    return max(sum(one.stored <= stay.stored < one.ended_order for one in stays) for stay in stays)
+def peak(residencies: list[Residency]) -> int:
+    return max(sum(one.stored <= residency.stored < one.ended_order for one in residencies) for residency in residencies)
 
 
-def up_to(stay: Stay, stays: list[Stay]) -> list[Stay]:
-    """The blocks of its store up to this one."""
+def earlier_blocks_of_store(residency: Residency, residencies: list[Residency]) -> list[Residency]:
+    """Return the blocks of the same store up to this one."""
     return [
         one
-        for one in stays
-        if one.worker == stay.worker and one.stored[:2] == stay.stored[:2] and one.stored[2] <= stay.stored[2]
+        for one in residencies
+        if one.worker == residency.worker and one.stored[:2] == residency.stored[:2] and one.stored[2] <= residency.stored[2]
     ]
 
 
-def stays_in(stay: Stay, extra: int) -> bool:
-    return stay.distance is not None and stay.distance <= extra
+def would_have_stayed(residency: Residency, extra: int) -> bool:
+    return residency.distance is not None and residency.distance <= extra
 
 
-def duplicated_prefixes(stays: list[Stay], _: History) -> list[Row]:
+def duplicated_prefixes(residencies: list[Residency], _: History) -> list[Row]:
     rows: list[Row] = []
-    for name, those in grouped(stays, lambda stay: stay.tier):
+    for name, members in group_by(residencies, lambda residency: residency.tier):
         held: dict[int, float] = defaultdict(float)
         blocks: dict[int, set[Any]] = defaultdict(set)
-        times = sorted({time for stay in those for time in (stay.at, stay.ended_at)})
-        for block in {stay.name for stay in those}:
+        times = sorted({time for residency in members for time in (residency.at, residency.ended_at)})
+        for block in {residency.name for residency in members}:
             for start, end in pairwise(times):
                 workers = len(
-                    {stay.worker for stay in those if stay.name == block and stay.at <= start and stay.ended_at >= end}
+                    {
+                        residency.worker
+                        for residency in members
+                        if residency.name == block and residency.at <= start and residency.ended_at >= end
+                    }
                 )
                 if workers:
                     held[workers] += workers * (end - start)
@@ -211,38 +227,41 @@ def duplicated_prefixes(stays: list[Stay], _: History) -> list[Row]:
     return rows
 
 
-def hit_depth(stays: list[Stay], history: History) -> list[Row]:
+def hit_depth(residencies: list[Residency], history: History) -> list[Row]:
     found: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
-    gpu = [stay for stay in stays if stay.tier == "gpu"]
+    gpu = [residency for residency in residencies if residency.tier == "gpu"]
     for worker, batches in history.items():
-        mine = [stay for stay in gpu if stay.worker == worker]
+        own = [residency for residency in gpu if residency.worker == worker]
         for seq, (_, events) in enumerate(batches):
             for position in range(len(events)):
-                new = [stay for stay in mine if stay.stored[:2] == (seq, position)]
+                new = [residency for residency in own if residency.stored[:2] == (seq, position)]
                 if new:
-                    first = min(new, key=lambda stay: stay.stored)
-                    found[bucket(first.depth - 1)].append((judged(first, mine), first.depth - 1))
+                    first = min(new, key=lambda residency: residency.stored)
+                    found[bucket(first.depth - 1)].append((classify_store(first, own), first.depth - 1))
     rows: list[Row] = []
-    for ends, verdicts in sorted(found.items()):
-        counts = [sum(verdict == wanted for verdict, _ in verdicts) for wanted in ("certain", "likely", "continued")]
-        hit = sum(depth for verdict, depth in verdicts if verdict in {"certain", "likely"})
-        rows.append((*ends, len(verdicts), *counts, hit * SIZE))
+    for ends, results in sorted(found.items()):
+        counts = [sum(result == wanted for result, _ in results) for wanted in ("certain", "likely", "continued")]
+        hit = sum(depth for result, depth in results if result in {"certain", "likely"})
+        rows.append((*ends, len(results), *counts, hit * SIZE))
     return rows
 
 
-def judged(first: Stay, mine: list[Stay]) -> str:
+def classify_store(first: Residency, own: list[Residency]) -> str:
     if first.depth == 1:
         return "miss"
     if first.stored[2] > 0:
-        return "certain"  # the blocks before it in its own event were there
+        return "certain"  # the blocks before it in the same event were resident
     parent = max(
-        (stay for stay in mine if stay.name == first.name[:-1] and stay.stored < first.stored), key=lambda stay: stay.stored
+        (residency for residency in own if residency.name == first.name[:-1] and residency.stored < first.stored),
+        key=lambda residency: residency.stored,
     )
-    children = [stay for stay in mine if stay.name[:-1] == parent.name and parent.stored < stay.stored < first.stored]
+    children = [
+        residency for residency in own if residency.name[:-1] == parent.name and parent.stored < residency.stored < first.stored
+    ]
     return "certain" if children else "likely" if first.at - parent.at > 5 else "continued"
 
 
-MODELS: dict[str, Callable[[list[Stay], History], list[Row]]] = {
+MODELS: dict[str, Callable[[list[Residency], History], list[Row]]] = {
     "block-lifetime": block_lifetime,
     "duplicated-prefixes": duplicated_prefixes,
     "eviction-age": eviction_age,
@@ -256,15 +275,18 @@ MODELS: dict[str, Callable[[list[Stay], History], list[Row]]] = {
 
 
 def random_history(seed: int) -> History:
-    """Workers that serve prompts of a small tree, with caches too small for it, and now and then a clear; prompts are stored
-    whole or in pieces, held beginnings announced again or not, some moved to the host."""
+    """Return histories of workers that serve prompts of a small tree, with caches that are too small for it.
+
+    Prompts are stored whole or in pieces. Resident prefixes are announced again or not, some blocks move to host
+    memory, and now and then the cache is cleared.
+    """
     rng = random.Random(seed)
     return {f"w{number}": worker_history(rng, 10 * number + seed) for number in range(rng.randint(1, 3))}
 
 
 def worker_history(rng: random.Random, salt: int) -> list[tuple[float, list[KVEvent]]]:
     batches: list[tuple[float, list[KVEvent]]] = []
-    there: list[tuple[int, ...]] = []
+    cached: list[tuple[int, ...]] = []
     host: list[tuple[int, ...]] = []
     ts = 100.0 + rng.random()
     for _ in range(rng.randint(5, 40)):
@@ -274,14 +296,14 @@ def worker_history(rng: random.Random, salt: int) -> list[tuple[float, list[KVEv
         events: list[KVEvent] = []
         if rng.random() < 0.05:
             events.append(cleared())
-            there, host = [], []
-        start = sum(prefix in there for prefix in prefixes)
-        room = [prefix for prefix in there if prefix not in prefixes and not any(has_parent(one, prefix) for one in there)]
-        while len(there) + len(prefixes) - start > 12 and room:
-            gone = room.pop(0)
-            there.remove(gone)
-            events.append(removed(hash_of(gone, salt)))
-            room += [gone[:-1]] if can_go(gone[:-1], there, prefixes) else []
+            cached, host = [], []
+        start = sum(prefix in cached for prefix in prefixes)
+        room = [prefix for prefix in cached if prefix not in prefixes and not any(is_child_of(one, prefix) for one in cached)]
+        while len(cached) + len(prefixes) - start > 12 and room:
+            evicted = room.pop(0)
+            cached.remove(evicted)
+            events.append(removed(hash_of(evicted, salt)))
+            room += [evicted[:-1]] if is_evictable(evicted[:-1], cached, prefixes) else []
         begin = rng.choice([start, 0]) if start < len(prompt) else start
         pieces = (
             [(begin, len(prompt))]
@@ -292,9 +314,9 @@ def worker_history(rng: random.Random, salt: int) -> list[tuple[float, list[KVEv
             if low < high:
                 hashes = [hash_of(prefix, salt) for prefix in prefixes[low:high]]
                 events.append(stored(hashes, prompt[low:high], hash_of(prefixes[low - 1], salt) if low else None))
-        # A block announced again is a copy; it leaves with the first removal here, so take it back at once.
+        # A block that is announced again counts as a copy. Remove the copy at once: an eviction removes each block once.
         events += [removed(hash_of(prefix, salt)) for prefix in prefixes[begin:start]]
-        there += prefixes[start:]
+        cached += prefixes[start:]
         if rng.random() < 0.2 and prompt not in host:
             host.append(prompt)
             events.append(BlockStored([hash_of(prompt, salt)], None, [], 0, medium="CPU"))
@@ -302,55 +324,57 @@ def worker_history(rng: random.Random, salt: int) -> list[tuple[float, list[KVEv
     return batches
 
 
-def has_parent(prefix: tuple[int, ...], parent: tuple[int, ...]) -> bool:
+def is_child_of(prefix: tuple[int, ...], parent: tuple[int, ...]) -> bool:
     return prefix[:-1] == parent
 
 
-def can_go(prefix: tuple[int, ...], there: list[tuple[int, ...]], needed: list[tuple[int, ...]]) -> bool:
-    return prefix in there and prefix not in needed and not any(has_parent(one, prefix) for one in there)
+def is_evictable(prefix: tuple[int, ...], cached: list[tuple[int, ...]], needed: list[tuple[int, ...]]) -> bool:
+    return prefix in cached and prefix not in needed and not any(is_child_of(one, prefix) for one in cached)
 
 
 def hash_of(prefix: tuple[int, ...], salt: int) -> int:
-    """Each worker has hashes of its own, as engines with random seeds do."""
+    """Return a hash that differs between workers, as in engines with random seeds."""
     return hash((prefix, salt)) & ((1 << 64) - 1)
 
 
-def about(row: Row) -> list[Any]:
+def approximate(row: Row) -> list[Any]:
     return [pytest.approx(value, abs=1e-6) if isinstance(value, float) else value for value in row]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_query_answers_what_plain_python_does(seed: int, tmp_path: Path) -> None:
-    made = random_history(seed)
-    export([history(tmp_path / "run.jsonl", made)], tmp_path / "out")
-    stays = stays_of(made)
-    assert len(stays) > 10
+def test_every_query_agrees_with_its_python_model(seed: int, tmp_path: Path) -> None:
+    batches_by_worker = random_history(seed)
+    export([history(tmp_path / "run.jsonl", batches_by_worker)], tmp_path / "out")
+    residencies = residencies_of(batches_by_worker)
+    assert len(residencies) > 10
     for name, model in MODELS.items():
-        wanted = model(stays, made)
-        assert [list(row) for row in run_query(tmp_path / "out", find_query(name)).rows] == [about(row) for row in wanted], name
+        wanted = model(residencies, batches_by_worker)
+        assert [list(row) for row in run_query(tmp_path / "out", find_query(name)).rows] == [
+            approximate(row) for row in wanted
+        ], name
 
 
-def test_the_random_histories_cover_all_that_the_queries_distinguish() -> None:
-    """Removals, clears, returns, hits of each kind, blocks of several workers: else the test above would show little."""
-    stays = [stay for seed in range(8) for stay in stays_of(random_history(seed))]
-    assert {stay.ended for stay in stays} == {"removed", "cleared", "end"}
-    assert len({stay.distance for stay in stays}) > 8
-    hits = [row for seed in range(8) for row in hit_depth(stays_of(random_history(seed)), random_history(seed))]
+def test_the_random_histories_cover_every_case_that_the_queries_distinguish() -> None:
+    """The histories contain removals, clears, returns, hits of each kind and blocks of several workers."""
+    residencies = [residency for seed in range(8) for residency in residencies_of(random_history(seed))]
+    assert {residency.ended for residency in residencies} == {"removed", "cleared", "end"}
+    assert len({residency.distance for residency in residencies}) > 8
+    hits = [row for seed in range(8) for row in hit_depth(residencies_of(random_history(seed)), random_history(seed))]
     assert all(sum(row[column] for row in hits) > 5 for column in (3, 4, 5))
-    assert any(row[1] == 3 for seed in range(8) for row in duplicated_prefixes(stays_of(random_history(seed)), {}))
+    assert any(row[1] == 3 for seed in range(8) for row in duplicated_prefixes(residencies_of(random_history(seed)), {}))
 
 
-def test_every_query_that_is_shipped_has_a_model_here() -> None:
+def test_every_shipped_query_has_a_python_model() -> None:
     assert queries().keys() == MODELS.keys()
 
 
-def test_a_cache_of_three_blocks_that_needed_four(tmp_path: Path) -> None:
-    """Blocks 1 to 4 in turn in a cache of three that drops the oldest: each return misses by one block, so that with one more
-    every store but the first four would have been saved."""
+def test_one_more_block_saves_all_repeated_stores_of_a_cache_that_is_one_block_too_small(tmp_path: Path) -> None:
+    """A cache of three blocks stores blocks 1 to 4 in turn and evicts the oldest. Each return misses by one block, so one more
+    block saves every store except the first four."""
     batches: list[tuple[float, list[KVEvent]]] = []
     for turn in range(12):
-        gone = [removed((turn - 3) % 4 + 1)] if turn >= 3 else []
-        batches.append((float(turn + 1), [*gone, stored([turn % 4 + 1], [turn % 4])]))
+        evicted = [removed((turn - 3) % 4 + 1)] if turn >= 3 else []
+        batches.append((float(turn + 1), [*evicted, stored([turn % 4 + 1], [turn % 4])]))
     export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
     assert run_query(tmp_path / "out", find_query("reuse-distance")).rows == [("gpu", 1, 1, 8, 32, 1.0, 1.0)]
     larger = run_query(tmp_path / "out", find_query("larger-cache")).rows
@@ -365,22 +389,22 @@ def test_a_cache_of_three_blocks_that_needed_four(tmp_path: Path) -> None:
     assert lifetimes == ("gpu", 0, 12, 9, 0, 3, 0, 3.0, 3.0, 3.0, 3.0, 3.0)
 
 
-def test_two_workers_that_share_one_block_of_three(tmp_path: Path) -> None:
-    """Both hold block 1 under hashes of their own for 10 s, and each one more: a quarter of the memory is spare."""
-    made: History = {
+def test_duplicated_prefixes_are_weighted_by_the_time_that_two_workers_hold_them(tmp_path: Path) -> None:
+    """Two workers hold block 1 under different hashes for 10 s, and one more each: a quarter of the memory is redundant."""
+    batches_by_worker: History = {
         "a": [(100.0, [stored([1, 2], [1, 2])]), (110.0, [removed(2), removed(1)])],
         "b": [(100.0, [stored([77, 78], [1, 9])]), (110.0, [removed(78), removed(77)])],
     }
-    export([history(tmp_path / "run.jsonl", made)], tmp_path / "out")
+    export([history(tmp_path / "run.jsonl", batches_by_worker)], tmp_path / "out")
     assert run_query(tmp_path / "out", find_query("duplicated-prefixes")).rows == [
         ("gpu", 1, 2, 20.0, 0.5, 0.0),
         ("gpu", 2, 1, 20.0, 0.5, 0.25),
     ]
 
 
-def test_hits_are_distinguished_from_requests_that_go_on(tmp_path: Path) -> None:
-    """Two blocks stored; one more by the same request; another branch, which is a hit; and one after a long silence."""
-    made: History = {
+def test_hits_are_distinguished_from_requests_that_continue(tmp_path: Path) -> None:
+    """The stores: two blocks, one more block of the same request, another branch (a hit), and one block after a long pause."""
+    batches_by_worker: History = {
         "a": [
             (100.0, [stored([1, 2], [1, 2])]),
             (100.5, [stored([3], [3], 2)]),
@@ -388,7 +412,7 @@ def test_hits_are_distinguished_from_requests_that_go_on(tmp_path: Path) -> None
             (120.0, [stored([5], [5], 4)]),
         ]
     }
-    export([history(tmp_path / "run.jsonl", made)], tmp_path / "out")
+    export([history(tmp_path / "run.jsonl", batches_by_worker)], tmp_path / "out")
     assert run_query(tmp_path / "out", find_query("hit-depth")).rows == [
         (0, 0, 1, 0, 0, 0, 0),
         (2, 2, 2, 1, 0, 1, 8),
@@ -396,8 +420,11 @@ def test_hits_are_distinguished_from_requests_that_go_on(tmp_path: Path) -> None
     ]
 
 
-def lru(blocks: int) -> tuple[int, list[tuple[float, list[KVEvent]]]]:
-    """An engine whose cache of so many blocks drops the least recently used, hits included: stored blocks, and batches."""
+def simulate_lru_engine(blocks: int) -> tuple[int, list[tuple[float, list[KVEvent]]]]:
+    """Return the number of stored blocks and the batches of an engine that evicts the least recently used blocks.
+
+    A hit counts as a use.
+    """
     rng, cache, batches, count = random.Random(1), dict[int, None](), list[tuple[float, list[KVEvent]]](), 0
     for number in range(1500):
         user = min(int(rng.expovariate(1 / 60)), 400)
@@ -406,31 +433,31 @@ def lru(blocks: int) -> tuple[int, list[tuple[float, list[KVEvent]]]]:
         hit = next((index for index, value in enumerate(hashes) if value not in cache), len(hashes))
         for value in reversed(hashes[:hit]):
             cache[value] = cache.pop(value)
-        gone = list(cache)[: max(len(cache) + len(hashes) - hit - blocks, 0)]
-        for value in gone:
+        evicted = list(cache)[: max(len(cache) + len(hashes) - hit - blocks, 0)]
+        for value in evicted:
             del cache[value]
         cache |= dict.fromkeys(reversed(hashes[hit:]))
         for value in reversed(hashes):
             cache[value] = cache.pop(value)
         count += len(hashes) - hit
         store = [stored(hashes[hit:], names[hit:], hashes[hit - 1] if hit else None)] if hit < len(hashes) else []
-        batches.append((100 + number / 100, [*map(removed, gone), *store]))
+        batches.append((100 + number / 100, [*map(removed, evicted), *store]))
     return count, batches
 
 
-def test_savings_of_a_larger_cache_are_underestimated(tmp_path: Path) -> None:
-    """Compared with engines that really have the larger caches: between 75 % and 100 % of the true savings."""
-    stores, batches = lru(300)
+def test_savings_of_a_larger_cache_are_never_overestimated(tmp_path: Path) -> None:
+    """The estimate is 75 % to 100 % of what simulated engines with the larger caches really save."""
+    stores, batches = simulate_lru_engine(300)
     export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
     for _, growth, extra, saved, *_ in run_query(tmp_path / "out", find_query("larger-cache")).rows:
-        truth = stores - lru(300 + extra)[0]
+        truth = stores - simulate_lru_engine(300 + extra)[0]
         assert truth > 100
         assert 0.75 * truth <= saved <= truth, growth
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_the_queries_answer_of_a_real_engine_and_of_an_empty_recording(name: str, tmp_path: Path) -> None:
-    """And every column that comes out is explained in the query's comment."""
+def test_every_query_runs_on_a_recorded_engine_and_on_an_empty_recording(name: str, tmp_path: Path) -> None:
+    """The comment of the query explains every column of its result, and no other."""
     export([RECORDING], tmp_path / "real")
     with RecordingWriter(tmp_path / "empty.jsonl") as writer:
         writer.write(RecordedFrame(socket="meta", run="none", frames=(), meta={}))
@@ -445,5 +472,5 @@ def test_the_queries_answer_of_a_real_engine_and_of_an_empty_recording(name: str
     assert set(answer.columns) - named <= {"p50", "p90", "p99"}
 
 
-def test_a_query_says_in_its_first_line_what_it_answers() -> None:
+def test_the_first_line_of_every_query_is_a_question() -> None:
     assert all(query.question.endswith("?") for query in queries().values())

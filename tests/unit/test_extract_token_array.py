@@ -1,4 +1,4 @@
-"""`kvevents.index.extract_token_array`: token ids out of a request, as `json` would read them, or not at all."""
+"""`kvevents.index.extract_token_array` extracts the token ids that `json` would read from a request, or nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
-USUAL = st.integers(0, 10**7 - 1).map(str) | st.integers(0, 128_255).map(str) | st.integers(0, 9).map(str)
-"""Token ids as they are written."""
-ODD = (
+VALID_NUMBERS = st.integers(0, 10**7 - 1).map(str) | st.integers(0, 128_255).map(str) | st.integers(0, 9).map(str)
+"""Token ids as clients write them."""
+INVALID_OR_UNUSUAL_NUMBERS = (
     st.integers(0, 2**34).map(str)
     | st.integers(2**32 - 2, 2**32 + 1).map(str)
     | st.integers(0, 22).map(lambda digits: "9" * digits)
@@ -28,7 +28,7 @@ ODD = (
         ("00", "01", "0000123", "-1", "-0", "1.0", "1e3", "1E3", "0x1", "+1", "null", '"1"', "[1]", " 1", "1 ", "\n1\t", "")
     )
 )
-"""Numbers of any width, and texts that are not numbers."""
+"""Numbers of any width, numbers out of range, and texts that are not numbers."""
 
 
 @given(
@@ -37,90 +37,94 @@ ODD = (
     indent=st.none() | st.integers(0, 3),
     ascii_only=st.booleans(),
 )
-def test_what_is_lifted_is_what_json_reads(
+def test_the_extracted_tokens_and_the_rest_are_what_json_reads(
     tokens: list[int], others: dict[str, Any], indent: int | None, ascii_only: bool
 ) -> None:
     text = json.dumps({**others, "token_ids": tokens}, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
-    lifted = extract_token_array(text, "token_ids")
-    assert lifted is not None
-    rest, buffer = lifted
+    extracted = extract_token_array(text, "token_ids")
+    assert extracted is not None
+    rest, buffer = extracted
     assert buffer.tolist() == tokens
     assert json.loads(rest) == {**others, "token_ids": []}
 
 
-def _is_usual(value: Any) -> bool:
-    """Whether it is an object with a list of token ids."""
+def _is_extractable(value: Any) -> bool:
+    """Return whether `value` is an object with a list of valid token ids."""
     tokens = value.get("token_ids") if isinstance(value, dict) else None
     return isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**32 for token in tokens)
 
 
-def _check(text: bytes) -> None:
-    """What is lifted is what `json` reads, and whatever `json` reads as token ids is lifted."""
-    lifted = extract_token_array(text, "token_ids")
+def _check_against_json(text: bytes) -> None:
+    """Check that the function extracts the token ids that `json` reads, and nothing if `json` reads no token ids."""
+    extracted = extract_token_array(text, "token_ids")
     try:
         value = json.loads(text)
     except ValueError:
-        assert lifted is None, text
+        assert extracted is None, text
         return
-    if not _is_usual(value) or b"-" in text:  # -0 is 0 to `json`
-        assert lifted is None, text
+    if not _is_extractable(value) or b"-" in text:  # `json` reads -0 as 0
+        assert extracted is None, text
         return
-    assert lifted is not None, text
-    rest, buffer = lifted
+    assert extracted is not None, text
+    rest, buffer = extracted
     assert buffer.tolist() == value["token_ids"]
     assert json.loads(rest) == {**value, "token_ids": []}
 
 
 @given(
-    numbers=st.lists(USUAL, max_size=400).map(lambda numbers: numbers * 3)
-    | st.lists(st.integers(0, 40).flatmap(lambda choice: ODD if not choice else USUAL), max_size=400)
-    | st.lists(ODD, max_size=60),
+    numbers=st.lists(VALID_NUMBERS, max_size=400).map(lambda numbers: numbers * 3)
+    | st.lists(
+        st.integers(0, 40).flatmap(lambda choice: INVALID_OR_UNUSUAL_NUMBERS if not choice else VALID_NUMBERS), max_size=400
+    )
+    | st.lists(INVALID_OR_UNUSUAL_NUMBERS, max_size=60),
     separator=st.sampled_from((", ", ",", ", ", ",", " ,", ",  ", ",\n", ",\t", " , ", ",,", ";", "")),
 )
-def test_numbers_of_every_width_however_they_are_separated(numbers: list[str], separator: str) -> None:
-    _check(f'{{"token_ids":[{separator.join(numbers)}],"m":"1, 2"}}'.encode())
+def test_numbers_of_every_width_are_read_with_any_separator(numbers: list[str], separator: str) -> None:
+    _check_against_json(f'{{"token_ids":[{separator.join(numbers)}],"m":"1, 2"}}'.encode())
 
 
-@given(numbers=st.lists(USUAL, min_size=60, max_size=400), separator=st.sampled_from((", ", ",")), data=st.data())
-def test_one_thing_that_is_odd_among_many_that_are_not(numbers: list[str], separator: str, data: st.DataObject) -> None:
+@given(numbers=st.lists(VALID_NUMBERS, min_size=60, max_size=400), separator=st.sampled_from((", ", ",")), data=st.data())
+def test_one_unusual_byte_among_many_valid_numbers_is_read_as_json_reads_it(
+    numbers: list[str], separator: str, data: st.DataObject
+) -> None:
     text = f'{{"token_ids":[{separator.join(numbers)}]}}'.encode()
     place = data.draw(st.integers(14, len(text) - 3))
     odd = data.draw(
         st.sampled_from((b" ", b"  ", b"\n", b",", b"]", b"[", b"0", b"-", b".", b"e", b"\x00", b"/", b":", b"'", b""))
     )
-    _check(text[:place] + odd + text[place + data.draw(st.integers(0, 2)) :])
+    _check_against_json(text[:place] + odd + text[place + data.draw(st.integers(0, 2)) :])
 
 
 @pytest.mark.parametrize("separator", [", ", ","])
-def test_a_text_that_ends_anywhere_is_left(separator: str) -> None:
+def test_nothing_is_extracted_from_a_truncated_text(separator: str) -> None:
     tokens = [10 ** (at % 7) * (1 + at % 9) for at in range(900)]
     text = json.dumps({"token_ids": tokens}, separators=(separator, ": ")).encode()
     assert all(extract_token_array(text[:end], "token_ids") is None for end in range(len(text)))
-    _check(text)
+    _check_against_json(text)
 
 
 @pytest.mark.parametrize("separator", [", ", ","])
-def test_as_many_as_there_may_be(separator: str) -> None:
-    """Every length up to some vectors of the widest machine, where the last one is partly filled, and two long ones."""
+def test_lists_of_every_length_are_read(separator: str) -> None:
+    """The lengths cover several SIMD vectors, of which the last is partly filled, and two long lists."""
     for count in (*range(70), 1_000, 32_768):
         tokens = [at * 2654435761 % 128_256 for at in range(count)]
-        _check(json.dumps({"token_ids": tokens, "model": "m"}, separators=(separator, ":")).encode())
+        _check_against_json(json.dumps({"token_ids": tokens, "model": "m"}, separators=(separator, ":")).encode())
 
 
 @given(VALUES)
-def test_what_is_no_list_of_token_ids_is_left(value: Any) -> None:
-    lifted = extract_token_array(json.dumps({"token_ids": value}).encode(), "token_ids")
-    if lifted is not None:
-        assert lifted[1].tolist() == value
+def test_nothing_is_extracted_from_a_value_that_is_not_a_list_of_token_ids(value: Any) -> None:
+    extracted = extract_token_array(json.dumps({"token_ids": value}).encode(), "token_ids")
+    if extracted is not None:
+        assert extracted[1].tolist() == value
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"null", b"{", b'{"token_ids":[1]', b'{"token_ids":[1]} x', b'{"token_ids":[1],"token_ids":[2]}']
 )
-def test_what_is_no_object_or_says_it_twice_is_left(text: bytes) -> None:
+def test_nothing_is_extracted_if_the_text_is_not_one_object_with_the_field_once(text: bytes) -> None:
     assert extract_token_array(text, "token_ids") is None
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
-def test_chained_hashes_are_the_keys_of_the_blocks(tokens: list[int]) -> None:
+def test_chained_local_hashes_equal_the_block_keys(tokens: list[int]) -> None:
     assert keys_from_local_hashes(local_hashes(tokens, 4)) == block_keys(tokens, 4)

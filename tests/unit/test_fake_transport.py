@@ -1,4 +1,4 @@
-"""The public fake transport: tests of a router without sockets and without waiting."""
+"""The public fake transport lets users test a router without sockets and without waiting."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def subscribe(transport: FakeTransport, *, replay: bool = True) -> Subscriber:
     return Subscriber(Source(ENDPOINT, REPLAY if replay else None, name="e"), transport=transport, clock=transport.clock)
 
 
-def take(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
-    """Return everything that arrives until nothing has arrived for some virtual seconds."""
+def receive_all(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
+    """Return everything that arrives until nothing has arrived for `seconds` of virtual time."""
     taken = []
     while (delivery := subscriber.receive(seconds)) is not None:
         taken.append(delivery)
@@ -54,42 +54,42 @@ def test_waiting_advances_virtual_time(transport: FakeTransport, engine: FakeEng
     """A timeout takes no real time. The idle probe runs in virtual seconds and finds the lost batch."""
     with subscribe(transport) as subscriber:
         engine.publish(BlockRemoved([1]), lost=True)
-        [batch] = take(subscriber)
+        [batch] = receive_all(subscriber)
         assert isinstance(batch, Batch)
         assert batch.replayed
         assert transport.clock() >= StreamLimits().idle_before_probe
         assert subscriber.trust("e") == Trust.DEGRADED
         assert subscriber.status("e").degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
         engine.publish(BlockRemoved([2]))
-        [batch] = take(subscriber)
+        [batch] = receive_all(subscriber)
         assert isinstance(batch, Batch)
         assert not batch.replayed
         assert subscriber.trust("e") == Trust.EXACT
 
 
-def test_restarts_gaps_and_dead_replay(transport: FakeTransport, engine: FakeEngine) -> None:
+def test_restarts_gaps_and_a_dead_replay_endpoint_are_reported(transport: FakeTransport, engine: FakeEngine) -> None:
     """An unseen restart is a reset, a skipped number a gap, and a dead replay endpoint makes trust DEGRADED in bounded time."""
     with subscribe(transport) as subscriber:
         engine.publish(BlockRemoved([1]))
         engine.restart(unseen=[BlockRemoved([7]), BlockRemoved([8])])
-        kinds = [type(item) for item in take(subscriber)]
+        kinds = [type(item) for item in receive_all(subscriber)]
         assert kinds == [Batch, Reset, Batch, Batch]
         engine.skip_number()
         engine.publish(BlockRemoved([9]))
-        assert [type(item) for item in take(subscriber)] == [Gap, Batch]
+        assert [type(item) for item in receive_all(subscriber)] == [Gap, Batch]
         engine.answers_replay = False
-        take(subscriber, 120.0)
+        receive_all(subscriber, 120.0)
         assert subscriber.trust("e") == Trust.DEGRADED
         assert "does not answer" in subscriber.trust("e").reason
 
 
-def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
+def test_raw_frames_can_be_sent_and_without_a_replay_endpoint_nothing_is_requested(transport: FakeTransport) -> None:
     """Any frames can be sent. Without a replay endpoint the subscriber sends no request."""
     engine = transport.engine(ENDPOINT)
     with subscribe(transport, replay=False) as subscriber:
         engine.send_raw([b"garbage"])
         engine.publish_payload(b"\xc1")
-        [batch] = take(subscriber)
+        [batch] = receive_all(subscriber)
         assert isinstance(batch, Batch)
         assert batch.rejected
         assert engine.requests == []
@@ -99,7 +99,7 @@ def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
         engine.send_raw([b"garbage"])
         assert subscriber.receive(0.1) is None
         assert subscriber.status("e").counters.malformed == {"not 3 frames": 2}
-        assert before.malformed == {"not 3 frames": 1}, "a status is a picture of its moment"
+        assert before.malformed == {"not 3 frames": 1}, "a status does not change after it was taken"
 
 
 def test_the_fake_works_with_asyncio(transport: FakeTransport, engine: FakeEngine) -> None:
@@ -128,37 +128,38 @@ def test_an_engine_must_be_started_first(transport: FakeTransport) -> None:
 
 
 def two_engines(transport: FakeTransport) -> tuple[FakeEngine, FakeEngine, Subscriber]:
-    """Return a silent engine that holds the only replay slot, and a healthy one that waits for it."""
-    mute = transport.engine("tcp://mute:5557", "tcp://mute:5558")
-    mute.answers_replay = False
+    """Return an engine that does not answer and holds the only replay slot, a healthy engine that waits for the slot, and
+    their subscriber."""
+    silent = transport.engine("tcp://silent:5557", "tcp://silent:5558")
+    silent.answers_replay = False
     engine = transport.engine(ENDPOINT, REPLAY)
-    sources = [Source(mute.endpoint, mute.replay_endpoint, name="mute"), Source(ENDPOINT, REPLAY, name="e")]
+    sources = [Source(silent.endpoint, silent.replay_endpoint, name="silent"), Source(ENDPOINT, REPLAY, name="e")]
     subscriber = Subscriber(sources, transport=transport, clock=transport.clock, max_concurrent_replays=1)
-    while not mute.requests:
+    while not silent.requests:
         subscriber.receive(0.01)
-    return mute, engine, subscriber
+    return silent, engine, subscriber
 
 
 def test_a_queued_replay_gets_the_slot_of_a_removed_source(transport: FakeTransport) -> None:
     """Removing a source frees its slot at once."""
-    _mute, engine, subscriber = two_engines(transport)
+    _silent, engine, subscriber = two_engines(transport)
     with subscriber:
         engine.publish(BlockRemoved([1]), lost=True)
-        subscriber.remove("mute")
+        subscriber.remove("silent")
         assert isinstance(subscriber.receive(0.5), Batch)
 
 
 def test_a_stream_that_left_the_replay_queue_can_queue_again(transport: FakeTransport) -> None:
-    """A live batch can make a queued request unnecessary. The next request must not be taken for it."""
-    mute, engine, subscriber = two_engines(transport)
+    """A live batch can make a queued request unnecessary. The next request is queued as a new one."""
+    silent, engine, subscriber = two_engines(transport)
     with subscriber:
         engine.publish(BlockRemoved([1]))
         assert isinstance(subscriber.receive(0.5), Batch)
-        while subscriber.trust("e") != Trust.EXACT or subscriber.trust("mute") != Trust.DEGRADED:
+        while subscriber.trust("e") != Trust.EXACT or subscriber.trust("silent") != Trust.DEGRADED:
             assert subscriber.receive(1.0) is None
-        asked = len(mute.requests)
-        while len(mute.requests) == asked:
+        requests_before = len(silent.requests)
+        while len(silent.requests) == requests_before:
             assert subscriber.receive(0.01) is None
         engine.publish(BlockRemoved([2]), lost=True)
         engine.publish(BlockRemoved([3]))
-        assert [item.seq for item in take(subscriber, 20.0) if isinstance(item, Batch)] == [1, 2]
+        assert [item.seq for item in receive_all(subscriber, 20.0) if isinstance(item, Batch)] == [1, 2]

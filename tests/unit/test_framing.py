@@ -44,13 +44,13 @@ def test_replay_frames_are_those_of_the_release(golden: Golden) -> None:
     assert parse_replay_reply(golden.replay_end_frames) == ReplayEnd()
 
 
-def test_the_very_first_version_ends_a_replay_with_two_empty_frames() -> None:
+def test_two_empty_frames_of_the_first_release_end_a_replay() -> None:
     assert parse_replay_reply([b"", b""]) == ReplayEnd()
 
 
 @pytest.mark.parametrize("topic", [None, b"t"])
 def test_an_empty_payload_with_a_valid_number_is_a_batch(topic: bytes | None) -> None:
-    """It was sent empty, and more batches may follow."""
+    """The publisher sent an empty payload, and more batches might follow."""
     assert parse_replay_reply(replay_batch_frames(topic, 7, b"")) == ReplayBatch(topic, 7, b"")
 
 
@@ -95,7 +95,7 @@ def test_a_request_of_another_form_is_malformed(frames: list[bytes]) -> None:
     assert parse_replay_request(frames) == Malformed("not [identity, empty, start]")
 
 
-def encode_again(parsed: object) -> list[bytes] | None:
+def reencode(parsed: object) -> list[bytes] | None:
     """Return the frames that encode what a parser has read; None for malformed frames."""
     match parsed:
         case Live(topic, seq, payload):
@@ -118,7 +118,7 @@ def test_any_frames_are_parsed_as_sent_or_malformed(frames: list[bytes]) -> None
         elif isinstance(parsed, ReplayEnd):
             assert frames[0] == frames[-1] == b"", "an end has a delimiter and no payload"
         else:
-            assert encode_again(parsed) == frames
+            assert reencode(parsed) == frames
 
 
 @given(st.none() | st.binary(max_size=20), st.integers(0, MAX_SEQ - 1), st.binary(min_size=1, max_size=20))

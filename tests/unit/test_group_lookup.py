@@ -19,7 +19,7 @@ def test_all_shapes_are_recorded() -> None:
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
 def test_every_request_at_vllm_is_predicted(history: History) -> None:
-    """Before each of 50 requests, the events so far say to the token what vLLM's own coordinator then finds."""
+    """Before each of 50 requests, the events so far predict to the token what vLLM's own coordinator then finds."""
     predictor = GroupPredictor(history.drafts)
     for step in history.steps:
         predictor.take(step)
@@ -27,7 +27,7 @@ def test_every_request_at_vllm_is_predicted(history: History) -> None:
     assert predictor.hits > 0
 
 
-def test_blocks_are_announced_whose_parents_are_not() -> None:
+def test_some_announced_blocks_name_a_parent_that_is_never_announced() -> None:
     """Entries inside of a block name a parent that no event has announced, so that tokens alone cannot key them."""
     (history,) = (history for history in HISTORIES if history.shape == "Mamba states, hashed inside of blocks")
     known: set[int] = set()
@@ -42,8 +42,8 @@ def test_blocks_are_announced_whose_parents_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE, two block sizes", "a draft group beside a window"])
-def test_the_groups_of_a_draft_model_are_a_setting(name: str) -> None:
-    """Events do not say that an engine drops the last block of a hit: without the setting too much is predicted."""
+def test_without_the_draft_groups_setting_too_much_is_predicted(name: str) -> None:
+    """Events do not show that an engine with a draft model drops the last block of a hit, so the groups are a setting."""
     (history,) = (history for history in HISTORIES if history.shape == name)
     predictor = GroupPredictor(None)
     for step in history.steps:
@@ -52,8 +52,8 @@ def test_the_groups_of_a_draft_model_are_a_setting(name: str) -> None:
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
-def test_a_late_consumer_predicts_the_same(history: History) -> None:
-    """A consumer that begins with the compacted first half predicts every request of the second one."""
+def test_a_consumer_that_begins_with_compacted_history_predicts_every_request(history: History) -> None:
+    """A consumer that begins with the compacted first half predicts every request of the second half."""
     compactor = Compactor.create()
     assert compactor is not None
     half = len(history.steps) // 2

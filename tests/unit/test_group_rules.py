@@ -26,7 +26,7 @@ class Group(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A model's cache, and the groups of its draft model."""
+    """The KV cache groups of a model, and those of its draft model."""
 
     groups: list[Group]
     unit: int
@@ -47,7 +47,7 @@ def caches(draw: st.DrawFn) -> Cache:
 
 
 class Engine:
-    """Stores and removes single blocks at random, in no order that a real engine has, and announces them as vLLM does."""
+    """Stores and removes single blocks in random order, which no real engine does, and announces them as vLLM does."""
 
     def __init__(self, cache: Cache, random: Random) -> None:
         self._cache, self._random = cache, random
@@ -56,10 +56,10 @@ class Engine:
         cuts = [random.randrange(length) for _ in range(PROMPTS)]
         self.prompts = [(stem[:cut] + [random.randrange(50) for _ in range(length - cut)]) for cut in cuts]
         self.salts = [None, None, "tenant"]
-        self._held: Counter[tuple[int, int]] = Counter()
+        self._copies: Counter[tuple[int, int]] = Counter()
 
-    def first(self) -> list[KVEvent]:
-        """Return stores of the first block of every group, from which all that lookups need to know is learned."""
+    def first_stores(self) -> list[KVEvent]:
+        """Return stores of the first block of every group, from which the index learns everything that lookups need."""
         return [self._store(group, 0, 1) for group in range(len(self._cache.groups))]
 
     def _store(self, group: int, prompt: int, blocks: int) -> BlockStored:
@@ -68,7 +68,7 @@ class Engine:
         tokens, salt = self.prompts[prompt], self.salts[prompt]
         end = blocks * size
         hashes = engine_hashes(tokens, unit, lookahead, salt)
-        self._held[group, hashes[end // unit - 1]] += 1
+        self._copies[group, hashes[end // unit - 1]] += 1
         return BlockStored(
             block_hashes=[hashes[end // unit - 1]],
             parent_block_hash=hashes[(end - size) // unit - 1] if blocks > 1 else None,
@@ -83,10 +83,10 @@ class Engine:
         )
 
     def step(self) -> KVEvent:
-        held = [block for block, count in self._held.items() if count > 0]
-        if held and self._random.random() < 0.3:
-            group, block = self._random.choice(held)
-            self._held[group, block] -= 1
+        resident = [block for block, count in self._copies.items() if count > 0]
+        if resident and self._random.random() < 0.3:
+            group, block = self._random.choice(resident)
+            self._copies[group, block] -= 1
             return BlockRemoved(block_hashes=[block], medium="GPU", group_idx=group)
         group = self._random.randrange(len(self._cache.groups))
         blocks = UNITS * self._cache.unit // self._cache.groups[group].size
@@ -94,12 +94,12 @@ class Engine:
 
 
 @given(cache=caches(), seed=st.integers(0, 1 << 32))
-def test_the_index_finds_what_the_rules_find(cache: Cache, seed: int) -> None:
-    """For any groups and any blocks that they hold, the index and the model find the same of prompts of any length."""
+def test_the_index_matches_the_same_tokens_as_the_model_of_the_rules(cache: Cache, seed: int) -> None:
+    """For any groups, any resident blocks and prompts of any length, the index and the model find the same tokens."""
     random = Random(seed)
     engine, model, index = Engine(cache, random), EngineCache(cache.drafts), PrefixIndex()
     index.set_drafts("engine", cache.drafts)
-    batches = [engine.first(), *([engine.step() for _ in range(random.randint(1, 6))] for _ in range(8))]
+    batches = [engine.first_stores(), *([engine.step() for _ in range(random.randint(1, 6))] for _ in range(8))]
     for number, events in enumerate(batches):
         index.apply(Batch("engine", 0, 0, number, float(number), events, replayed=False))
         for each in events:
@@ -111,7 +111,7 @@ def test_the_index_finds_what_the_rules_find(cache: Cache, seed: int) -> None:
             expected = model.tokens(whole, longest, salt)
             event("a hit" if expected else "no hit")
             if any(worker.tokens == 0 for worker in found):
-                # Windows need not announce the first blocks of a prompt, which alone state its salt.
+                # Windows need not announce the first blocks of a prompt, and only those contain its salt.
                 assert salt is not None
                 assert all(group.kind not in FULL for group in cache.groups)
                 assert not any(worker.is_certain for worker in found)

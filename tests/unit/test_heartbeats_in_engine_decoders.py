@@ -1,6 +1,6 @@
 """Decoders of released engines read a heartbeat as a removal of no blocks, and the events next to it are unaffected.
 
-`python -m tools.heartbeats` does the same with the released decoders themselves.
+`python -m tools.heartbeats` runs the same check with the released decoders themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvevents.events import BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEve
 from kvevents.wire import decode_batch, encode_batch
 from kvevents.wire.dialects import Dialect, dialects
 
-BEAT = BlockRemoved([], heartbeat=Heartbeat("0123456789abcdef" * 2, 5.0, "DEGRADED", "its engine is gone", 7))
+HEARTBEAT = BlockRemoved([], heartbeat=Heartbeat("0123456789abcdef" * 2, 5.0, "DEGRADED", "its engine is gone", 7))
 STORED = BlockStored([1], None, [1, 2], 2, medium="GPU")
 
 
@@ -43,7 +43,7 @@ def decoder_of(dialect: Dialect) -> msgspec.msgpack.Decoder[Any]:
 
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
-@pytest.mark.parametrize("events", [[BEAT], [STORED, BEAT], [BEAT, STORED]], ids=["alone", "behind", "before"])
+@pytest.mark.parametrize("events", [[HEARTBEAT], [STORED, HEARTBEAT], [HEARTBEAT, STORED]], ids=["alone", "last", "first"])
 def test_released_decoders_ignore_a_heartbeat(dialect: Dialect, events: list[KVEvent]) -> None:
     payload = encode_batch(KVEventBatch(1.0, events, 0), dialect)
     found: list[Any] = decoder_of(dialect).decode(payload).events
@@ -54,7 +54,7 @@ def test_released_decoders_ignore_a_heartbeat(dialect: Dialect, events: list[KVE
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
 def test_our_decoder_reads_a_heartbeat_in_every_dialect(dialect: Dialect) -> None:
-    events: list[KVEvent] = [STORED, BEAT]
+    events: list[KVEvent] = [STORED, HEARTBEAT]
     decoded = decode_batch(encode_batch(KVEventBatch(1.0, events, 0), dialect))
     assert decoded.rejected == ()
-    assert decoded.batch.events[1] == BEAT
+    assert decoded.batch.events[1] == HEARTBEAT

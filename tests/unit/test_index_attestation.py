@@ -1,4 +1,4 @@
-"""Attestations in the index: the digest of the engine's own cache, against what the stream has announced."""
+"""The index compares an attestation, the digest of the engine's own cache, with what the stream has announced."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ VECTORS = Path(__file__).parents[1] / "data" / "attestation.json"
 
 
 def attestation(copies: list[tuple[int, int]]) -> int:
-    """The formula of `Heartbeat.attestation` for copies of blocks by hash and group."""
+    """Return `Heartbeat.attestation` for copies of blocks, each given by hash and group."""
     return sum(hash_ ^ (group * _GROUP & _MASK) for hash_, group in copies) & _MASK
 
 
 class Consumer:
-    """An index that is fed one stream."""
+    """An index that applies the batches of one stream."""
 
     def __init__(self, *, raw: bool = True) -> None:
         self.index = PrefixIndex()
@@ -40,8 +40,8 @@ class Consumer:
         batch = RawBatch(*WORKER, 0, self.seq, False, payload)
         return self.index.apply(batch if self.raw else batch.decode()).report
 
-    def attests(self, copies: list[tuple[int, int]]) -> bool | None:
-        """What the index finds at an attestation of these copies."""
+    def attest(self, copies: list[tuple[int, int]]) -> bool | None:
+        """Send an attestation of these copies and return the result of the index."""
         heartbeat = Heartbeat("f" * 32, 5.0, attestation=attestation(copies))
         report = self.send(BlockRemoved([], heartbeat=heartbeat))
         assert report.heartbeat == heartbeat
@@ -51,27 +51,27 @@ class Consumer:
 
 
 def stored(hashes: list[int], parent: int | None = None, medium: str | None = "GPU", **fields: Any) -> BlockStored:
-    """Blocks of four tokens; blocks of other hashes have other tokens."""
+    """Return a store of blocks of four tokens. Different hashes have different tokens."""
     tokens = [hash_ % (1 << 31) for hash_ in hashes for _ in range(4)]
     return BlockStored(hashes, parent, tokens, 4, medium=medium, **fields)
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_copies_of_the_gpu_count_and_no_others(raw: bool) -> None:
+def test_only_copies_on_the_gpu_count(raw: bool) -> None:
     """Two copies count twice, a block in host memory not at all."""
     consumer = Consumer(raw=raw)
     assert consumer.index.stats().workers == 0
-    assert consumer.attests([]) is True
+    assert consumer.attest([]) is True
     consumer.send(stored([1, 2, 3]), stored([1, 2]), stored([7], medium="CPU"), stored([1, 2], medium=None))
-    assert consumer.attests([(1, 0), (2, 0), (3, 0)]) is False
-    assert consumer.attests([(1, 0), (1, 0), (1, 0), (2, 0), (2, 0), (2, 0), (3, 0)]) is True
+    assert consumer.attest([(1, 0), (2, 0), (3, 0)]) is False
+    assert consumer.attest([(1, 0), (1, 0), (1, 0), (2, 0), (2, 0), (2, 0), (3, 0)]) is True
     consumer.send(BlockRemoved([1, 3], "GPU"), BlockRemoved([7], "CPU"))
-    assert consumer.attests([(1, 0), (1, 0), (2, 0), (2, 0), (2, 0)]) is True
+    assert consumer.attest([(1, 0), (1, 0), (2, 0), (2, 0), (2, 0)]) is True
     consumer.send(AllBlocksCleared())
-    assert consumer.attests([]) is True
+    assert consumer.attest([]) is True
 
 
-def test_what_waits_counts_and_so_does_what_is_not_kept() -> None:
+def test_orphans_and_blocks_that_the_index_does_not_store_count() -> None:
     """Orphans, blocks of windows without their dense block, and groups of unknown kinds are in the engine's cache too."""
     consumer = Consumer()
     consumer.send(
@@ -79,25 +79,25 @@ def test_what_waits_counts_and_so_does_what_is_not_kept() -> None:
         stored([20], group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=8),
         stored([30, 31], group_idx=2, kv_cache_spec_kind="a-kind-of-tomorrow"),
     )
-    assert consumer.attests([(10, 0), (20, 1), (30, 2), (31, 2)]) is True
+    assert consumer.attest([(10, 0), (20, 1), (30, 2), (31, 2)]) is True
     consumer.send(BlockRemoved([30], "GPU", 2), BlockRemoved([20], "GPU", 1))
-    assert consumer.attests([(10, 0), (31, 2)]) is True
+    assert consumer.attest([(10, 0), (31, 2)]) is True
 
 
-def test_another_life_is_not_attested() -> None:
+def test_a_new_incarnation_is_not_attested() -> None:
     consumer = Consumer()
     consumer.send(stored([1]))
-    assert consumer.attests([(1, 0)]) is True
+    assert consumer.attest([(1, 0)]) is True
     consumer.index.apply(RawBatch(*WORKER, 1, 0, False, encode_batch(KVEventBatch(1.0, [stored([2])]))))
     assert consumer.index.worker(WORKER).attested is None
 
 
-def test_a_memory_limit_that_has_cost_blocks_leaves_it_open() -> None:
-    """The index then lacks blocks for a known reason, so a difference shows nothing."""
+def test_an_index_that_has_evicted_blocks_reports_no_attestation_result() -> None:
+    """The index lacks blocks for a known reason, so a different digest proves nothing."""
     consumer = Consumer()
     consumer.index = PrefixIndex(memory_limit=1)
     consumer.send(stored([1, 2, 3]))
-    assert consumer.attests([(1, 0), (2, 0), (3, 0)]) is None
+    assert consumer.attest([(1, 0), (2, 0), (3, 0)]) is None
 
 
 HASHES = st.integers(0, 5)
@@ -110,8 +110,8 @@ EVENTS: st.SearchStrategy[tuple[str, list[int], tuple[str, int]]] = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_every_copy_counts_as_in_a_list(events: list[tuple[str, list[int], tuple[str, int]]]) -> None:
-    """A model that is a list of copies; only copies that exist are removed."""
+def test_the_attested_copies_agree_with_a_list_of_copies(events: list[tuple[str, list[int], tuple[str, int]]]) -> None:
+    """Only copies that exist are removed."""
     consumer, copies = Consumer(), list[tuple[int, str, int]]()
     for kind, hashes, (medium, group) in events:
         if kind == "clear":
@@ -124,10 +124,10 @@ def test_every_copy_counts_as_in_a_list(events: list[tuple[str, list[int], tuple
             if (hash_, medium, group) in copies:
                 copies.remove((hash_, medium, group))
                 consumer.send(BlockRemoved([hash_], medium, group))
-    assert consumer.attests([(hash_, group) for hash_, medium, group in copies if medium == "GPU"]) is True
+    assert consumer.attest([(hash_, group) for hash_, medium, group in copies if medium == "GPU"]) is True
 
 
-def test_the_vectors_that_the_publisher_uses() -> None:
+def test_the_digests_of_the_shared_test_vectors_match() -> None:
     """Hashes are integers, negative ones included, or bytes in hexadecimal digits; a group can be missing."""
     if not VECTORS.exists():
         pytest.skip("tests/data/attestation.json is not there")

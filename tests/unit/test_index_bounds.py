@@ -1,4 +1,4 @@
-"""Input of one engine costs other engines no blocks, no answers, and hardly any time."""
+"""No input of one engine costs other engines blocks, correct answers or much time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS, encode_batch
 from kvevents_native._native import Compactor, turns
 
 CPU_SECONDS = 1.0
-"""More than the payloads below take on a slow machine; before they were bounded they took seconds to hours."""
+"""More than the payloads below take on a slow machine. Without limits they take seconds to hours."""
 
 
 def payload_of(events: list[KVEvent]) -> bytes:
@@ -34,26 +34,28 @@ def payload_of(events: list[KVEvent]) -> bytes:
 
 
 @contextmanager
-def quick() -> Iterator[None]:
+def assert_quick() -> Iterator[None]:
     start = time.process_time()
     yield
     assert time.process_time() - start < CPU_SECONDS
 
 
 def chain(first: int, count: int, parent: int | None = None, *, seed: int = 0) -> KVEvent:
-    """Blocks of one token."""
+    """Return a store of a chain of blocks of one token each."""
     return store(range(first, first + count), [(seed * 13 + at * 7) % 50_000 for at in range(count)], 1, parent)
 
 
 # --- the memory limit -------------------------------------------------------------------------------------------------------
 
 SYSTEM = list(range(32))
-"""A prompt that all conversations begin with."""
+"""A prefix that all conversations share."""
 
 
-def test_a_prefix_that_many_chains_share_is_matched_however_full_the_index_is() -> None:
-    """Two engines with one shared prefix, and far more conversations than fit: at every step both hold the prefix, the limit
-    holds, and in the end nearly as much is held as fits."""
+def test_a_prefix_that_many_chains_share_stays_when_the_index_is_full() -> None:
+    """Two engines share one prefix and have far more conversations than fit.
+
+    At every step both hold the prefix and the limit holds. In the end the index holds nearly as many blocks as fit.
+    """
     limit = 3_000_000
     index = PrefixIndex(memory_limit=limit)
     feeds = [Feed(index, name) for name in "ab"]
@@ -93,8 +95,8 @@ def test_removals_make_room_for_new_blocks() -> None:
     assert tokens_of(index, [(7_777 * 13 + at * 7) % 50_000 for at in range(256)]) == 256
 
 
-def test_an_engine_that_comes_late_finds_room_in_what_is_kept_for_it() -> None:
-    """An engine with less than the others hold is let in where they are refused."""
+def test_a_late_engine_can_store_blocks_in_an_index_that_another_engine_has_filled() -> None:
+    """The index accepts blocks of the engine that holds fewer, when it accepts no more of the engine that holds most."""
     index = PrefixIndex(memory_limit=2_000_000)
     old, new = Feed(index, "old"), Feed(index, "new")
     turn = 0
@@ -106,8 +108,8 @@ def test_an_engine_that_comes_late_finds_room_in_what_is_kept_for_it() -> None:
     assert index.worker("old").blocks > 10_000
 
 
-def test_orphans_of_one_engine_cost_no_other_a_block() -> None:
-    """Each has as many tokens as fit in a payload; they are charged to their own stream, and bounded in bytes."""
+def test_orphans_of_one_engine_evict_no_block_of_another_engine() -> None:
+    """Each orphan has as many tokens as fit in a payload. Orphans count for their own stream, and their bytes are limited."""
     index = PrefixIndex()
     good = Feed(index, "good")
     for at in range(20):
@@ -132,14 +134,14 @@ def test_orphans_are_bounded_in_bytes() -> None:
     assert 3 <= waiting_of(index) <= 5
     assert index.stats().orphans_dropped == 20 - waiting_of(index)
     feed(store([200], [1] * 5_000, 5_000, 99))
-    assert 3 <= waiting_of(index) <= 5, "one that is too large for the queue leaves it as it is"
+    assert 3 <= waiting_of(index) <= 5, "an orphan that is too large for the queue does not change it"
 
 
 # --- names and numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_one_life_may_cut_prompts_in_few_ways() -> None:
-    """Each way is one more search in every lookup: beyond the limit stores are rejected, and a new incarnation begins at 0."""
+def test_the_block_sizes_of_one_incarnation_are_limited() -> None:
+    """Each block size is one more search in every lookup. More are rejected. A new incarnation begins with none."""
     index = PrefixIndex()
     good, bad = Feed(index, "good"), Feed(index, "bad")
     prompt = list(range(4_096))
@@ -150,13 +152,15 @@ def test_one_life_may_cut_prompts_in_few_ways() -> None:
     assert index.worker("bad").rejected == {("none", "too-many-block-sizes"): 24}
     assert tokens_of(index, prompt, worker=("good", 0)) == 4_096
     index.set_model("bad", "other")
-    assert answer(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, "of one model blocks have one size"
+    assert answer(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, (
+        "the keys are matched with the block size of the model"
+    )
     index.apply(Reset("bad", 0, 1, "restart"))
     Feed(index, "bad", incarnation=1)(store([1], [7] * 200, 200))
     assert index.worker("bad").block_sizes == [200]
 
 
-def test_orphans_that_come_late_keep_to_the_block_sizes_too() -> None:
+def test_the_limit_of_block_sizes_applies_to_orphans_whose_parent_comes_later() -> None:
     index = PrefixIndex(limits=IndexLimits(max_block_sizes=2))
     feed = Feed(index)
     feed(*(store([10 + size], [size] * size, size, 1) for size in range(1, 6)), store([1], [9], 1))
@@ -164,25 +168,25 @@ def test_orphans_that_come_late_keep_to_the_block_sizes_too() -> None:
     assert index.worker("a").rejected == {("none", "too-many-block-sizes"): 3}
 
 
-def test_one_life_may_have_few_groups() -> None:
+def test_the_groups_of_one_incarnation_are_limited() -> None:
     index = PrefixIndex()
     feed = Feed(index)
-    with quick():
+    with assert_quick():
         index.apply_payload(
             "a", 0, 0, payload_of([store([1], [1], 1, group_idx=at, kv_cache_spec_kind="other") for at in range(6_000)])
         )
     assert index.stats().rejected == {("other", "unknown-kind"): 64, ("other", "too-many-groups"): 5_936}
     feed.seq = 1
     feed(store([1], [1, 2], 2), store([2], [3, 4], 2, group_idx=63), store([3], [5, 6], 2, group_idx=64))
-    assert index.stats().blocks == 2, "groups that are known stay so"
+    assert index.stats().blocks == 2, "known groups stay known"
 
 
-def test_planes_are_given_back_with_the_life_that_named_them() -> None:
-    """One engine restarts often, each time with other names; another one's new names are known all the same."""
+def test_the_media_of_an_ended_incarnation_do_not_count_against_later_ones() -> None:
+    """One engine restarts often, each time with other media. The index still accepts a new medium of another engine."""
     index = PrefixIndex()
-    for life in range(80):
-        bad = Feed(index, "bad", incarnation=life)
-        bad(*(store([at], [1, at], 2, medium=f"M{life}-{at}") for at in range(64)))
+    for restart in range(80):
+        bad = Feed(index, "bad", incarnation=restart)
+        bad(*(store([at], [1, at], 2, medium=f"M{restart}-{at}") for at in range(64)))
         assert index.worker("bad").blocks == 64
     good = Feed(index, "good")
     good(store([1], [1, 2], 2, medium="tape"))
@@ -192,7 +196,7 @@ def test_planes_are_given_back_with_the_life_that_named_them() -> None:
     assert answer(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2)}
 
 
-def test_blocks_of_one_hash_are_bounded() -> None:
+def test_the_number_of_blocks_with_one_hash_is_limited() -> None:
     index = PrefixIndex(limits=IndexLimits(max_blocks_per_hash=4))
     feed = Feed(index)
     feed(*(store([at + 1], [at], 1) for at in range(6)), *(store([99], [7], 1, at + 1) for at in range(6)))
@@ -201,7 +205,7 @@ def test_blocks_of_one_hash_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("name", IndexLimits.__dataclass_fields__)
-def test_every_limit_is_one_of_the_native_index(name: str) -> None:
+def test_the_native_index_accepts_every_limit(name: str) -> None:
     PrefixIndex(limits=IndexLimits(**{name: 3}))
     with pytest.raises(ValueError, match=name):
         IndexLimits(**{name: -1})
@@ -218,15 +222,15 @@ HOSTILE: dict[str, tuple[list[KVEvent], Callable[[], list[KVEvent]]]] = {
         [store([7], [1], 1, 99) for _ in range(9_000)],
         lambda: [removal(7, medium="CPU", group_idx=at % 2) for at in range(7_000)],
     ),
-    "clears of a tier with little on it": (
+    "clears of a tier with few blocks": (
         [chain(1, 50_000)],
         lambda: [event for _ in range(3_000) for event in (store([1], [], 0, medium="CPU"), cleared(medium="CPU"))],
     ),
-    "clears of a tier with nothing on it": ([chain(1, 50_000)], lambda: [cleared(medium="CPU") for _ in range(20_000)]),
+    "clears of an empty tier": ([chain(1, 50_000)], lambda: [cleared(medium="CPU") for _ in range(20_000)]),
     "many blocks of one hash": ([], lambda: [store([7], [at], 1) for at in range(7_000)]),
     "many sizes of one key": ([], lambda: [store([at], [], 1 + at, block_keys=[5]) for at in range(6_000)]),
-    "many lives of one key": ([], lambda: [store([at], [1], 1) for at in range(7_000)]),
-    "chains and keys in turn": (
+    "one hash stored again and again": ([], lambda: [store([at], [1], 1) for at in range(7_000)]),
+    "block keys stored and removed beside a chain": (
         [chain(1, 50_000)],
         lambda: [event for _ in range(2_000) for event in (store([9 << 40], [], 1, block_keys=[5]), removal(9 << 40))],
     ),
@@ -234,33 +238,33 @@ HOSTILE: dict[str, tuple[list[KVEvent], Callable[[], list[KVEvent]]]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_no_payload_of_a_megabyte_takes_long(kind: str) -> None:
+def test_no_payload_of_up_to_a_megabyte_takes_long(kind: str) -> None:
     before, then = HOSTILE[kind]
     index = PrefixIndex()
     Feed(index, "good")(store([1], [1, 2], 2))
     index.apply_payload("bad", 0, 0, payload_of(before))
     payload = payload_of(then())
-    with quick():
+    with assert_quick():
         assert index.apply_payload("bad", 0, 1, payload).status == "applied"
     assert tokens_of(index, [1, 2], worker=("good", 0)) == 2
-    with quick():
+    with assert_quick():
         index.remove_worker("bad")
     assert index.stats().blocks == 1
 
 
-def test_clears_of_little_cost_little_in_a_large_index() -> None:
-    """However many blocks others hold: what is forgotten is looked for among the stream's own blocks."""
+def test_clearing_a_small_stream_is_fast_in_a_large_index() -> None:
+    """A clear visits only blocks of its own stream, however many blocks other streams hold."""
     index = PrefixIndex()
     big = Feed(index, "big")
     for at in range(40):
         big(chain(100_000 * at + 1, 25_000, seed=at))
     small = payload_of([event for at in range(6_000) for event in (store([1], [at, 2], 2), AllBlocksCleared())])
-    with quick():
+    with assert_quick():
         index.apply_payload("small", 0, 0, small)
     assert index.worker("small").blocks == 0
 
 
-def test_clears_that_cost_too_much_cost_their_own_stream_its_blocks() -> None:
+def test_too_many_expensive_clears_drop_the_blocks_of_their_own_stream() -> None:
     index = PrefixIndex()
     bad, good = Feed(index, "bad"), Feed(index, "good")
     bad(chain(1, 50_000))
@@ -270,7 +274,7 @@ def test_clears_that_cost_too_much_cost_their_own_stream_its_blocks() -> None:
     assert index.worker("good").blocks == 10
 
 
-def test_a_store_of_keys_changes_nothing_for_chains_that_are_there() -> None:
+def test_repeated_stores_of_block_keys_take_no_memory_beside_stored_chains() -> None:
     index = PrefixIndex()
     feed, other = Feed(index), Feed(index, "keys")
     feed(chain(1, 20_000))
@@ -280,32 +284,35 @@ def test_a_store_of_keys_changes_nothing_for_chains_that_are_there() -> None:
     assert index.stats().bytes == before
 
 
-# --- Python's lock ----------------------------------------------------------------------------------------------------------
+# --- the interpreter lock ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def switching_only_when_let() -> Iterator[list[int]]:
-    """Counts, in a thread that runs only when another one lets go of Python's lock of its own accord."""
-    counted, stop = [0], threading.Event()
+def count_voluntary_thread_switches() -> Iterator[list[int]]:
+    """Count how often another thread runs, while threads switch only if one gives up the interpreter lock by itself.
+
+    Yield a list with the count.
+    """
+    switches, stop = [0], threading.Event()
 
     def count() -> None:
         while not stop.is_set():
-            counted[0] += 1
+            switches[0] += 1
             time.sleep(0)
 
     thread, interval = threading.Thread(target=count), sys.getswitchinterval()
     sys.setswitchinterval(1_000)
     thread.start()
     try:
-        yield counted
+        yield switches
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
 
 
-def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
-    """34 bytes clear 200,000 blocks, which takes milliseconds: on a busy machine the other thread may need several of them."""
+def test_other_threads_run_while_a_small_payload_clears_many_blocks() -> None:
+    """34 bytes clear 200,000 blocks, in milliseconds. On a busy machine the other thread can need several attempts."""
     index = PrefixIndex()
     payloads = [payload_of([chain(10_000 * at + 1, 4_000, 10_000 * (at - 1) + 4_000 if at else None)]) for at in range(50)]
     payload = payload_of([cleared()])
@@ -314,10 +321,10 @@ def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
         first = 51 * attempt
         for at, stored in enumerate(payloads):
             index.apply_payload("a", 0, first + at, stored)
-        with switching_only_when_let() as counted:
-            before = counted[0]
+        with count_voluntary_thread_switches() as switches:
+            before = switches[0]
             index.apply_payload("a", 0, first + 50, payload)
-            return counted[0] > before
+            return switches[0] > before
 
     assert any(has_run(attempt) for attempt in range(50))
     assert index.stats().blocks == 0
@@ -326,14 +333,14 @@ def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
 HISTORY_BLOCKS = 200_000
 
 
-def history_of_many_blocks() -> Compactor:
-    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+def compactor_of_many_blocks() -> Compactor:
+    compactor = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
     for at in range(HISTORY_BLOCKS // 4_000):
-        history.apply(payload_of([chain(10_000 * at + 1, 4_000)]))
-    return history
+        compactor.apply(payload_of([chain(10_000 * at + 1, 4_000)]))
+    return compactor
 
 
-MANY: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
+CALLS_WITH_MANY_NUMBERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
     "match a list": (PrefixIndex, lambda index: index.match([7] * 1_000_000), 1_000_000),
     "match a tuple": (PrefixIndex, lambda index: index.match((7,) * 1_000_000), 1_000_000),
     "match 64-bit numbers": (PrefixIndex, lambda index: index.match(array("q", bytes(80_000_000))), 10_000_000 // 16),
@@ -342,23 +349,27 @@ MANY: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
     "match_keys": (PrefixIndex, lambda index: index.match_keys([7] * 1_000_000), 1_000_000),
     "speculate": (PrefixIndex, lambda index: index.speculate("a", [7] * 1_000_000), 1_000_000),
     "block_keys": (lambda: [7] * 500_000, lambda tokens: block_keys(tokens, 1), 1_000_000),
-    "events of a history": (history_of_many_blocks, lambda history: history.events(), HISTORY_BLOCKS),
-    "payloads of a history": (history_of_many_blocks, lambda history: history.payloads(100_000, 1.0), HISTORY_BLOCKS // 64),
+    "events of a compactor": (compactor_of_many_blocks, lambda compactor: compactor.events(), HISTORY_BLOCKS),
+    "payloads of a compactor": (
+        compactor_of_many_blocks,
+        lambda compactor: compactor.payloads(100_000, 1.0),
+        HISTORY_BLOCKS // 64,
+    ),
 }
-"""What makes it, what has much to do with Python's objects, and how many numbers that reads or makes."""
+"""By name: what creates the object, the call that converts many Python objects, and how many numbers it reads or returns."""
 
 
-@pytest.mark.parametrize("name", MANY)
-def test_threads_run_and_signals_are_handled_now_and_then_while_many_numbers_are_read_or_made(name: str) -> None:
-    """Counted, not timed: each turn is of 65,536 numbers, some two milliseconds."""
-    make, call, numbers = MANY[name]
-    made = make()
+@pytest.mark.parametrize("name", CALLS_WITH_MANY_NUMBERS)
+def test_a_call_that_reads_or_returns_many_numbers_lets_threads_and_signals_run(name: str) -> None:
+    """The call gives other threads a turn every 65,536 numbers, which take about two milliseconds."""
+    create, call, numbers = CALLS_WITH_MANY_NUMBERS[name]
+    subject = create()
     before = turns()
-    call(made)
+    call(subject)
     assert turns() - before >= numbers // 65_536 - 1
 
 
-def test_many_workers_are_listed_a_part_at_a_time() -> None:
+def test_listing_many_workers_lets_other_threads_run() -> None:
     index = PrefixIndex()
     for rank in range(1_500):
         index.apply(Reset("a", rank, 0, "restart"))
@@ -370,40 +381,42 @@ def test_many_workers_are_listed_a_part_at_a_time() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda history: history.live,
-        lambda history: history.mark_partial(),
-        lambda history: history.apply(payload_of([chain(1, 2)])),
-        lambda history: history.apply_many([(0, payload_of([chain(1, 2)]))]),
-        lambda history: history.clear(),
+        lambda compactor: compactor.live,
+        lambda compactor: compactor.mark_partial(),
+        lambda compactor: compactor.apply(payload_of([chain(1, 2)])),
+        lambda compactor: compactor.apply_many([(0, payload_of([chain(1, 2)]))]),
+        lambda compactor: compactor.clear(),
     ],
 )
-def test_no_call_of_a_history_waits_for_another_one_while_it_holds_pythons_lock(call: Callable[[Compactor], Any]) -> None:
-    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
-    began = threading.Event()
+def test_no_call_of_a_compactor_holds_the_interpreter_lock_while_it_waits_for_another_call(
+    call: Callable[[Compactor], Any],
+) -> None:
+    compactor = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+    has_begun = threading.Event()
 
     def begin() -> None:
-        began.set()
-        call(history)
+        has_begun.set()
+        call(compactor)
 
     thread = threading.Thread(target=begin)
 
-    def meanwhile() -> None:
+    def start_call_and_wait() -> None:
         thread.start()
-        began.wait()  # goes on when the other thread lets go of Python's lock: while it waits for the history
+        has_begun.wait()  # returns when the other thread, which waits for the compactor, releases the interpreter lock
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1_000)
     try:
-        history._locked(meanwhile)
+        compactor._locked(start_call_and_wait)
     finally:
         sys.setswitchinterval(interval)
     thread.join()
 
 
-# --- an error of ours -------------------------------------------------------------------------------------------------------
+# --- panics and signals -----------------------------------------------------------------------------------------------------
 
 
-def test_an_index_that_a_panic_left_changed_by_half_says_so_until_it_is_restored() -> None:
+def test_after_a_panic_an_index_raises_an_error_until_it_is_restored() -> None:
     index = PrefixIndex()
     feed = Feed(index)
     feed(store([1, 2], [1, 2], 1))
@@ -431,12 +444,12 @@ def test_an_index_that_a_panic_left_changed_by_half_says_so_until_it_is_restored
     assert tokens_of(index, [1, 2]) == 2
 
 
-def test_a_history_that_a_panic_left_changed_by_half_says_nothing_more() -> None:
-    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
-    history.apply(payload_of([chain(1, 2)]))
+def test_after_a_panic_every_call_of_a_compactor_fails() -> None:
+    compactor = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+    compactor.apply(payload_of([chain(1, 2)]))
     with pytest.raises(BaseException, match="as a test"):
-        history._break()
-    for call in (history.events, lambda: history.payloads(1, 1.0), lambda: history.apply(b""), lambda: history.live):
+        compactor._break()
+    for call in (compactor.events, lambda: compactor.payloads(1, 1.0), lambda: compactor.apply(b""), lambda: compactor.live):
         with pytest.raises(RuntimeError, match="left this history inconsistent"):
             call()
 
@@ -464,7 +477,7 @@ def test_a_long_call_can_be_interrupted() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_threads_run_now_and_then_while_much_that_was_set_aside_is_made_into_objects() -> None:
+def test_creating_the_reports_of_many_rejected_events_lets_other_threads_run() -> None:
     index, payload = PrefixIndex(), b"\x92\x01\xdd\x00\x00\x03\xe8" + b"\x05" * 1_000
     batches = [RawBatch("a", 0, 0, seq, False, payload) for seq in range(50)]
     before = turns()

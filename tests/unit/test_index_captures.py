@@ -22,8 +22,8 @@ WORKER: Worker = ("vllm", 0)
 STREAMS = recorded_endpoints(CAPTURES)
 
 
-class Mirrors:
-    """The same stream in an index that is given events, in one that is given payloads, and in the oracle."""
+class IndexesAndOracle:
+    """One stream, applied as events to one index, as payloads to another index, and to the oracle."""
 
     def __init__(self) -> None:
         self.by_event, self.by_payload, self.oracle = PrefixIndex(), PrefixIndex(), Oracle()
@@ -50,14 +50,14 @@ class Mirrors:
                 assert answer(index.match(list(tokens), namespace(scope))) == found
 
 
-class Prompts:
-    """Whole prompts put together again from the stores of a stream."""
+class PromptAssembler:
+    """Assembles whole prompts from the stores of a stream."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[tuple[Any, ...], Scope]] = {}
 
-    def of(self, event: KVEvent) -> tuple[tuple[Any, ...], Scope] | None:
-        """Everything from the root to the last block of `event`, where that is known."""
+    def assemble(self, event: KVEvent) -> tuple[tuple[Any, ...], Scope] | None:
+        """Return the tokens from the root to the last block of `event`, and their scope. Return None if a parent is unknown."""
         if not isinstance(event, BlockStored) or len(event.token_ids) != event.block_size * len(event.block_hashes):
             return None
         start: tuple[Any, ...] = ()
@@ -73,57 +73,59 @@ class Prompts:
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.run)
-def test_a_real_engine_is_mirrored_batch_by_batch(stream: RecordedEndpoint) -> None:
-    """Two runs of vLLM under load, with evictions, resets and salts: after every batch each block, each copy and each prompt of
-    the run is what the model says, by events and by payloads."""
-    mirrors, prompts, hits = Mirrors(), Prompts(), 0
+def test_after_every_batch_of_a_captured_engine_the_index_agrees_with_the_model(stream: RecordedEndpoint) -> None:
+    """In two runs of vLLM under load, with evictions, resets and salts, all blocks, copies and prompts agree with the model.
+
+    This holds for the index that reads events and for the one that reads payloads.
+    """
+    subjects, prompts, hits = IndexesAndOracle(), PromptAssembler(), 0
     for live in live_batches(CAPTURES, stream.run, stream.endpoint):
-        mirrors.take(live.seq, live.payload)
+        subjects.take(live.seq, live.payload)
         for event in decode_batch(live.payload).batch.events:
-            found = prompts.of(event)
+            found = prompts.assemble(event)
             if found is not None:
-                mirrors.prompts[found[0]] = found[1]
-        mirrors.check()
-        hits += any(mirrors.oracle.match(tokens, scope) for tokens, scope in list(mirrors.prompts.items())[-1:])
+                subjects.prompts[found[0]] = found[1]
+        subjects.check()
+        hits += any(subjects.oracle.match(tokens, scope) for tokens, scope in list(subjects.prompts.items())[-1:])
     assert hits > 20
-    assert mirrors.oracle.streams[WORKER].counts.total() == 0, "a healthy engine leaves nothing unknown and nothing refused"
+    assert subjects.oracle.streams[WORKER].counts.total() == 0, "a healthy engine leaves nothing unknown and nothing refused"
 
 
-def test_two_runs_with_other_hash_seeds_and_block_sizes_are_matched_together() -> None:
-    """Both runs in one index: a prompt finds each of them in blocks of its own size, and never by the other's hashes."""
+def test_runs_with_different_hash_seeds_and_block_sizes_are_matched_in_one_index() -> None:
+    """A prompt matches each run in blocks of the run's own size, and never by the hashes of the other run."""
     index, oracle = PrefixIndex(), Oracle()
     prompts: dict[tuple[Any, ...], Scope] = {}
     for stream in STREAMS:
-        known = Prompts()
+        known = PromptAssembler()
         for live in list(live_batches(CAPTURES, stream.run, stream.endpoint))[:30]:
             batch = decode_batch(live.payload).batch
             oracle.apply(Batch(stream.run, 0, 0, live.seq, batch.ts, batch.events, False))
             index.apply_payload((stream.run, 0), 0, live.seq, live.payload)
-            prompts |= dict(found for found in map(known.of, batch.events) if found is not None)
+            prompts |= dict(found for found in map(known.assemble, batch.events) if found is not None)
     for tokens, scope in prompts.items():
         assert answer(index.match(list(tokens), namespace(scope))) == oracle.match(tokens, scope)
         assert answer(index.match(list(tokens))) == oracle.match(tokens, Scope())
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_a_golden_payload_leaves_the_same_by_event_by_payload_and_in_the_model(golden: Golden) -> None:
-    """Alone, where children of unknown parents wait, and behind blocks that those parents are."""
+def test_a_golden_payload_has_the_same_effect_as_events_as_bytes_and_in_the_model(golden: Golden) -> None:
+    """The payload is applied alone, where children of unknown parents wait, and after a batch that stores those parents."""
     for first in (None, b"root"):
-        mirrors = Mirrors()
+        subjects = IndexesAndOracle()
         if first is not None:
             parents = [getattr(event, "parent_block_hash", None) for event in golden.batch().events]
             known = [stored(block_hashes=[value], token_ids=[1, value % 5]) for value in parents if value is not None]
-            mirrors.take(0, batch_of(*known))
-        mirrors.take(1, golden.payload)
-        mirrors.prompts = {tuple(range(100, 112)): Scope(), tuple(range(100, 108)): Scope(salt="tenant-1", lora="adapter-1")}
-        mirrors.check()
+            subjects.take(0, batch_of(*known))
+        subjects.take(1, golden.payload)
+        subjects.prompts = {tuple(range(100, 112)): Scope(), tuple(range(100, 108)): Scope(salt="tenant-1", lora="adapter-1")}
+        subjects.check()
 
 
 # --- a hybrid model ---------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """200 requests at an engine, two at a time, each predicted from the events before it and then run."""
+    """Runs 200 requests at an engine, two at a time. Each is predicted from the events that precede it."""
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self.engine = Engine(7, 4, 60 * len(windows), windows)
@@ -154,8 +156,10 @@ class Run:
 
 @pytest.mark.parametrize("windows", [(None, 9), (None, 6, 17), (None, None, 9)], ids=repr)
 def test_every_request_of_a_hybrid_model_is_predicted(windows: tuple[int | None, ...]) -> None:
-    """An engine with full attention and sliding windows frees blocks as windows pass them and evicts in LRU order; each of 200
-    requests is predicted to the block, where the dense group alone would promise too much of many."""
+    """An engine with full attention and sliding windows frees blocks as windows pass them and evicts in LRU order.
+
+    Each of 200 requests is predicted to the block. The dense group alone would predict too much for many of them.
+    """
     run = Run(windows)
     assert run.hits > 80
     assert run.wrong == 0
@@ -178,8 +182,10 @@ HISTORIES = recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
 def test_every_request_at_vllm_with_sliding_windows_is_predicted(history: History) -> None:
-    """What vLLM 0.32.0's block manager published and then found of 200 prompts, while it evicted and was reset: each is
-    predicted to the token, where full attention alone promises too much of some."""
+    """vLLM 0.32.0's block manager published events and looked up 200 prompts, with evictions and resets.
+
+    Each lookup is predicted to the token. Full attention alone predicts too much for some of them.
+    """
     predictor, oracle = LookupPredictor(), Oracle()
     removed = cleared = 0
     for seq, step in enumerate(history.steps):

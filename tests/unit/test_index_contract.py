@@ -1,4 +1,4 @@
-"""Rules of the index that its answers do not show: which threads wait for each other, and the cost of removals."""
+"""Guarantees of the index about threads, locks and the cost of removals, which its results do not show."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvevents.wire import encode_batch
 
 TOKENS = array("I", range(200_000))
 DEADLINE = 60.0
-"""Seconds after which a thread that has not run never will."""
+"""Seconds after which a thread that has not run counts as blocked."""
 
 
 def payload_of(blocks: int, first: int = 1, tokens: int = 0) -> bytes:
-    """One store of a chain, two tokens to a block."""
+    """Return the payload of one store of a chain with two tokens in each block."""
     event = store(range(first, first + blocks), range(tokens, tokens + 2 * blocks), 2)
     return encode_batch(KVEventBatch(1.0, [event]))
 
@@ -32,8 +32,8 @@ def payload_of(blocks: int, first: int = 1, tokens: int = 0) -> bytes:
 
 
 @pytest.fixture
-def sticky_interpreter() -> Iterator[None]:
-    """Python takes the interpreter lock from no thread: another one runs when this one gives it up, or waits."""
+def no_forced_thread_switches() -> Iterator[None]:
+    """Python forces no thread to release the interpreter lock. Another thread runs only when this one releases it or waits."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1_000.0)
     yield
@@ -41,7 +41,7 @@ def sticky_interpreter() -> Iterator[None]:
 
 
 class Bystander:
-    """A thread that notes when it first ran after `wake`."""
+    """A thread that records that it has run."""
 
     def __init__(self) -> None:
         self.has_run = False
@@ -53,8 +53,8 @@ class Bystander:
         self._wake.wait()
         self.has_run = True
 
-    def runs_beside(self, work: Callable[[], object], seconds: float) -> bool:
-        """Whether it runs while this thread does nothing but `work`, over and over."""
+    def runs_during(self, work: Callable[[], object], seconds: float) -> bool:
+        """Return whether the bystander runs while this thread repeats `work` and does nothing else."""
         self._wake.set()
         end = time.monotonic() + seconds
         while not self.has_run and time.monotonic() < end:
@@ -64,14 +64,14 @@ class Bystander:
         return found
 
 
-def calls() -> dict[str, Callable[[], object]]:
-    """Everything of the index that takes long, on an index that has something to do."""
+def long_calls() -> dict[str, Callable[[], object]]:
+    """Return the methods of the index that can take long, called on an index with many blocks."""
     index, payload, others = PrefixIndex(), payload_of(10_000), PrefixIndex()
     index.apply_payload("a", 0, 0, payload_of(len(TOKENS) // 2))
     seqs = iter(range(1_000_000))
     short = payload_of(1)
 
-    def come_and_go() -> None:
+    def store_and_remove_worker() -> None:
         others.apply_payload("b", next(seqs), 0, short)
         others.remove_worker("b")
 
@@ -80,84 +80,84 @@ def calls() -> dict[str, Callable[[], object]]:
         "match_many": lambda: index.match_many([TOKENS]),
         "apply_payload": lambda: others.apply_payload("a", 0, next(seqs), payload),
         "apply_payloads": lambda: others.apply_payloads("a", 1, next(seqs), [payload]),
-        "remove_worker": come_and_go,
+        "remove_worker": store_and_remove_worker,
         "digest": lambda: index.digest("a"),
     }
 
 
-@pytest.mark.parametrize("name", calls())
-def test_other_threads_run_during_a_call(name: str, sticky_interpreter: None) -> None:
-    """The native code gives the interpreter lock up: nothing else lets the bystander run before the deadline."""
-    assert Bystander().runs_beside(calls()[name], DEADLINE)
+@pytest.mark.parametrize("name", long_calls())
+def test_other_threads_run_during_a_call(name: str, no_forced_thread_switches: None) -> None:
+    """The native code releases the interpreter lock. Nothing else lets the bystander run before the deadline."""
+    assert Bystander().runs_during(long_calls()[name], DEADLINE)
 
 
-def test_other_threads_run_while_blocks_are_listed(sticky_interpreter: None) -> None:
-    """Not only before the first of them: a listing of a large worker is made in pieces."""
+def test_other_threads_run_between_the_pieces_of_a_block_listing(no_forced_thread_switches: None) -> None:
+    """A listing of a large worker is created in pieces, and other threads run between them."""
     index = PrefixIndex()
     index.apply_payload("a", 0, 0, payload_of(len(TOKENS) // 2))
-    held = index.blocks("a")
-    first = next(held)
+    listing = index.blocks("a")
+    first = next(listing)
     rest: list[Any] = []
-    assert Bystander().runs_beside(lambda: rest.append(next(held)), DEADLINE), "the whole listing was made at once"
-    assert len({first, *rest, *held}) == len(TOKENS) // 2
+    assert Bystander().runs_during(lambda: rest.append(next(listing)), DEADLINE), "the whole listing was created at once"
+    assert len({first, *rest, *listing}) == len(TOKENS) // 2
 
 
-def test_no_other_thread_runs_during_python(sticky_interpreter: None) -> None:
-    """What the test above proves: without native code the bystander does not run."""
-    assert not Bystander().runs_beside(lambda: sum(range(100)), 0.2)
+def test_no_other_thread_runs_during_pure_python(no_forced_thread_switches: None) -> None:
+    """The tests above rely on this: without native code the bystander does not run."""
+    assert not Bystander().runs_during(lambda: sum(range(100)), 0.2)
 
 
 # --- the locks of the index --------------------------------------------------------------------------------------------------
 
 
-def used(index: PrefixIndex, feed: Feed) -> None:
-    """What would wait for any lock of the index: a write, a read, a removal."""
+def use_index(index: PrefixIndex, feed: Feed) -> None:
+    """Write, read and remove, which would wait for any lock of the index that is held."""
     feed(store([feed.seq + 1], [1, 2], 2))
     assert index.match([1, 2])
     assert index.remove_worker(feed.source) > 0
     index.readmit(feed.source)
 
 
-def ends(work: Callable[[], object]) -> Any:
-    """What `work` returns in a thread that must come to an end."""
+def result_in_thread(work: Callable[[], object]) -> Any:
+    """Run `work` in a thread that must end before the deadline, and return its result."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
     thread.join(DEADLINE)
-    assert found, "it waits for a lock that it holds itself, or it has failed"
+    assert found, "the thread waits for a lock that it holds itself, or it has failed"
     return found[0]
 
 
-def test_no_lock_is_held_while_the_clock_runs() -> None:
-    """The clock of the overlay is Python, and may use the index."""
-    asked: list[float] = []
+def test_no_lock_is_held_while_the_clock_is_called() -> None:
+    """The clock of the overlay is Python code that might use the index."""
+    clock_calls: list[float] = []
 
     def clock() -> float:
-        asked.append(1.0)
-        if len(asked) < 3:
-            used(index, Feed(index, f"visitor-{len(asked)}"))
+        clock_calls.append(1.0)
+        if len(clock_calls) < 3:
+            use_index(index, Feed(index, f"visitor-{len(clock_calls)}"))
         return 1.0
 
     index = PrefixIndex(clock=clock)
     Feed(index, "a")(store([1], [1, 2], 2))
     index.speculate(("a", 0), [1, 2, 3, 4], None, 10.0)
-    asked.clear()
-    assert ends(lambda: index.match([1, 2, 3, 4], overlay=True)).best is not None
-    assert asked
+    clock_calls.clear()
+    assert result_in_thread(lambda: index.match([1, 2, 3, 4], overlay=True)).best is not None
+    assert clock_calls
 
 
 def test_no_lock_is_held_while_batches_are_read() -> None:
-    """The attributes of a raw batch are Python, and may use the index."""
+    """The attributes of a raw batch can run Python code that uses the index."""
 
-    class Reading(SimpleNamespace):
+    class BatchThatUsesIndex(SimpleNamespace):
         @property
         def payload(self) -> bytes:
-            used(index, Feed(index, "visitor", incarnation=self.seq))
+            use_index(index, Feed(index, "visitor", incarnation=self.seq))
             return payload_of(1, first=self.seq + 1)
 
     index = PrefixIndex()
-    batches = [Reading(source="a", rank=0, incarnation=0, seq=seq) for seq in range(3)]
-    found = ends(lambda: index.apply_many(batches))  # type: ignore[arg-type]
+    batches = [BatchThatUsesIndex(source="a", rank=0, incarnation=0, seq=seq) for seq in range(3)]
+    found = result_in_thread(lambda: index.apply_many(batches))  # type: ignore[arg-type]
     assert [applied.status for applied in found] == ["applied"] * 3
 
 
@@ -165,15 +165,18 @@ def test_no_lock_is_held_while_batches_are_read() -> None:
 
 
 def removal_seconds(blocks: int, others: int) -> float:
-    """CPU time of this thread for removing a worker of so many blocks, beside workers of 10,000 each; the least of five."""
+    """Return the CPU time in which this thread removes a worker with `blocks` blocks, the least of five runs.
+
+    The index has `others` more workers of 10,000 blocks each.
+    """
     index = PrefixIndex()
     for other in range(others):
         index.apply_payload(f"other-{other}", 0, 0, payload_of(10_000, tokens=30_000 * (other + 10)))
     taken = []
-    for life in range(5):
-        index.apply_payload(f"worker-{life}", 0, 0, payload_of(blocks))
+    for run in range(5):
+        index.apply_payload(f"worker-{run}", 0, 0, payload_of(blocks))
         began = time.thread_time()
-        removed = index.remove_worker(f"worker-{life}")
+        removed = index.remove_worker(f"worker-{run}")
         taken.append(time.thread_time() - began)
         assert removed == blocks
     assert tokens_of(index, [0, 1]) == 0
@@ -181,8 +184,10 @@ def removal_seconds(blocks: int, others: int) -> float:
 
 
 def test_removing_a_worker_costs_its_own_blocks() -> None:
-    """Half a million blocks of others are 500 times its own; a removal that looked at them would cost as much more. Sixteen
-    times its own blocks are some sixteen times the work. The margins are for processor caches and a busy machine.
+    """A removal does not visit the blocks of other workers, which are 500 times as many here.
+
+    Sixteen times as many blocks of its own are about sixteen times the work. The margins allow for processor caches and a
+    busy machine.
     """
     alone = removal_seconds(1_000, 0)
     assert removal_seconds(1_000, 50) < 20 * alone

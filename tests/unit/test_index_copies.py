@@ -1,8 +1,8 @@
-"""How many copies of a block an engine has, where its stream does not say: re-announcements, removals, windows, attestations.
+"""The index keeps bounds of the copies of a block that an engine can have, if the stream does not say how many.
 
 A model of vLLM's `BlockPool` plays the engine. It computes prompts again although their blocks are cached (two physical
-copies of a block), evicts single copies, and re-announces the hits of requests with `kv_cache_report_mode` "full". Of a group
-with a sliding window such a report includes blocks before the window, which the group does not hold.
+copies of a block), evicts single copies, and re-announces the hits of requests with `kv_cache_report_mode` "full". For a group
+with a sliding window, this report includes blocks before the window, which the group does not hold.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvevents.wire import encode_batch
 
 WORKER = ("engine", 0)
 SIZE = 4
-_GROUP = 0x9E37_79B9_7F4A_7C15
-_MASK = (1 << 64) - 1
+GROUP_FACTOR = 0x9E37_79B9_7F4A_7C15
+MASK = (1 << 64) - 1
 FULL: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 WINDOW_TOKENS = 2 * SIZE + 1
 WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": WINDOW_TOKENS}
@@ -34,7 +34,7 @@ WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"
 
 
 class Consumer:
-    """An index that is fed one stream."""
+    """An index that applies the batches of one stream."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -45,7 +45,7 @@ class Consumer:
         return self.index.apply(RawBatch(*WORKER, 0, self.seq, False, encode_batch(KVEventBatch(1.0, list(events))))).report
 
     def match(self, tokens: list[int]) -> tuple[int, int]:
-        """Tokens that the worker may hold and those that it certainly holds."""
+        """Return how many tokens the worker might hold and how many it certainly holds."""
         found = self.index.match(tokens).get(*WORKER)
         if found is None:
             return 0, 0
@@ -62,7 +62,7 @@ def tokens_of(count: int, first: int = 0) -> list[int]:
 
 
 def stored(count: int, *, first: int = 0, **fields: Any) -> BlockStored:
-    """Blocks `first` and the following of one prompt; the hash of block n is n + 1."""
+    """Return a store of `count` blocks of one prompt from block `first` on. The hash of block n is n + 1."""
     parent = first or None
     return BlockStored(list(range(first + 1, first + count + 1)), parent, tokens_of(count, first), SIZE, medium="GPU", **fields)
 
@@ -79,8 +79,8 @@ def consumer() -> Consumer:
 # --- one group ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_of_a_hit_costs_certainty_at_the_first_removal(consumer: Consumer) -> None:
-    """vLLM stores once, announces again, evicts once: the index may say 16 tokens, but never that they are certain."""
+def test_after_a_reannounced_hit_the_first_removal_makes_a_block_uncertain(consumer: Consumer) -> None:
+    """vLLM stores once, announces again and evicts once. The index still matches 16 tokens, but not all of them are certain."""
     consumer.send(stored(4))
     consumer.send(stored(4))
     assert consumer.match(tokens_of(4)) == (16, 16)
@@ -92,7 +92,7 @@ def test_a_report_of_a_hit_costs_certainty_at_the_first_removal(consumer: Consum
     assert consumer.uncertain == 0
 
 
-def test_two_true_copies_keep_their_credit(consumer: Consumer) -> None:
+def test_two_real_copies_still_match_after_one_removal(consumer: Consumer) -> None:
     consumer.send(stored(2), stored(2))
     consumer.send(removed(1))
     assert consumer.match(tokens_of(2)) == (8, 4)
@@ -107,8 +107,8 @@ def test_a_clear_ends_uncertainty(consumer: Consumer, end: KVEvent) -> None:
     assert (consumer.match(tokens_of(2)), consumer.uncertain) == ((8, 8), 0)
 
 
-def test_another_tier_makes_a_block_certain_there(consumer: Consumer) -> None:
-    """On the GPU it might be gone, in host memory it is not: all of the prompt is held, but not certainly on the GPU."""
+def test_a_block_that_is_uncertain_on_one_tier_can_be_certain_on_another(consumer: Consumer) -> None:
+    """The block might not be on the GPU but is in host memory. The worker holds the whole prompt, but maybe not on the GPU."""
     consumer.send(stored(2), stored(2), removed(1), BlockStored([2], None, [], 0, medium="CPU"))
     found = consumer.index.match(tokens_of(2)).get(*WORKER)
     assert found is not None
@@ -116,7 +116,7 @@ def test_another_tier_makes_a_block_certain_there(consumer: Consumer) -> None:
     assert "certain" not in repr(found) or "8 of them certain" in repr(found)
 
 
-def test_an_origin_says_what_a_store_is(consumer: Consumer) -> None:
+def test_the_origin_of_a_store_says_whether_it_adds_a_copy(consumer: Consumer) -> None:
     """vllm#51699: NEW is another copy, REUSED is not."""
     consumer.send(stored(2, origin="NEW"), stored(2, origin="NEW"), stored(2, origin="REUSED"))
     consumer.send(removed(0), removed(1))
@@ -127,20 +127,20 @@ def test_an_origin_says_what_a_store_is(consumer: Consumer) -> None:
     assert consumer.match(tokens_of(1)) == (4, 0)
 
 
-def test_a_reused_block_that_is_not_known_is_held(consumer: Consumer) -> None:
-    """A consumer that came late learns of it so."""
+def test_a_reused_block_that_is_unknown_is_stored(consumer: Consumer) -> None:
+    """A consumer that subscribed late knows the block only from this event."""
     consumer.send(stored(2, origin="REUSED"))
     assert consumer.match(tokens_of(2)) == (8, 8)
 
 
-def test_a_reused_block_that_waits_is_not_counted_twice(consumer: Consumer) -> None:
+def test_a_reused_orphan_is_not_counted_twice(consumer: Consumer) -> None:
     consumer.send(stored(1, first=1), stored(1, first=1, origin="REUSED"), stored(1))
     consumer.send(removed(1))
     assert consumer.match(tokens_of(2)) == (4, 4)
 
 
-def test_remaining_copy_counts_say_how_many_are_left(consumer: Consumer) -> None:
-    """vllm#48933: the number is certain from then on, however often the blocks were announced."""
+def test_remaining_copy_counts_make_the_number_of_copies_certain(consumer: Consumer) -> None:
+    """vllm#48933: the number is certain after the removal, however often the blocks were announced before."""
     consumer.send(stored(3), stored(3), stored(3))
     consumer.send(removed(0, 1, 2, remaining_copy_counts=[1, 2, 0]))
     assert consumer.match(tokens_of(3)) == (8, 8)
@@ -149,21 +149,21 @@ def test_remaining_copy_counts_say_how_many_are_left(consumer: Consumer) -> None
     consumer.send(removed(0, remaining_copy_counts=[0]), removed(1, remaining_copy_counts=[1]))
     assert consumer.match(tokens_of(3)) == (0, 0)
     other = Consumer()
-    other.send(stored(1, first=1), removed(1))  # what waited and is gone
+    other.send(stored(1, first=1), removed(1))  # an orphan that was removed
     assert consumer.index.digest(WORKER) != other.index.digest(WORKER)
     other.send(stored(2), removed(0))
     assert consumer.index.digest(WORKER) == other.index.digest(WORKER)
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 3], [-1, 0], []])
-def test_counts_that_do_not_fit_say_nothing(consumer: Consumer, counts: list[int]) -> None:
+def test_invalid_remaining_copy_counts_are_ignored(consumer: Consumer, counts: list[int]) -> None:
     consumer.send(stored(2), stored(2))
     consumer.send(removed(0, 1, remaining_copy_counts=counts))
     assert consumer.match(tokens_of(2)) == (8, 0)
 
 
-def test_removals_with_counts_in_a_row_are_read_one_by_one(consumer: Consumer) -> None:
-    """Engines send one removal a block, and equal ones in a row are read together."""
+def test_consecutive_removals_with_counts_are_applied_one_by_one(consumer: Consumer) -> None:
+    """Engines send one removal for each block, and the index reads consecutive removals of one kind together."""
     consumer.send(stored(3), stored(3))
     consumer.send(*(removed(block, remaining_copy_counts=[1]) for block in (2, 1, 0)))
     assert consumer.match(tokens_of(3)) == (12, 12)
@@ -172,31 +172,31 @@ def test_removals_with_counts_in_a_row_are_read_one_by_one(consumer: Consumer) -
 # --- attestations ------------------------------------------------------------------------------------------------------------
 
 
-def attested(copies: list[tuple[int, int]]) -> BlockRemoved:
-    digest = sum((block + 1) ^ (group * _GROUP & _MASK) for block, group in copies) & _MASK
+def attestation_event(copies: list[tuple[int, int]]) -> BlockRemoved:
+    digest = sum((block + 1) ^ (group * GROUP_FACTOR & MASK) for block, group in copies) & MASK
     return BlockRemoved([], heartbeat=Heartbeat("f" * 32, 5.0, attestation=digest))
 
 
-def test_an_attestation_that_agrees_makes_copies_certain_and_keeps_them_so(consumer: Consumer) -> None:
+def test_a_matching_attestation_makes_present_and_later_copies_certain(consumer: Consumer) -> None:
     consumer.send(stored(2), stored(2), removed(1))
     assert consumer.match(tokens_of(2)) == (8, 4)
-    assert consumer.send(attested([(0, 0), (0, 0), (1, 0)])).attestation_matches is True
+    assert consumer.send(attestation_event([(0, 0), (0, 0), (1, 0)])).attestation_matches is True
     assert (consumer.match(tokens_of(2)), consumer.uncertain) == ((8, 8), 0)
     consumer.send(stored(2), removed(0), removed(0))
     assert consumer.match(tokens_of(2)) == (8, 8)
 
 
-def test_an_attestation_that_differs_makes_nothing_certain(consumer: Consumer) -> None:
+def test_a_different_attestation_makes_no_copy_certain(consumer: Consumer) -> None:
     consumer.send(stored(2), stored(2), removed(1))
-    assert consumer.send(attested([(0, 0)])).attestation_matches is False
+    assert consumer.send(attestation_event([(0, 0)])).attestation_matches is False
     assert consumer.match(tokens_of(2)) == (8, 4)
 
 
-# --- what is saved -----------------------------------------------------------------------------------------------------------
+# --- snapshots and compaction ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_snapshots_have_the_bounds_and_the_promise(consumer: Consumer, merged: bool) -> None:
+def test_a_snapshot_contains_the_bounds_of_copies(consumer: Consumer, merged: bool) -> None:
     consumer.send(stored(3), stored(3), removed(2))
     other = PrefixIndex()
     file = io.BytesIO()
@@ -212,19 +212,19 @@ def test_snapshots_have_the_bounds_and_the_promise(consumer: Consumer, merged: b
     assert (found.tokens, found.certain) == (12, 8)
     assert other.digest(WORKER) == consumer.index.digest(WORKER)
     assert other.worker(WORKER).uncertain == 1
-    payload = encode_batch(KVEventBatch(1.0, [removed(2), attested([(0, 0), (0, 0), (1, 0), (1, 0)])]))
+    payload = encode_batch(KVEventBatch(1.0, [removed(2), attestation_event([(0, 0), (0, 0), (1, 0), (1, 0)])]))
     report = other.apply(RawBatch(*WORKER, 0, consumer.seq + 1, False, payload)).report
     assert report is not None
     assert report.attestation_matches is True
 
 
 def bounds(index: PrefixIndex) -> dict[tuple[int, int], tuple[int, int]]:
-    """The bounds of the copies of each block, by hash and group."""
+    """Return the fewest and the most copies of each block, by hash and group."""
     return {(block.hash, block.group): (block.certain_copies, block.copies) for block in index.blocks(WORKER)}
 
 
 def late_consumer(compactor: Compactor) -> Consumer:
-    """A consumer that is given the state of a compactor."""
+    """Return a consumer that has received the snapshot of a compactor."""
     late, history = Consumer(), compactor.events()
     assert history is not None
 
@@ -236,8 +236,8 @@ def late_consumer(compactor: Compactor) -> Consumer:
     return late
 
 
-def test_a_compacted_history_has_the_same_bounds(consumer: Consumer) -> None:
-    """A late consumer that is given the state instead of the events is as uncertain as one that saw them."""
+def test_compacted_history_has_the_same_bounds_of_copies(consumer: Consumer) -> None:
+    """A late consumer that receives a snapshot has the same bounds as a consumer that received all events."""
     events: list[KVEvent] = [stored(4), stored(4), stored(2), removed(3), removed(1), removed(0), stored(1)]
     compactor = Compactor.create()
     assert compactor is not None
@@ -250,7 +250,7 @@ def test_a_compacted_history_has_the_same_bounds(consumer: Consumer) -> None:
     assert late.index.digest(WORKER) == consumer.index.digest(WORKER)
 
 
-def test_a_compacted_history_knows_origins_and_counts(consumer: Consumer) -> None:
+def test_compaction_applies_origins_and_remaining_copy_counts(consumer: Consumer) -> None:
     events: list[KVEvent] = [
         stored(3),
         stored(3, origin="REUSED"),
@@ -271,8 +271,8 @@ def test_a_compacted_history_knows_origins_and_counts(consumer: Consumer) -> Non
 
 
 @pytest.mark.parametrize("window_first", [False, True])
-def test_a_report_credits_no_window_that_is_not_there(consumer: Consumer, window_first: bool) -> None:
-    """The window group has evicted blocks 0 and 1 of four. A report announces all four in both groups, in either order."""
+def test_a_reannouncement_makes_no_evicted_window_certain(consumer: Consumer, window_first: bool) -> None:
+    """The window group has evicted blocks 0 and 1 of four. A re-announcement contains all four in both groups, in any order."""
     consumer.send(stored(4, **FULL), stored(4, **WINDOW))
     consumer.send(removed(0, group=1), removed(1, group=1))
     assert consumer.match(tokens_of(2)) == (0, 0)
@@ -282,7 +282,7 @@ def test_a_report_credits_no_window_that_is_not_there(consumer: Consumer, window
     assert consumer.match(tokens_of(4)) == (16, 16)
 
 
-def test_a_window_that_an_origin_vouches_for_is_certain(consumer: Consumer) -> None:
+def test_an_origin_of_new_makes_a_window_certain(consumer: Consumer) -> None:
     consumer.send(stored(4, **FULL), stored(4, **WINDOW))
     consumer.send(removed(0, group=1), removed(1, group=1))
     consumer.send(stored(4, origin="REUSED", **FULL), stored(4, origin="REUSED", **WINDOW))
@@ -291,14 +291,13 @@ def test_a_window_that_an_origin_vouches_for_is_certain(consumer: Consumer) -> N
     assert consumer.match(tokens_of(2)) == (8, 8)
 
 
-def test_a_window_that_is_cleared_in_the_batch_of_its_report_is_gone(consumer: Consumer) -> None:
+def test_a_window_that_is_cleared_in_the_batch_of_its_reannouncement_is_gone(consumer: Consumer) -> None:
     consumer.send(stored(4, **FULL))
     consumer.send(stored(4, **FULL), stored(4, **WINDOW), AllBlocksCleared())
     assert (consumer.match(tokens_of(4)), consumer.uncertain) == ((0, 0), 0)
 
 
-def test_a_window_that_goes_on_is_certain(consumer: Consumer) -> None:
-    """Stores without a re-announcement are what they always were."""
+def test_a_window_that_is_extended_without_a_reannouncement_is_certain(consumer: Consumer) -> None:
     consumer.send(stored(2, **FULL), stored(2, **WINDOW))
     consumer.send(stored(2, first=2, **FULL), stored(2, first=2, **WINDOW), removed(0, group=1))
     assert consumer.match(tokens_of(4)) == (16, 16)
@@ -335,36 +334,36 @@ class Pool(RuleBasedStateMachine):
     def tokens(self, prompt: int) -> list[int]:
         return list(range(prompt * 1_000, prompt * 1_000 + BLOCKS * SIZE))
 
-    def held(self, prompt: int, block: int, group: int) -> bool:
+    def is_held(self, prompt: int, block: int, group: int) -> bool:
         return self.copies[prompt, block, group] > 0
 
-    def hit(self, prompt: int) -> int:
-        """Blocks of the longest prefix that the engine finds cached."""
-        dense = next((block for block in range(BLOCKS) if not self.held(prompt, block, 0)), BLOCKS)
+    def longest_hit(self, prompt: int) -> int:
+        """Return the number of blocks of the longest prefix that the engine finds cached."""
+        dense = next((block for block in range(BLOCKS) if not self.is_held(prompt, block, 0)), BLOCKS)
         if 1 not in self.groups:
             return dense
         for length in range(dense, 0, -1):
-            if all(self.held(prompt, block, 1) for block in range(max(0, length - 2), length)):
+            if all(self.is_held(prompt, block, 1) for block in range(max(0, length - 2), length)):
                 return length
         return 0
 
     @rule(prompt=st.integers(0, PROMPTS - 1), count=st.integers(1, BLOCKS), report=st.booleans(), twice=st.booleans())
     def request(self, prompt: int, count: int, report: bool, twice: bool) -> None:
-        """Announce the hit again if the client asks for it, and compute what is missing; at once for two requests."""
-        hit = min(self.hit(prompt), count)
+        """Announce the hit again if `report` is set, and compute the missing blocks; twice for two concurrent requests."""
+        longest_hit = min(self.longest_hit(prompt), count)
         events: list[KVEvent] = []
-        if report and hit and self.reports:
-            events += [self.event(prompt, 0, hit, group) for group in self.groups]
+        if report and longest_hit and self.reports:
+            events += [self.event(prompt, 0, longest_hit, group) for group in self.groups]
         for _ in range(1 + twice):
-            for group in self.groups if hit < count else ():
-                events.append(self.event(prompt, hit, count - hit, group))
-                self.copies.update((prompt, block, group) for block in range(hit, count))
+            for group in self.groups if longest_hit < count else ():
+                events.append(self.event(prompt, longest_hit, count - longest_hit, group))
+                self.copies.update((prompt, block, group) for block in range(longest_hit, count))
         if events:
             self.consumer.send(*events)
 
     @rule(prompt=st.integers(0, PROMPTS - 1), block=st.integers(0, BLOCKS - 1), group=st.integers(0, 1))
     def evict(self, prompt: int, block: int, group: int) -> None:
-        if self.held(prompt, block, group):
+        if self.is_held(prompt, block, group):
             self.copies[prompt, block, group] -= 1
             self.consumer.send(BlockRemoved([self.hash_of(prompt, block)], "GPU", group))
 
@@ -375,43 +374,45 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def attest(self) -> None:
-        """The engine's own digest, if it agrees. From then on the publisher leaves reports out, as it promises."""
+        """Send the engine's own digest if the upper bounds are right. From then on the publisher omits re-announcements."""
         if self.consumer.seq < 0:
             return
         blocks = list(self.consumer.index.blocks(WORKER))
-        most = Counter({((block.hash - 1) // BLOCKS, (block.hash - 1) % BLOCKS, block.group): block.copies for block in blocks})
-        if most == +self.copies:
+        upper = Counter(
+            {((block.hash - 1) // BLOCKS, (block.hash - 1) % BLOCKS, block.group): block.copies for block in blocks}
+        )
+        if upper == +self.copies:
             total = sum(
-                count * (self.hash_of(prompt, block) ^ (group * _GROUP & _MASK))
+                count * (self.hash_of(prompt, block) ^ (group * GROUP_FACTOR & MASK))
                 for (prompt, block, group), count in self.copies.items()
             )
             self.reports = False
-            heartbeat = Heartbeat("f" * 32, 5.0, attestation=total & _MASK)
+            heartbeat = Heartbeat("f" * 32, 5.0, attestation=total & MASK)
             assert self.consumer.send(BlockRemoved([], heartbeat=heartbeat)).attestation_matches is True
             assert self.consumer.uncertain == 0
 
     @invariant()
-    def what_is_certain_is_true(self) -> None:
-        """The engine finds at least what is certain and at most what may be held, so an answer that is certain is exact."""
+    def matches_bracket_the_hit_of_the_engine(self) -> None:
+        """The engine finds at least the certain tokens and at most the matched tokens, so a certain match is exact."""
         if not hasattr(self, "consumer"):
             return
         for prompt in range(PROMPTS):
-            most, certain = self.consumer.match(self.tokens(prompt))
-            assert certain <= self.hit(prompt) * SIZE <= most
+            upper, certain = self.consumer.match(self.tokens(prompt))
+            assert certain <= self.longest_hit(prompt) * SIZE <= upper
 
     @invariant()
     def copies_are_within_their_bounds(self) -> None:
         if not hasattr(self, "consumer") or self.consumer.seq < 0:
             return
-        seen = Counter[tuple[int, int, int]]()
+        listed = Counter[tuple[int, int, int]]()
         for block in self.consumer.index.blocks(WORKER):
             place = ((block.hash - 1) // BLOCKS, (block.hash - 1) % BLOCKS, block.group)
             assert block.certain_copies <= self.copies[place] <= block.copies
-            seen[place] += 1
-        assert all(seen[place] for place, count in self.copies.items() if count)
+            listed[place] += 1
+        assert all(listed[place] for place, count in self.copies.items() if count)
         assert self.reports or all(block.copies == block.certain_copies for block in self.consumer.index.blocks(WORKER))
-        doubtful = sum(block.certain_copies == 0 for block in self.consumer.index.blocks(WORKER))
-        assert self.consumer.uncertain == doubtful
+        uncertain_blocks = sum(block.certain_copies == 0 for block in self.consumer.index.blocks(WORKER))
+        assert self.consumer.uncertain == uncertain_blocks
 
 
 Pool.TestCase.settings = settings(

@@ -1,4 +1,4 @@
-"""The prefix index agrees with plain Python about every prompt and every block, for any announced events."""
+"""The prefix index agrees with a plain Python model on every prompt and every block, for any announced events."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from wire_cases import batch_of, stored
 
 ALL_WORKERS: list[Worker] = [("a", 0), ("a", 1), ("b", 0)]
 SLACK = 4096
-"""Bytes that an index may keep per stream when no block is left: its name, its counters, the rules of its groups."""
+"""Bytes that an index may use for a stream without blocks: its name, its counters and the rules of its groups."""
 histories = st.binary(min_size=1500, max_size=4000)
 
 
-class Trio:
-    """The oracle, an index that is given events, and one that is given the bytes they were sent as."""
+class IndexesAndOracle:
+    """The oracle, an index that receives events, and an index that receives the same events as payloads."""
 
     def __init__(self, max_orphans: int) -> None:
         limits = IndexLimits(max_orphans=max_orphans)
@@ -83,7 +83,7 @@ class Trio:
                 assert self.by_payload.apply(step).status == status
 
     def _by_payload(self, batch: Batch, payload: bytes, *, raw: bool) -> ApplyResult:
-        """As a subscriber that does not decode delivers it, or by hand."""
+        """Apply the payload as a raw batch, which a subscriber that does not decode delivers, or with `apply_payload`."""
         if raw:
             return self.by_payload.apply(RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, False, payload))
         return self.by_payload.apply_payload((batch.source, batch.rank), batch.incarnation, batch.seq, payload)
@@ -94,7 +94,7 @@ class Trio:
             assert answer(index.match(tokens, namespace(scope))) == expected
 
     def check_state(self) -> None:
-        """Every block on every plane, every number."""
+        """Compare all blocks in all placements, all digests and all counters."""
         for worker in ALL_WORKERS:
             expected = self.oracle.blocks(worker)
             assert all(blocks_of(index, worker) == expected for index in self.indexes)
@@ -108,34 +108,37 @@ class Trio:
         assert self.by_payload.workers() == self.by_event.workers()
 
 
-def adversarial(data: bytes, max_orphans: int) -> None:
+def check_adversarial_history(data: bytes, max_orphans: int) -> None:
     choices = Choices(data)
-    adversary, trio = Adversary(choices), Trio(max_orphans)
+    adversary, subjects = Adversary(choices), IndexesAndOracle(max_orphans)
     for number, step in enumerate(adversary.steps()):
         note(step)
-        trio.take(step, choices.byte())
-        trio.check_prompt(*adversary.prompt())
+        subjects.take(step, choices.byte())
+        subjects.check_prompt(*adversary.prompt())
         if number % 8 == 7:
-            trio.check_state()
+            subjects.check_state()
     for path in (path for stream in adversary.streams for path in stream.paths[-8:]):
         tokens = [token for page in path.pages for token in page.tokens]
-        trio.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
-    trio.check_state()
+        subjects.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
+    subjects.check_state()
 
 
 @settings(max_examples=60)
 @given(histories)
-def test_any_history_leaves_what_the_model_has(data: bytes) -> None:
-    """Engines that follow no rule: every hashing, tier, group, salt and adapter, children before parents, late and repeated
-    batches, restarts, removed workers. Events and payloads of every dialect lead to the same state as the model."""
-    adversarial(data, max_orphans=1_000_000)
+def test_any_history_leads_to_the_state_of_the_model(data: bytes) -> None:
+    """Events and payloads of every dialect lead to the same state as the model, from engines that follow no rule.
+
+    Histories have every hashing, tier, group, salt and adapter, children before parents, late and repeated batches, restarts
+    and removed workers.
+    """
+    check_adversarial_history(data, max_orphans=1_000_000)
 
 
 @settings(max_examples=20)
 @given(histories, st.integers(0, 6))
-def test_what_waits_is_dropped_oldest_first_when_the_pool_is_full(data: bytes, max_orphans: int) -> None:
-    """The same histories with a pool of a few blocks."""
-    adversarial(data, max_orphans)
+def test_the_oldest_orphans_are_dropped_when_there_are_too_many(data: bytes, max_orphans: int) -> None:
+    """The same histories agree with the model if only a few orphans are stored."""
+    check_adversarial_history(data, max_orphans)
 
 
 @settings(max_examples=60)
@@ -146,25 +149,28 @@ def test_what_waits_is_dropped_oldest_first_when_the_pool_is_full(data: bytes, m
     st.integers(0, 240),
     st.integers(0, 240),
 )
-def test_prompts_are_matched_in_every_scheme_at_once(
-    stores: list[tuple[Worker, int, int, bool]], asked: int, shared: int
+def test_prompts_are_matched_with_every_block_size_and_scheme_at_once(
+    store_payloads: list[tuple[Worker, int, int, bool]], prompt_tokens: int, shared: int
 ) -> None:
-    """Workers with blocks of several sizes, plain and EAGLE's, one worker with more than one of them too; chains and prompts on
-    both sides of the first look at 64 blocks, and prompts that leave the chains at some point."""
+    """Workers have blocks of several sizes, plain and EAGLE's, and one worker can have more than one scheme.
+
+    Chains and prompts are shorter and longer than the 64 blocks that a lookup checks first. Prompts leave the chains
+    at any point.
+    """
     oracle, index = Oracle(), PrefixIndex()
     feeds = {worker: Feed(index, *worker) for worker in ALL_WORKERS}
     tokens = list(range(1, 300))
-    for number, (worker, size, count, eagle) in enumerate(stores):
+    for number, (worker, size, count, eagle) in enumerate(store_payloads):
         hashes = range(1000 * number, 1000 * number + count)
         given = list(pairwise(tokens))[: count * size] if eagle else tokens[: count * size]
         batch = feeds[worker].batch(store(hashes, given, size))
         assert oracle.apply(batch) == index.apply(batch).status
-    prompt = tokens[: min(shared, asked)] + [7] * (asked - shared)
+    prompt = tokens[: min(shared, prompt_tokens)] + [7] * (prompt_tokens - shared)
     assert answer(index.match(prompt)) == oracle.match(prompt, Scope())
 
 
 def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]) -> Iterator[Callable[[], Any]]:
-    """What an engine may do next, one thing at a time."""
+    """Yield the next steps of an engine, one at a time."""
     traffic = Traffic(engine, choices, salts=salts, longest=30)
     while not choices.over:
         what = choices.byte()
@@ -180,10 +186,10 @@ def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]
 
 @settings(max_examples=30)
 @given(st.binary(min_size=300, max_size=900))
-def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
-    """Two engines with block pools of their own seeds, one of them hybrid: caches fill, evict in LRU order, keep copies and are
-    reset; after every step both indexes know every block, and predict what the engine itself would find."""
-    choices, trio = Choices(data), Trio(1_000_000)
+def test_the_index_predicts_the_hits_of_engines_that_run_requests(data: bytes) -> None:
+    """Two engines have block pools with different seeds, and one engine can be hybrid. Caches fill, evict in LRU order, hold
+    copies and are reset. After every step both indexes know every block, and predict what the engine itself would find."""
+    choices, subjects = Choices(data), IndexesAndOracle(1_000_000)
     size = choices.of((1, 2, 4))
     windows: tuple[int | None, ...] = choices.of(((None, 2 * size + 1), (None, 5), (None, None, 3 * size), (None,)))
     pool = 110 // size + 2  # hardly more than two of the longest requests take in one group
@@ -195,12 +201,12 @@ def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
         worker, engine, steps = choices.of(runs)
         for run in (step for step in [next(steps, None)] if step is not None):
             run()
-        trio.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
+        subjects.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
         sent[worker] += 1
         tokens, salt = Traffic(engine, choices, salts=salts, longest=30).arrive()
-        trio.check_prompt(tokens, Scope(salt=salt))
-        assert tokens_of(trio.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
-    trio.check_state()
+        subjects.check_prompt(tokens, Scope(salt=salt))
+        assert tokens_of(subjects.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
+    subjects.check_state()
 
 
 @settings(max_examples=15)
@@ -219,7 +225,7 @@ def test_memory_returns_to_the_baseline_when_every_worker_is_removed(data: bytes
 
 
 def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
-    """By removals alone, in another order than that of the stores, with copies, orphans and several tiers."""
+    """Removals alone free the memory, in another order than the stores, with copies, orphans and several tiers."""
     index = PrefixIndex()
     feed = Feed(index)
     feed(store([1], [1, 2], 2), removal(1))
@@ -238,11 +244,11 @@ def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
     assert index.stats().bytes <= baseline + SLACK
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------------
+# --- many deliveries at once ------------------------------------------------------------------------------------------------
 
 
-def as_delivered(step: Batch | Reset | Gap, choice: int) -> Batch | RawBatch | Reset | Gap:
-    """As events, as bytes, or as bytes that were damaged on the way or have something new in them."""
+def to_delivery(step: Batch | Reset | Gap, choice: int) -> Batch | RawBatch | Reset | Gap:
+    """Return the step as events, as a payload, or as a payload that is damaged or contains unknown fields."""
     if not isinstance(step, Batch) or choice < 60:
         return step
     payload = encode_in_dialect(step, choice)
@@ -251,26 +257,26 @@ def as_delivered(step: Batch | Reset | Gap, choice: int) -> Batch | RawBatch | R
     return RawBatch(step.source, step.rank, step.incarnation, step.seq, False, payload)
 
 
-def same_state(one: PrefixIndex, other: PrefixIndex) -> bool:
+def has_same_state(one: PrefixIndex, other: PrefixIndex) -> bool:
     state = [(index.workers(), index.stats().wire_rejected) for index in (one, other)]
     return state[0] == state[1] and all(one.digest(worker) == other.digest(worker) for worker in workers_of(one))
 
 
 @settings(max_examples=20)
 @given(histories)
-def test_applying_many_is_applying_each(data: bytes) -> None:
+def test_applying_many_deliveries_equals_applying_each(data: bytes) -> None:
     choices = Choices(data)
     steps = [step for step in Adversary(choices).steps() if not isinstance(step, Remove | Admit | Label)]
-    deliveries = [as_delivered(step, data[at % len(data)]) for at, step in enumerate(steps)]
+    deliveries = [to_delivery(step, data[at % len(data)]) for at, step in enumerate(steps)]
     each, many = PrefixIndex(), PrefixIndex()
     cut = len(deliveries) * data[0] // 256
     found = many.apply_many(deliveries[:cut]) + many.apply_many(iter(deliveries[cut:]))
     assert found == [each.apply(delivery) for delivery in deliveries]
-    assert same_state(each, many)
+    assert has_same_state(each, many)
 
 
 def test_a_long_run_of_payloads_is_applied_in_order() -> None:
-    """More than go into the native module at once, now and then one that is read in Python, and one that is not a batch."""
+    """The run is longer than one call into the native module. Some payloads are read in Python, and one is not a batch."""
     odd: dict[int, dict[str, Any]] = {
         7: {"tomorrow": 1},
         255: {"block_hashes": [b"x" * 32]},
@@ -282,12 +288,12 @@ def test_a_long_run_of_payloads_is_applied_in_order() -> None:
     each, many = PrefixIndex(), PrefixIndex()
     deliveries = [RawBatch("a", 0, 0, at, False, payload) for at, payload in enumerate(payloads)]
     assert many.apply_many(deliveries) == [each.apply(delivery) for delivery in deliveries]
-    assert same_state(each, many)
+    assert has_same_state(each, many)
     assert many.stats().blocks == 698
 
 
 def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> None:
-    """They are keyed by position, and the state is the same: after clears, events that only Python decodes, and duplicates."""
+    """Outcomes are keyed by position, and the state is equal after clears, events that only Python decodes, and duplicates."""
     odd: dict[int, dict[str, Any]] = {7: {"tomorrow": 1}, 255: {"block_hashes": [b"x" * 32]}, 256: {"block_size": "x"}}
     payloads = [batch_of(stored(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(600)]
     payloads[300], payloads[5] = b"\xc1", batch_of({"type": "AllBlocksCleared"})
@@ -296,7 +302,7 @@ def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> 
     found = many.apply_payloads(("a", 3), 0, 100, payloads)
     assert found == {at: outcome for at, outcome in enumerate(outcomes) if outcome != ApplyResult("applied")}
     assert list(found) == [5, 256, 300]
-    assert same_state(each, many)
+    assert has_same_state(each, many)
     assert [outcome.status for outcome in many.apply_payloads(("a", 3), 0, 699, payloads[:2]).values()] == ["duplicate"]
     assert many.apply_payloads(("a", 3), 0, 701, []) == {}
 
@@ -304,57 +310,57 @@ def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> 
 # --- threads ----------------------------------------------------------------------------------------------------------------
 
 BLOCKS, STEP = 20_000, 1_000
-"""A step is much more than `WORTH_RELEASING` and `BLOCKS_PER_HOLD` of the native module: threads really meet inside of it."""
+"""A step is much more than `WORTH_RELEASING` and `BLOCKS_PER_HOLD` of the native module, so threads overlap inside it."""
 TOKENS = array("I", range(2 * BLOCKS))
 ROUNDS = 5
-"""What threads meet in by chance differs from round to round."""
+"""Threads overlap differently in each round."""
 
 
 def payload_of(event: KVEvent) -> bytes:
     return encode_batch(KVEventBatch(1.0, [event]))
 
 
-def stores() -> list[bytes]:
-    """`TOKENS` as payloads of `STEP` blocks; hashes are places, from 1 on."""
+def store_payloads() -> list[bytes]:
+    """Return stores of `TOKENS` as payloads of `STEP` blocks. The hash of a block is its number, from 1 on."""
     firsts = range(0, BLOCKS, STEP)
     tokens = [TOKENS[2 * first : 2 * (first + STEP)] for first in firsts]
     ranges = [range(first + 1, first + STEP + 1) for first in firsts]
     return [payload_of(store(blocks, part, 2, blocks[0] - 1 or None)) for blocks, part in zip(ranges, tokens, strict=True)]
 
 
-def removals() -> list[bytes]:
-    """The same from the end, so that what is left is always a prefix."""
+def removal_payloads() -> list[bytes]:
+    """Return removals of the same blocks from the end, so that the rest is always a prefix."""
     return [payload_of(removal(*range(last, last - STEP, -1))) for last in range(BLOCKS, 0, -STEP)]
 
 
-class Meetings:
-    """Counts what readers have read, so that a writer can wait until all of them have read what it has just written."""
+class ReadCounter:
+    """Counts the reads of each reader, so that a writer can wait until all readers have read the latest write."""
 
     def __init__(self, readers: int) -> None:
         self._reads = [0] * readers
         self._changed = threading.Condition()
 
-    def has_read(self, reader: int) -> None:
+    def record_read(self, reader: int) -> None:
         with self._changed:
             self._reads[reader] += 1
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until each reader has begun and ended a read. The first to end may have begun before, so two have to."""
+        """Wait until each reader has begun and ended a read. The first read might have begun before, so wait for two."""
         with self._changed:
             wanted = [reads + 2 for reads in self._reads]
             assert self._changed.wait_for(lambda: all(map(ge, self._reads, wanted)), 60), "a reader has stopped"
 
 
 class Writer:
-    """Applies payloads one after the other. A reader may see any state between `done` and `begun` payloads.
+    """Applies payloads one after the other. A reader can see any state between `done` and `begun` payloads.
 
-    With `meetings` it waits for the readers after every second payload; the others are applied while they read, or not, as
-    threads come to run.
+    With a `read_counter` it waits for the readers after every second payload. The other payloads might be applied during a
+    read, depending on how threads are scheduled.
     """
 
-    def __init__(self, index: PrefixIndex, source: str, payloads: list[bytes], meetings: Meetings | None = None) -> None:
-        self.index, self.source, self.payloads, self.meetings = index, source, payloads, meetings
+    def __init__(self, index: PrefixIndex, source: str, payloads: list[bytes], read_counter: ReadCounter | None = None) -> None:
+        self.index, self.source, self.payloads, self.read_counter = index, source, payloads, read_counter
         self.begun = self.done = 0
 
     def __call__(self) -> None:
@@ -363,12 +369,12 @@ class Writer:
             self.begun = at + 1
             assert self.index.apply_payload(self.source, 0, first + at, payload).status == "applied"
             self.done = at + 1
-            if self.meetings is not None and at % 2:
-                self.meetings.wait()
+            if self.read_counter is not None and at % 2:
+                self.read_counter.wait()
 
 
-def in_threads(writers: list[Callable[[], None]], readers: list[Callable[[], object]]) -> None:
-    """Run each writer once, and each reader again and again until all writers are done, and once more; threads change often."""
+def run_in_threads(writers: list[Callable[[], None]], readers: list[Callable[[], object]]) -> None:
+    """Run each writer once. Run each reader repeatedly until all writers are done, and once more. Threads switch often."""
     failures: list[BaseException] = []
     finished = threading.Event()
     start = threading.Barrier(len(writers) + len(readers))
@@ -407,11 +413,10 @@ def in_threads(writers: list[Callable[[], None]], readers: list[Callable[[], obj
 
 @pytest.mark.parametrize("growing", [True, False], ids=["stores", "removals"])
 def test_readers_see_only_states_between_the_beginning_and_the_end_of_their_call(growing: bool) -> None:
-    """Three readers beside one writer: no answer is older than what was applied before the call, newer than what was begun when
-    it returned, or anything that never was. A stream without a writer answers the same all the time. Each reader sees every
-    second state of the writer at least."""
+    """Three readers run beside one writer. Each answer is a state between what was applied before the call and what was begun
+    when it returned. The matches of a stream without a writer never change. Each reader sees at least every second state."""
 
-    def between(writer: Writer, reader: int, read: Callable[[], list[int]]) -> None:
+    def check_read(writer: Writer, reader: int, read: Callable[[], list[int]]) -> None:
         before = writer.done
         answers = read()
         after = writer.begun
@@ -419,7 +424,7 @@ def test_readers_see_only_states_between_the_beginning_and_the_end_of_their_call
         for blocks in answers:
             assert low * STEP <= blocks <= high * STEP
             seen[reader].add(blocks)
-        meetings.has_read(reader)
+        read_counter.record_read(reader)
 
     def depth(match: Match) -> int:
         found = answer(match)
@@ -429,25 +434,25 @@ def test_readers_see_only_states_between_the_beginning_and_the_end_of_their_call
         return hit[0] // 2
 
     for _ in range(ROUNDS):
-        index, meetings = PrefixIndex(), Meetings(3)
+        index, read_counter = PrefixIndex(), ReadCounter(3)
         seen: list[set[int]] = [set(), set(), set()]
         Feed(index, "still")(store(range(1, 51), TOKENS[:100], 2))
         if not growing:
             Writer(index, "a", STORES)()
-        writer = Writer(index, "a", STORES if growing else REMOVALS, meetings)
+        writer = Writer(index, "a", STORES if growing else REMOVALS, read_counter)
         readers: list[Callable[[], list[int]]] = [
             lambda: [depth(index.match(TOKENS))],  # noqa: B023 - read within its round
             lambda: [depth(match) for match in index.match_many([TOKENS])],  # noqa: B023
             lambda: [index.stats().blocks - 50],  # noqa: B023
         ]
-        in_threads([writer], [partial(between, writer, at, read) for at, read in enumerate(readers)])
+        run_in_threads([writer], [partial(check_read, writer, at, read) for at, read in enumerate(readers)])
         assert tokens_of(index, TOKENS) == (2 * BLOCKS if growing else 0)
         assert min(map(len, seen)) >= len(writer.payloads) // 2
 
 
-def test_what_is_not_touched_is_never_hidden_from_a_reader() -> None:
-    """A writer removes the second half of a prefix and stores it again, over and over: readers always find the first half."""
-    index, meetings = PrefixIndex(), Meetings(3)
+def test_readers_always_find_the_blocks_that_a_writer_does_not_touch() -> None:
+    """A writer repeatedly removes the second half of a prefix and stores it again. Readers always find the first half."""
+    index, read_counter = PrefixIndex(), ReadCounter(3)
     half = BLOCKS // STEP // 2
     Writer(index, "a", STORES)()
     seen: list[set[int]] = [set(), set(), set()]
@@ -456,26 +461,26 @@ def test_what_is_not_touched_is_never_hidden_from_a_reader() -> None:
         blocks = tokens_of(index, TOKENS) // 2
         assert BLOCKS // 2 <= blocks <= BLOCKS
         seen[reader].add(blocks)
-        meetings.has_read(reader)
+        read_counter.record_read(reader)
 
     for _ in range(ROUNDS):
-        writer = Writer(index, "a", REMOVALS[:half] + STORES[half:], meetings)
-        in_threads([writer], [partial(read, reader) for reader in range(3)])
+        writer = Writer(index, "a", REMOVALS[:half] + STORES[half:], read_counter)
+        run_in_threads([writer], [partial(read, reader) for reader in range(3)])
         assert tokens_of(index, TOKENS) == 2 * BLOCKS
     assert min(map(len, seen)) >= half // 2
 
 
 def test_writers_of_the_same_blocks_do_not_disturb_each_other() -> None:
-    """Three streams of the same blocks, and a worker that comes and goes: in the end each holds what its own deliveries say."""
+    """Three streams store the same blocks, and another worker is added and removed. Each holds the blocks of its deliveries."""
     expected = PrefixIndex()
     Writer(expected, "a", STORES)()
     for _ in range(3):
         index = PrefixIndex()
 
         def visit(index: PrefixIndex = index) -> None:
-            for life in range(10):
+            for visit_number in range(10):
                 for seq, payload in enumerate(STORES[:3]):
-                    index.apply_payload("visitor", life, seq, payload)
+                    index.apply_payload("visitor", visit_number, seq, payload)
                 assert index.remove_worker("visitor") == 3 * STEP
 
         writers = [
@@ -483,10 +488,10 @@ def test_writers_of_the_same_blocks_do_not_disturb_each_other() -> None:
             Writer(index, "b", STORES + REMOVALS + STORES),
             Writer(index, "c", STORES + REMOVALS),
         ]
-        in_threads([*writers, visit], [partial(index.match, TOKENS)])
+        run_in_threads([*writers, visit], [partial(index.match, TOKENS)])
         assert index.digest("a") == index.digest("b") == expected.digest("a")
         assert {info.source: info.blocks for info in index.workers()} == {"a": BLOCKS, "b": BLOCKS, "c": 0}
         assert index.stats().unique_blocks == BLOCKS
 
 
-STORES, REMOVALS = stores(), removals()
+STORES, REMOVALS = store_payloads(), removal_payloads()

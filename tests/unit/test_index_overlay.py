@@ -1,4 +1,4 @@
-"""`PrefixIndex.speculate`: decisions without confirming events are kept for a while, apart from announced blocks."""
+"""`PrefixIndex.speculate` stores routing decisions until they expire, apart from announced blocks."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ def chain(*hashes: int) -> BlockStored:
 
 
 def expected(index: PrefixIndex, prompt: list[int] = PROMPT, scope: Namespace | None = None) -> dict[tuple[str, int], int]:
-    """By worker its tokens, decisions included."""
+    """Return the matched tokens of each worker, with speculative entries."""
     return {(hit.source, hit.rank): hit.tokens for hit in index.match(prompt, scope, overlay=True)}
 
 
-def decided(index: PrefixIndex) -> tuple[int, int, int]:
-    """Blocks of the overlay, confirmed and expired decisions."""
+def decision_counts(index: PrefixIndex) -> tuple[int, int, int]:
+    """Return the number of blocks in the overlay, of confirmed decisions and of expired decisions."""
     stats = index.stats()
     return stats.speculated, stats.confirmed, stats.expired
 
 
-def test_speculation_counts_only_where_asked_for_and_for_a_while(index: PrefixIndex, clock: VirtualClock) -> None:
-    """A prompt just routed is expected to be cached soon; the confirmed state never knows of it."""
+def test_speculation_counts_only_in_overlay_matches_and_until_it_expires(index: PrefixIndex, clock: VirtualClock) -> None:
+    """A prompt that was just routed is expected to be cached soon. The confirmed state does not contain it."""
     feed = Feed(index)
     feed(chain(1))
     blocks, digest = blocks_of(index, feed.worker), index.digest("a")
 
-    def seen() -> tuple[int, int]:
+    def confirmed_and_expected() -> tuple[int, int]:
         return tokens_of(index, PROMPT), expected(index).get(("a", 0), 0)
 
-    assert seen() == (2, 2)
+    assert confirmed_and_expected() == (2, 2)
     index.speculate(("a", 0), PROMPT[:7], ttl=2.0)
-    assert seen() == (2, 6)
+    assert confirmed_and_expected() == (2, 6)
     assert (blocks_of(index, feed.worker), index.digest("a")) == (blocks, digest)
     clock.advance(1.9)
     index.speculate(("a", 0), PROMPT[:5], ttl=2.0)
-    assert seen() == (2, 6)
+    assert confirmed_and_expected() == (2, 6)
     clock.advance(0.2)
-    assert seen() == (2, 4)
+    assert confirmed_and_expected() == (2, 4)
     feed(chain(1, 2, 3))
-    assert seen() == (6, 6), "the confirmed state counts where it is longer"
+    assert confirmed_and_expected() == (6, 6), "the confirmed state counts where it is longer"
     clock.advance(2.0)
-    assert seen() == (6, 6)
+    assert confirmed_and_expected() == (6, 6)
     feed(cleared())
-    assert seen() == (0, 0)
+    assert confirmed_and_expected() == (0, 0)
 
 
-def test_speculation_keeps_to_its_namespace_its_model_and_its_worker(index: PrefixIndex) -> None:
+def test_speculation_counts_only_for_its_namespace_model_and_worker(index: PrefixIndex) -> None:
     Feed(index)(chain(1))
     Feed(index, "b")(chain(1))
     index.speculate(("a", 0), PROMPT, Namespace(salt="t"))
@@ -77,18 +77,18 @@ def test_speculation_keeps_to_its_namespace_its_model_and_its_worker(index: Pref
     assert expected(index, scope=Namespace(model="llama", salt="t")) == {("a", 0): 8}
 
 
-def test_decisions_are_counted_by_whether_their_prompt_was_held_when_they_ended(
+def test_a_decision_that_ends_counts_as_confirmed_only_if_its_worker_holds_the_prompt(
     index: PrefixIndex, clock: VirtualClock
 ) -> None:
-    """By the worker they were made for: that another one holds the prompt confirms nothing."""
+    """A prompt that another worker holds confirms nothing."""
     Feed(index, "b")(chain(1, 2, 3, 4))
     Feed(index)(chain(1))
     for worker, prompt in (("a", PROMPT), ("b", PROMPT), ("absent", PROMPT), ("a", [7, 7])):
         index.speculate((worker, 0), prompt)
     index.speculate("a", PROMPT[:1])
-    assert decided(index) == (13, 0, 0), "a prompt shorter than a block decides nothing"
+    assert decision_counts(index) == (13, 0, 0), "a prompt shorter than a block decides nothing"
     clock.advance(2.0)
-    assert decided(index) == (0, 1, 3)
+    assert decision_counts(index) == (0, 1, 3)
 
 
 def test_a_removed_worker_is_expected_to_hold_nothing(index: PrefixIndex) -> None:
@@ -101,29 +101,29 @@ def test_a_removed_worker_is_expected_to_hold_nothing(index: PrefixIndex) -> Non
     assert expected(index) == {("a", 0): 8, ("a", 7): 8, ("b", 0): 8}
     index.remove_worker("a")
     assert expected(index) == {("b", 0): 8}
-    assert decided(index) == (4, 0, 0), "forgotten, which is neither confirmed nor expired"
+    assert decision_counts(index) == (4, 0, 0), "forgotten, which is neither confirmed nor expired"
     index.remove_worker(("b", 0))
-    assert (expected(index), decided(index)) == ({}, (0, 0, 0))
+    assert (expected(index), decision_counts(index)) == ({}, (0, 0, 0))
 
 
-def test_the_oldest_decisions_make_room_and_leave_what_others_share_with_them(clock: VirtualClock) -> None:
-    """Three decisions with one beginning, of which two fit; the oldest, though believed for longest, ends first."""
+def test_the_oldest_decisions_are_dropped_first_and_shared_blocks_stay(clock: VirtualClock) -> None:
+    """Two of three decisions with a common prefix fit. The oldest ends first, although its ttl is the longest."""
     index = PrefixIndex(clock=clock, limits=IndexLimits(max_speculated=8))
     Feed(index, "b")(store([1], [9, 9], 2))
     index.speculate("a", PROMPT, ttl=60)
     index.speculate("a", [*PROMPT[:4], 50, 51, 52, 53], ttl=2)
     assert expected(index) == {("a", 0): 8}
     index.speculate("a", PROMPT[:6], ttl=1)
-    assert decided(index) == (7, 0, 1)
+    assert decision_counts(index) == (7, 0, 1)
     assert expected(index) == {("a", 0): 6}
     assert expected(index, [*PROMPT[:4], 50, 51, 52, 53]) == {("a", 0): 8}
     clock.advance(1)
     assert expected(index) == {("a", 0): 4}
     clock.advance(1)
-    assert (expected(index), decided(index)) == ({}, (0, 0, 3))
+    assert (expected(index), decision_counts(index)) == ({}, (0, 0, 3))
 
 
 @pytest.mark.parametrize("ttl", [0, -1, float("nan")])
-def test_a_time_that_cannot_be_is_refused(index: PrefixIndex, ttl: float) -> None:
+def test_an_invalid_ttl_is_rejected(index: PrefixIndex, ttl: float) -> None:
     with pytest.raises(ConfigError, match="ttl"):
         index.speculate("a", PROMPT, ttl=ttl)

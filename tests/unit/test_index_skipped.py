@@ -1,4 +1,4 @@
-"""Blocks that a store skips (vllm#44488): they are not stored, and the index gives no credit for them or because of them."""
+"""The index stores no blocks that an event lists as skipped (vllm#44488), and gives no credit for them or because of them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_block_after_skipped_ones_gives_no_credit_until_its_parent_is_stored(r
     assert matched() == 12
 
 
-def test_the_scanner_reads_them() -> None:
-    """A payload with them needs no decoder, so the index is as quick as with any other."""
+def test_the_native_scanner_reads_skipped_blocks() -> None:
+    """A payload with skipped blocks needs no Python decoder, so it is applied as fast as any other."""
     one = BlockStored([3], 2, TOKENS[8:], 4, skipped_parent_block_hash=1, skipped_token_ids=TOKENS[4:8])
     two = msgspec.structs.replace(one, skipped_parent_block_hash=None, skipped_extra_keys=[("salt",)])
     assert scanned(payload(one, two)) is not None

@@ -1,4 +1,4 @@
-"""Stores that say keys in the place of tokens lead where the tokens lead: to one digest, the same blocks, the same answers."""
+"""Stores with block keys instead of tokens lead to the same digest, the same blocks and the same matches."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def feed(index: PrefixIndex) -> Feed:
     return Feed(index)
 
 
-# --- the same as tokens -----------------------------------------------------------------------------------------------------
+# --- equal to tokens --------------------------------------------------------------------------------------------------------
 
 
 def hashes_of(tokens: Sequence[int], scope: Scope) -> list[int]:
-    """An engine's: of the whole prefix."""
+    """Return the hashes of an engine, each of the whole prefix."""
     return [xxh3(repr((scope, tokens[: end + SIZE])).encode()) for end in range(0, len(tokens) - SIZE + 1, SIZE)]
 
 
-class Pair:
-    """Three indexes: one gets tokens, one gets keys, and one gets tokens from one engine and keys from the other."""
+class TokenAndKeyIndexes:
+    """Three indexes: one receives tokens, one keys, and one receives tokens from engine `a` and keys from engine `b`."""
 
     def __init__(self) -> None:
         self.plain, self.redacted, self.mixed = PrefixIndex(), PrefixIndex(), PrefixIndex()
         self.feeds = {name: (Feed(self.plain, name), Feed(self.redacted, name)) for name in ("a", "b")}
-        self.both = {name: Feed(self.mixed, name) for name in self.feeds}
+        self.mixed_feeds = {name: Feed(self.mixed, name) for name in self.feeds}
         for feed in (feed for feeds in self.feeds.values() for feed in feeds):
             feed()
 
-    def say(self, name: str, plain: KVEvent, redacted: KVEvent | None = None) -> None:
+    def send(self, name: str, plain: KVEvent, redacted: KVEvent | None = None) -> None:
         redacted = redacted or plain
         for feed, event in zip(
-            (*self.feeds[name], self.both[name]), (plain, redacted, (plain, redacted)[name == "b"]), strict=True
+            (*self.feeds[name], self.mixed_feeds[name]), (plain, redacted, (plain, redacted)[name == "b"]), strict=True
         ):
             assert feed(event).status == "applied"
 
@@ -99,43 +99,45 @@ steps = st.tuples(
 
 @settings(max_examples=150)
 @given(st.lists(steps, max_size=25))
-def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
-    """Chains cut anywhere, copies, moves between tiers, windows, removals and clears, in every namespace: after each event both
-    indexes have one digest and one list of blocks, and at the end one answer to every prompt. So has one where an engine says
-    tokens, and another one keys of the same blocks."""
-    pair = Pair()
+def test_stores_of_true_keys_lead_to_the_same_state_as_stores_of_tokens(history: list[Any]) -> None:
+    """After each event both indexes have the same digest and the same blocks, and in the end the same match for every prompt.
+
+    So does an index where one engine sends tokens and another engine sends keys of the same blocks. Histories have chains cut
+    anywhere, copies, moves between tiers, windows, removals and clears, in every namespace.
+    """
+    indexes = TokenAndKeyIndexes()
     for name, what, prompt, scope, first, count, medium in history:
         hashes, keys = hashes_of(prompt, scope), block_keys(prompt, SIZE, namespace(scope))
         part = slice(first, first + count)
         if not hashes[part]:
             continue
-        if what == "store" and (first == 0 or pair.plain._key_of(name, 0, hashes[first - 1]) is not None):
-            whole = said(hashes, prompt, scope, part, medium)
+        if what == "store" and (first == 0 or indexes.plain._key_of(name, 0, hashes[first - 1]) is not None):
+            whole = vllm_store(hashes, prompt, scope, part, medium)
             redacted = keyed(hashes[part], keys[part], parent=whole.parent_block_hash, medium=medium)
-            pair.say(name, whole, redacted)
-            assert [pair.redacted._key_of(name, 0, value) for value in hashes[part]] == keys[part]
+            indexes.send(name, whole, redacted)
+            assert [indexes.redacted._key_of(name, 0, value) for value in hashes[part]] == keys[part]
         elif what == "move":
-            pair.say(name, store(hashes[part], [], 0, medium=medium))
+            indexes.send(name, store(hashes[part], [], 0, medium=medium))
         elif what == "window":
             kind: dict[str, Any] = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3, "group_idx": 1}
             whole = store(hashes[part], prompt, SIZE, **kind)
-            pair.say(name, whole, keyed(hashes[part], keys[part], **kind))
+            indexes.send(name, whole, keyed(hashes[part], keys[part], **kind))
         elif what == "remove":
-            pair.say(name, removal(*hashes[part], medium=medium, group_idx=count % 2))
+            indexes.send(name, removal(*hashes[part], medium=medium, group_idx=count % 2))
         elif what == "clear":
-            pair.say(name, cleared() if first else cleared(medium=medium))
-        pair.check(name)
+            indexes.send(name, cleared() if first else cleared(medium=medium))
+        indexes.check(name)
     for prompt in PROMPTS:
         for scope in SCOPES:
-            expected = answer(pair.plain.match(prompt, namespace(scope)))
-            assert answer(pair.redacted.match(prompt, namespace(scope))) == expected
-            assert answer(pair.mixed.match(prompt, namespace(scope))) == expected
+            expected = answer(indexes.plain.match(prompt, namespace(scope)))
+            assert answer(indexes.redacted.match(prompt, namespace(scope))) == expected
+            assert answer(indexes.mixed.match(prompt, namespace(scope))) == expected
             keys = block_keys(prompt, SIZE, namespace(scope))
-            assert answer(pair.redacted.match_keys(keys, SIZE)) == answer(pair.plain.match_keys(keys, SIZE))
+            assert answer(indexes.redacted.match_keys(keys, SIZE)) == answer(indexes.plain.match_keys(keys, SIZE))
 
 
-def test_keys_from_the_middle_match_the_chain_that_was_sent_as_tokens(index: PrefixIndex, feed: Feed) -> None:
-    """What is before them is not known when they come; the chain may grow, and lose its beginning, before the rest comes."""
+def test_keys_from_the_middle_of_a_prompt_match_the_chain_that_was_sent_as_tokens(index: PrefixIndex, feed: Feed) -> None:
+    """The blocks before them are unknown when the keys arrive. The chain can grow and lose its first block meanwhile."""
     tokens = list(range(40))
     keys, hashes = block_keys(tokens, SIZE), range(1, 21)
     feed(store(hashes[:10], tokens[:20], SIZE))
@@ -152,8 +154,8 @@ def test_keys_from_the_middle_match_the_chain_that_was_sent_as_tokens(index: Pre
     assert answer(index.match(tokens)) == {("a", 0): (40,) * 4}
 
 
-def said(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium: str) -> BlockStored:
-    """As vLLM says it: the salt at the root, items by the block that they begin before."""
+def vllm_store(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium: str) -> BlockStored:
+    """Return a store as vLLM sends it: the salt at the root, and multimodal items with offsets from the block."""
     first, end = part.start, min(part.stop, len(hashes))
     lora = scope.lora if isinstance(scope.lora, str) else None
     extra: list[list[Any]] = [[lora] if lora else [] for _ in range(first, end)]
@@ -172,29 +174,29 @@ def said(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium
 
 @settings(max_examples=40)
 @given(st.binary(min_size=400, max_size=2500))
-def test_a_stream_behind_a_relay_that_takes_tokens_out_has_the_same_digest(data: bytes) -> None:
-    """Engines that follow no rule but that of distinct hashes; keys are asked of the index that knows the tokens."""
-    adversary, pair = Adversary(Choices(data)), Pair()
+def test_a_stream_whose_tokens_a_relay_replaced_by_keys_has_the_same_digest(data: bytes) -> None:
+    """The engines follow no rule except that hashes are distinct. The keys come from the index that knows the tokens."""
+    adversary, indexes = Adversary(Choices(data)), TokenAndKeyIndexes()
     stream = adversary.streams[0]
     stream.hashing, stream.digests, stream.keyed = "opaque", False, False
     while not adversary.choices.over:
         event = adversary._event(stream)
         if not is_dense(event):
-            pair.say("a", event, without_tokens(event))
-        elif event.parent_block_hash is None or pair.plain._key_of("a", 0, event.parent_block_hash) is not None:
-            pair.feeds["a"][0](event)
-            keys = [pair.plain._key_of("a", 0, value) for value in event.block_hashes]
+            indexes.send("a", event, without_tokens(event))
+        elif event.parent_block_hash is None or indexes.plain._key_of("a", 0, event.parent_block_hash) is not None:
+            indexes.feeds["a"][0](event)
+            keys = [indexes.plain._key_of("a", 0, value) for value in event.block_hashes]
             assert None not in keys
             bare = msgspec.structs.replace(event, token_ids=[], extra_keys=None, lora_name=None, lora_id=None, cache_salt=None)
-            pair.feeds["a"][1](msgspec.structs.replace(bare, block_keys=keys))
+            indexes.feeds["a"][1](msgspec.structs.replace(bare, block_keys=keys))
         else:
             continue
-        pair.check("a")
+        indexes.check("a")
     if not stream.eagle:
         for _ in range(6):
             tokens, scope = adversary.prompt()
-            expected = answer(pair.plain.match(tokens, namespace(scope)))
-            assert answer(pair.redacted.match(tokens, namespace(scope))) == expected
+            expected = answer(indexes.plain.match(tokens, namespace(scope)))
+            assert answer(indexes.redacted.match(tokens, namespace(scope))) == expected
 
 
 def is_dense(event: KVEvent) -> TypeGuard[BlockStored]:
@@ -209,11 +211,11 @@ def without_tokens(event: KVEvent) -> KVEvent:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 6, 17)], ids=repr)
-def test_an_engine_behind_a_relay_is_matched_as_it_matches_itself(windows: tuple[int | None, ...]) -> None:
-    """vLLM's cache under load, with salts, evictions, resets and windows; the relay sends keys only."""
+def test_an_engine_behind_a_relay_that_sends_keys_is_predicted(windows: tuple[int | None, ...]) -> None:
+    """A model of vLLM's cache runs under load, with salts, evictions, resets and windows. The relay sends only keys."""
     engine = Engine(7, 4, 40 * len(windows), windows)
     traffic = Traffic(engine, Choices(random.Random(5).randbytes(4000)), salts=(None, None, "t"), longest=56)
-    pair = Pair()
+    indexes = TokenAndKeyIndexes()
     for number in range(60):
         if number % 25 == 24:
             traffic.drain()
@@ -222,20 +224,20 @@ def test_an_engine_behind_a_relay_is_matched_as_it_matches_itself(windows: tuple
         traffic.admit(tokens, salt)
         for event in engine.take_events():
             if isinstance(event, BlockStored) and event.token_ids:
-                pair.feeds["a"][0](event)
-                keys = [pair.plain._key_of("a", 0, value) or 0 for value in event.block_hashes]
-                pair.feeds["a"][1](msgspec.structs.replace(event, token_ids=[], extra_keys=None, block_keys=keys))
+                indexes.feeds["a"][0](event)
+                keys = [indexes.plain._key_of("a", 0, value) or 0 for value in event.block_hashes]
+                indexes.feeds["a"][1](msgspec.structs.replace(event, token_ids=[], extra_keys=None, block_keys=keys))
             else:
-                pair.say("a", event)
-        pair.check("a")
-        found = tokens_of(pair.redacted, tokens[:-1], Scope(salt=salt))
+                indexes.send("a", event)
+        indexes.check("a")
+        found = tokens_of(indexes.redacted, tokens[:-1], Scope(salt=salt))
         assert found == engine.cached(tokens, salt) * engine.size
 
 
-# --- what they are to other events --------------------------------------------------------------------------------------------
+# --- beside other events ------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_of_a_key_needs_no_parent_and_is_credited_from_the_root_on(index: PrefixIndex, feed: Feed) -> None:
+def test_a_block_with_a_key_needs_no_parent_but_only_a_contiguous_prefix_matches(index: PrefixIndex, feed: Feed) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     feed(keyed([3, 4], keys[2:], parent=2))
     assert (waiting_of(index), index.stats().blocks, tokens_of(index, PROMPTS[0])) == (0, 2, 0)
@@ -247,8 +249,8 @@ def test_a_block_of_a_key_needs_no_parent_and_is_credited_from_the_root_on(index
     assert index._key_of("absent", 0, 1) is None
 
 
-def test_a_child_with_tokens_goes_on_from_a_key(index: PrefixIndex, feed: Feed) -> None:
-    """Whether it comes behind its parent, or has waited for it."""
+def test_a_child_with_tokens_can_have_a_parent_with_a_key(index: PrefixIndex, feed: Feed) -> None:
+    """The child can arrive after its parent or wait for it."""
     keys = block_keys(PROMPTS[0], SIZE, Namespace(lora="adapter"))
     feed(store([3], PROMPTS[0][4:6], SIZE, 2, lora_name="adapter"))
     assert waiting_of(index) == 1
@@ -258,7 +260,7 @@ def test_a_child_with_tokens_goes_on_from_a_key(index: PrefixIndex, feed: Feed) 
     assert tokens_of(index, PROMPTS[0]) == 0
 
 
-def test_hashes_without_tokens_and_removals_find_blocks_of_keys(index: PrefixIndex, feed: Feed) -> None:
+def test_stores_without_tokens_and_removals_find_blocks_that_were_stored_by_key(index: PrefixIndex, feed: Feed) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     feed(store([1, 2], [], 0, medium="CPU"), keyed([1, 2], keys[:2]))
     assert answer(index.match(PROMPTS[0])) == {("a", 0): (4, 4, 4, 4)}
@@ -280,38 +282,39 @@ def test_hashes_without_tokens_and_removals_find_blocks_of_keys(index: PrefixInd
     ],
     ids=repr,
 )
-def test_keys_that_do_not_fit_are_set_aside_and_counted(index: PrefixIndex, feed: Feed, event: BlockStored) -> None:
+def test_invalid_keys_are_rejected_and_counted(index: PrefixIndex, feed: Feed, event: BlockStored) -> None:
     feed(event)
     assert (index.stats().blocks, waiting_of(index), refused_of(index)) == (0, 0, 1)
     assert index.stats().rejected == {("none", "length-mismatch"): 1}
 
 
-def test_a_group_of_an_unknown_kind_gives_no_credit_for_keys_either(index: PrefixIndex, feed: Feed) -> None:
+def test_keys_in_a_group_of_an_unknown_kind_are_rejected(index: PrefixIndex, feed: Feed) -> None:
     feed(keyed([1], [KEY], kv_cache_spec_kind="chunked_local_attention", group_idx=2))
     assert (index.stats().blocks, index.stats().rejected) == (0, {("chunked_local_attention", "unknown-kind"): 1})
 
 
-def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIndex, feed: Feed) -> None:
-    """A relay that hides keys as well sends such numbers."""
+def test_random_keys_match_nothing_but_their_blocks_are_counted(index: PrefixIndex, feed: Feed) -> None:
+    """A relay that also hides keys sends random numbers."""
     feed(keyed([1, 2], [7, 8]))
     assert (tokens_of(index, PROMPTS[0]), index.stats().blocks) == (0, 2)
     feed(removal(2), AllBlocksCleared())
     assert index.stats().blocks == 0
 
 
-# --- beside others ----------------------------------------------------------------------------------------------------------
+# --- beside other workers ---------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(0, 4)), max_size=12), st.sampled_from(SCOPES))
-def test_workers_known_by_keys_and_by_tokens_are_found_together(held: list[tuple[str, bool, int]], scope: Scope) -> None:
-    """Of one prompt, in any namespace, some workers by both: blocks of one key are not hidden behind each other, whichever came
-    first and whichever went."""
+def test_workers_that_sent_keys_and_workers_that_sent_tokens_are_matched_together(
+    stores: list[tuple[str, bool, int]], scope: Scope
+) -> None:
+    """Some workers sent both, in any namespace. Blocks with equal keys do not hide each other, in any order of changes."""
     prompt = PROMPTS[0]
     index, keys, hashes = PrefixIndex(), block_keys(prompt, SIZE, namespace(scope)), hashes_of(prompt, scope)
     feeds = {name: Feed(index, name) for name in "abcd"}
     expected: dict[str, list[int]] = {name: [0, 0] for name in "abcd"}
-    for name, by_key, count in held:
+    for name, by_key, count in stores:
         before = expected[name][by_key]
         part = slice(0, count)
         shift = 1 << 40 if by_key else 0
@@ -319,14 +322,14 @@ def test_workers_known_by_keys_and_by_tokens_are_found_together(held: list[tuple
         if before:
             feeds[name](removal(*own[:before]))
         if count:
-            feeds[name](keyed(own[part], keys[part]) if by_key else said(own, prompt, scope, part, "GPU"))
+            feeds[name](keyed(own[part], keys[part]) if by_key else vllm_store(own, prompt, scope, part, "GPU"))
         expected[name][by_key] = count
     depths = {(name, 0): (max(counts) * SIZE,) * 4 for name, counts in expected.items() if max(counts)}
     assert answer(index.match(prompt, namespace(scope))) == depths
     assert answer(index.match_keys(keys, SIZE)) == depths
 
 
-def test_a_snapshot_of_an_index_has_blocks_of_keys(tmp_path: Any) -> None:
+def test_a_snapshot_contains_blocks_that_were_stored_by_key(tmp_path: Any) -> None:
     index, other = PrefixIndex(), PrefixIndex()
     scope = Namespace(lora="adapter", mm=[MultiModal("image", 1, 3)])
     keys = block_keys(PROMPTS[0], SIZE, scope)
@@ -345,7 +348,7 @@ def test_a_snapshot_of_an_index_has_blocks_of_keys(tmp_path: Any) -> None:
     assert [other.digest(name) for name in "ab"] == [index.digest(name) for name in "ab"]
 
 
-def test_memory_returns_to_the_baseline() -> None:
+def test_memory_returns_to_the_baseline_after_all_keys_are_removed() -> None:
     index = PrefixIndex()
     feed = Feed(index)
     feed(keyed([1], [1]), removal(1))
@@ -359,7 +362,7 @@ def test_memory_returns_to_the_baseline() -> None:
     assert index.stats().bytes <= baseline + 4096
 
 
-def test_a_payload_of_a_dialect_with_maps_is_read_natively(index: PrefixIndex) -> None:
+def test_the_native_scanner_reads_stores_of_keys(index: PrefixIndex) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     payload = encode_batch(KVEventBatch(1.0, [keyed([1, 2], keys[:2])]))
     assert scanned(payload) is not None

@@ -1,6 +1,6 @@
 """The tolerant decoder in Rust agrees with `decode_batch` on any input: the same events and the same rejections.
 
-What they pass to an index agrees too: events in the canonical form that the native scanner reads.
+The canonical events that they pass to an index, which the native scanner reads, are equal too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
-    """Return a value of free form as the native decoder does."""
+    """Return a value of free form in the types that the native decoder returns."""
     match value:
         case list() | tuple():
             return [plain(item) for item in value]
@@ -57,8 +57,8 @@ def fields_of(event: KVEvent) -> dict[str, Any]:
 def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
     ts, rank, events, rejected, normalised = _native.decoded(astuple(limits)[:6], limits.max_rejected, payload)
     expected = decode_batch(payload, limits)
-    set_aside = tuple(Rejected(*one) for one in rejected)
-    assert set_aside == worded_as(set_aside, expected.rejected)
+    native_rejected = tuple(Rejected(*one) for one in rejected)
+    assert native_rejected == worded_as(native_rejected, expected.rejected)
     batch = expected.batch
     assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
     # Compared as text, since NaN never equals NaN.
@@ -75,24 +75,24 @@ def batch_payload(*values: Any) -> bytes:
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_every_golden_payload_is_read_alike(golden: Golden) -> None:
+def test_both_decoders_agree_on_every_golden_payload(golden: Golden) -> None:
     check(golden.payload)
 
 
 @given(st.data())
-def test_events_of_every_dialect_are_read_alike(data: st.DataObject) -> None:
+def test_both_decoders_agree_on_events_of_every_dialect(data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(dialects()))
     check(encode_batch(data.draw(batches_of(row)), row))
 
 
 @given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
-def test_damaged_payloads_are_read_alike(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
+def test_both_decoders_agree_on_damaged_payloads(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
     check(mutated(payload, mutations))
 
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
-def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
-    """All byte values that msgpack distinguishes."""
+def test_both_decoders_agree_on_any_byte_at_any_place(golden: Golden) -> None:
+    """The bytes are all values that MessagePack distinguishes, and every truncation is checked too."""
     heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
     for at in range(len(golden.payload)):
         check(golden.payload[:at])
@@ -111,7 +111,7 @@ def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
     ],
     ids=["lists", "one more", "maps", "nested", "one less"],
 )
-def test_lists_and_maps_of_free_form_are_limited_alike(new: list[Any], is_read: bool) -> None:
+def test_both_decoders_limit_lists_and_maps_of_free_form_equally(new: list[Any], is_read: bool) -> None:
     """The limit is for the whole batch."""
     payloads = batch_of(stored(new=new)), batch_of(stored(extra_keys=[[*new, 1.5]])), batch_of(stored(new=new), stored(new=[]))
     for payload in payloads:
@@ -157,7 +157,7 @@ raw_values = st.recursive(
     ),
     max_leaves=8,
 )
-"""MessagePack, with what Python's own types cannot be encoded to."""
+"""MessagePack values, including those that no Python value is encoded to."""
 
 NAMES = sorted(
     {
@@ -184,7 +184,7 @@ NAMES = sorted(
     [("seq_hashes", pack([9])), ("block_hashes", pack([8])), ("token_ids", b"\xc0"), ("block_size", b"\xc0")],
     {"event_type": "stored"},
 )
-def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
+def test_both_decoders_agree_on_any_value_of_any_field(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
     """Stores, removals and clears as maps, with additional and repeated fields."""
     bodies = (
         stored(**more),
@@ -205,7 +205,7 @@ def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], m
     st.lists(raw_values, max_size=13),
     st.data(),
 )
-def test_any_element_of_an_array_event_is_read_alike(tag: str, values: list[bytes], data: st.DataObject) -> None:
+def test_both_decoders_agree_on_any_element_of_an_array_event(tag: str, values: list[bytes], data: st.DataObject) -> None:
     names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, **NEUTRAL_FIELDS}.get(tag, ())
     good = {**stored(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
     for at, name in enumerate(names[: len(values)]):
@@ -215,7 +215,7 @@ def test_any_element_of_an_array_event_is_read_alike(tag: str, values: list[byte
 
 
 @given(raw_values, raw_values)
-def test_any_envelope_is_read_alike(one: bytes, other: bytes) -> None:
+def test_both_decoders_agree_on_any_envelope(one: bytes, other: bytes) -> None:
     event = pack(stored())
     events = b"\x91" + event
     check(one)
@@ -229,7 +229,7 @@ def test_any_envelope_is_read_alike(one: bytes, other: bytes) -> None:
 
 
 @given(st.lists(st.lists(loose_events, min_size=1, max_size=3), min_size=1, max_size=5))
-def test_barely_readable_events_are_read_alike(batches: list[list[Any]]) -> None:
+def test_both_decoders_agree_on_barely_readable_events(batches: list[list[Any]]) -> None:
     for events in batches:
         check(batch_of(*events))
         check(batch_of(*(pack(event) for event in events)))
@@ -237,13 +237,13 @@ def test_barely_readable_events_are_read_alike(batches: list[list[Any]]) -> None
 
 @given(st.binary(max_size=60))
 @example(b"\xdd\x01\x01")
-def test_any_bytes_are_read_alike(payload: bytes) -> None:
+def test_both_decoders_agree_on_any_bytes(payload: bytes) -> None:
     check(payload)
     check(b"\x93\xcb\x3f\xf0\0\0\0\0\0\0" + payload)
 
 
 @pytest.mark.parametrize("bad", [raw for raw, _ in BAD_EVENTS.values()], ids=BAD_EVENTS)
-def test_an_invalid_event_is_rejected_alike(bad: bytes) -> None:
+def test_both_decoders_reject_invalid_events_equally(bad: bytes) -> None:
     check(batch_payload(pack(stored()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
 
 
@@ -272,15 +272,15 @@ HEARTBEATS: list[dict[Any, Any]] = [
 
 
 @pytest.mark.parametrize("changes", HEARTBEATS, ids=repr)
-def test_heartbeats_are_read_alike(changes: dict[Any, Any]) -> None:
-    beat = {"digest": "0123456789abcdef" * 2, "every": 5.0} | changes
-    check(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": beat}))
-    check(batch_of(["BlockRemoved", [], None, None, beat]))
-    check(batch_of(stored(heartbeat=beat)))
+def test_both_decoders_agree_on_heartbeats(changes: dict[Any, Any]) -> None:
+    encoded_heartbeat = {"digest": "0123456789abcdef" * 2, "every": 5.0} | changes
+    check(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": encoded_heartbeat}))
+    check(batch_of(["BlockRemoved", [], None, None, encoded_heartbeat]))
+    check(batch_of(stored(heartbeat=encoded_heartbeat)))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_numbers_of_every_width_are_read_alike(number: int) -> None:
+def test_both_decoders_agree_on_numbers_of_every_width(number: int) -> None:
     check(batch_of(stored(block_hashes=[number], parent_block_hash=number, block_size=number)))
     check(batch_of(stored(group_idx=number, lora_id=number), {"type": "AllBlocksCleared", "group_idx": number}))
     check(batch_of(stored(token_ids=[number, str(number)]), stored(token_ids=[[number, 1], [1, number]])))
@@ -303,7 +303,7 @@ LIMITS = (
 
 
 @pytest.mark.parametrize("changes", LIMITS, ids=repr)
-def test_limits_apply_alike(changes: dict[str, int]) -> None:
+def test_both_decoders_apply_limits_equally(changes: dict[str, int]) -> None:
     limits = replace(DEFAULT_WIRE_LIMITS, **changes)
     check(batch_of(stored()), limits)
     check(batch_of(stored(), stored(), 5, stored(), 6, 7), limits)

@@ -1,4 +1,4 @@
-"""Events that do not change which blocks are resident are delivered and cost no trust; other unknown events still do."""
+"""Events that do not change which blocks are resident are delivered and do not degrade trust. Unknown events do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[Any, BlockInactive]] = {
 
 @pytest.mark.parametrize(("wire", "event"), FORMS.values(), ids=FORMS)
 def test_a_neutral_event_is_read_in_every_form(wire: Any, event: BlockInactive) -> None:
-    """By the fast decoder, by the tolerant one (which an unreadable event beside it requires), and inside a bin."""
+    """The fast decoder reads it, the tolerant one (needed if another event is unreadable) too, also inside a bin."""
     for others in ([], [{"type": "Tomorrow"}]):
         decoded = decode_batch(batch_of(wire, *others))
         assert decoded.batch.events == [event]
@@ -84,8 +84,7 @@ def test_a_stream_with_neutral_events_stays_exact_and_an_unknown_event_degrades_
         assert sub.trust("e").name == "DEGRADED"
 
 
-def test_the_table_has_the_fields_of_the_types() -> None:
-    """Neutral kinds are known to the table, to the types and to the native scanner alike."""
+def test_the_table_of_neutral_fields_agrees_with_the_types_and_the_native_scanner() -> None:
     own = {"block_digests", "unknown_fields"}
     assert {"BlockInactive": tuple(name for name in BlockInactive.__struct_fields__ if name not in own)} == NEUTRAL_FIELDS
     for tag, names in NEUTRAL_FIELDS.items():
@@ -105,7 +104,7 @@ events = st.builds(
 
 
 @given(st.lists(events, max_size=3))
-def test_what_is_encoded_is_decoded(found: list[BlockInactive]) -> None:
+def test_neutral_events_survive_a_round_trip(found: list[BlockInactive]) -> None:
     assert decode_batch(encode_batch(KVEventBatch(1.0, list(found)))).batch.events == found
     relayed = [msgspec.structs.replace(event, unknown_fields={"age": 1}) for event in found]
     assert decode_batch(encode_batch(KVEventBatch(1.0, list(relayed)))).batch.events == relayed
@@ -118,7 +117,7 @@ def test_a_release_without_a_neutral_kind_gets_a_batch_without_it(dialect: Any) 
     assert decode_batch(encode_batch(batch, dialect)).batch.events == [BlockRemoved([2])]
 
 
-def test_a_neutral_event_does_not_hide_the_dialect() -> None:
+def test_a_neutral_event_does_not_prevent_dialect_detection() -> None:
     newest = dialect_for("vllm")
     assert detect_dialect(batch_of(stored(), AS_MAP)) == detect_dialect(batch_of(stored()))
     assert detect_dialect(encode_batch(EventBatch(1.0, [BlockInactive([1])]))) is not None

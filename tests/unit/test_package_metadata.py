@@ -1,4 +1,4 @@
-"""Messages name pages of the documentation by addresses that a reader without a checkout can open."""
+"""Messages refer to pages of the documentation by addresses that a reader without a checkout can open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = paths.ROOT / "src"
 
 
 def strings(path: Path) -> Iterator[tuple[int, str]]:
-    """Every string of a module, docstrings included, with its line."""
+    """Yield the line and the text of every string in a module, including docstrings."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
@@ -36,12 +36,12 @@ def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("built_by_a_release")
-def test_a_page_has_the_address_in_the_metadata_of_the_release() -> None:
+def test_a_page_has_the_documentation_address_in_the_metadata() -> None:
     assert documented("faq") == "https://kv.example/kvevents/faq/"
     assert documented("operations/runbook#kveventslost") == "https://kv.example/kvevents/operations/runbook/#kveventslost"
 
 
-def test_a_page_without_an_address_is_named_as_one_of_the_documentation() -> None:
+def test_without_an_address_a_page_is_named_as_part_of_the_documentation() -> None:
     assert documentation() is None
     assert documented("faq#why-rust") == "faq#why-rust in the documentation of kvevents"
 
@@ -58,12 +58,12 @@ def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
 
 
 def test_the_pages_that_messages_name_exist() -> None:
-    """With their headings, as GitHub makes anchors of them."""
-    named = {
+    """Their headings exist too, with the anchors that GitHub derives from headings."""
+    references = {
         place for path in SOURCE.rglob("*.py") for place in re.findall(r"documented\(['\"]([^'\"]+)['\"]\)", path.read_text())
     }
-    assert named
-    for place in named:
+    assert references
+    for place in references:
         page, _, anchor = place.partition("#")
         titles = re.findall(r"^#+ (.*)$", (paths.ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -22,15 +22,15 @@ DIALECTS = pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
 @DIALECTS
 @pytest.mark.parametrize("count", [0, 1, 20])
 def test_a_batch_that_begins_with_a_clear_is_recognised_in_every_dialect(dialect: Dialect | None, count: int) -> None:
-    """Whatever events follow. A batch with a later clear, or without one, does not begin with a clear."""
+    """Any events can follow. A batch with a later clear, or without a clear, does not begin with a clear."""
     stores: list[KVEvent] = [STORE] * count
     for events, expected in (([CLEAR, *stores], True), ([STORE, CLEAR, *stores], False), (stores, False)):
         assert begins_with_clear(encode_batch(KVEventBatch(1.5, events, 3), dialect)) is expected
 
 
 @DIALECTS
-def test_a_part_of_a_snapshot_is_recognised_in_every_dialect(dialect: Dialect | None) -> None:
-    """Its last event has a heartbeat."""
+def test_a_batch_that_ends_with_a_heartbeat_is_recognised_in_every_dialect(dialect: Dialect | None) -> None:
+    """The parts of a snapshot end with a heartbeat."""
     cases: list[tuple[list[KVEvent], bool]] = [
         ([CLEAR, STORE, PART], True),
         ([CLEAR, STORE], False),
@@ -53,14 +53,14 @@ def test_a_part_of_a_snapshot_is_recognised_in_every_dialect(dialect: Dialect | 
         (["BlockRemoved", [1], "AllBlocksCleared"], False),
     ],
 )
-def test_only_a_clear_of_everything_counts(event: Any, expected: bool) -> None:
-    """Also one that is wrapped in a bin, but not a clear of one tier or with unknown fields."""
+def test_only_a_clear_of_the_whole_cache_is_recognised(event: Any, expected: bool) -> None:
+    """The clear can be wrapped in a bin. A clear of one tier or with unknown fields is not recognised."""
     assert begins_with_clear(msgspec.msgpack.encode([1.5, [event, ["BlockRemoved", [1]]]])) is expected
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
 def test_any_input_does_not_raise(before: bytes, after: bytes) -> None:
-    """A batch is not taken for a snapshot if decoding shows another first event."""
+    """A batch is not recognised as a snapshot if its first decoded event is not a clear."""
     payload = before + b"\xb0AllBlocksCleared" + after
     decoded = decode_batch(payload)
     if begins_with_clear(payload) and not decoded.rejected:
@@ -71,7 +71,7 @@ def test_any_input_does_not_raise(before: bytes, after: bytes) -> None:
 
 
 def test_the_beginning_of_a_large_payload_is_enough() -> None:
-    """Of a batch with more events than 16 bits can count, the first bytes give the same result as the whole payload."""
+    """For a batch with more events than 16 bits can count, the first bytes give the same result as the whole payload."""
     whole = encode_batch(KVEventBatch(1.5, [CLEAR, *[STORE] * 70_000]))
     assert begins_with_clear(whole)
     assert begins_with_clear(whole[:512])

@@ -1,4 +1,4 @@
-"""Bridges that write into one partition: after any fault the log has one consistent history of every stream."""
+"""After any fault of the bridges that write one partition, the log has one consistent history of every stream."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from kvevents.plane.records import (
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 
 KEY = ("engine", 0)
-ROOM = 1_000
+PAGE_BYTES = 1_000
 
 
-def batched(seq: int, payload: bytes = b"x", incarnation: int = 0) -> BatchRecord:
+def batch_record(seq: int, payload: bytes = b"x", incarnation: int = 0) -> BatchRecord:
     return BatchRecord(*KEY, incarnation, seq, False, payload)
 
 
 @dataclass
 class Partition:
-    """What the server does: a page is taken only if the partition ends where its writer believes."""
+    """Accepts a page, as the server does, only if the partition ends where the writer expects."""
 
     pages: list[bytes] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Partition:
 
 
 def write(partition: Partition, builder: PageBuilder, now: float = 0.0) -> bool:
-    """One attempt; whether it was taken."""
+    """Try to write one page, and return whether the partition accepted it."""
     page = builder.build(now, 0.0)
     if page is None:
         return False
@@ -79,8 +79,8 @@ def write(partition: Partition, builder: PageBuilder, now: float = 0.0) -> bool:
     return True
 
 
-def bridge(name: str = "a", *records: StreamRecord, partition: Partition | None = None) -> PageBuilder:
-    builder = PageBuilder(PartitionState(), name, ROOM, name)
+def new_builder(name: str = "a", *records: StreamRecord, partition: Partition | None = None) -> PageBuilder:
+    builder = PageBuilder(PartitionState(), name, PAGE_BYTES, name)
     if partition is not None:
         partition.read(builder)
     builder.resync(KEY)
@@ -89,7 +89,7 @@ def bridge(name: str = "a", *records: StreamRecord, partition: Partition | None 
     return builder
 
 
-def numbers(found: list[object]) -> list[int]:
+def batch_numbers(found: list[object]) -> list[int]:
     return [event.seq for event in found if isinstance(event, RawBatch)]
 
 
@@ -100,105 +100,108 @@ def test_a_batch_in_the_log_is_not_written_again() -> None:
     """Two bridges with the same batches write each batch once, whichever bridge is first."""
     partition = Partition()
     one, two = (
-        bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1)),
-        bridge("b", JoinRecord(*KEY, b""), batched(0), batched(1), batched(2)),
+        new_builder("a", JoinRecord(*KEY, b""), batch_record(0), batch_record(1)),
+        new_builder("b", JoinRecord(*KEY, b""), batch_record(0), batch_record(1), batch_record(2)),
     )
     assert write(partition, one)
     assert not write(partition, two)
     assert write(partition, two)
     state, found = partition.state()
-    assert numbers(found) == [0, 1, 2]
+    assert batch_numbers(found) == [0, 1, 2]
     assert (state.duplicate_records, state.invalid_records, two.queued_records) == (0, 0, 0)
 
 
-def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
-    """Numbers agree in two lives as well; payloads do not."""
+def test_another_batch_under_the_same_number_makes_the_stream_diverge() -> None:
+    """Two incarnations can have equal sequence numbers, but their payloads differ."""
     partition = Partition()
-    write(partition, bridge("a", JoinRecord(*KEY, b""), batched(0, b"this life")))
-    two = bridge("b", JoinRecord(*KEY, b""), batched(0, b"that life"), batched(1, b"that life"))
+    write(partition, new_builder("a", JoinRecord(*KEY, b""), batch_record(0, b"this life")))
+    two = new_builder("b", JoinRecord(*KEY, b""), batch_record(0, b"that life"), batch_record(1, b"that life"))
     assert not write(partition, two)
     assert not write(partition, two)
     assert list(two.diverged) == [KEY]
-    assert numbers(partition.state()[1]) == [0]
-    # The bridge resubscribes from the end of the log; the checkpoint makes the publisher prove that it is the same.
+    assert batch_numbers(partition.state()[1]) == [0]
+    # The bridge resubscribes from the end of the log. The fingerprint verifies that the publisher is the same.
     resume = two.state.resume_point(KEY, "b").resume
     assert resume is not None
     assert resume.fingerprints == (Fingerprint(0, payload_digest(b"this life"), live=True),)
     two.resync(KEY)
-    two.enqueue(IncarnationRecord(*KEY, 1, "another life"))
-    two.enqueue(batched(0, b"that life", 1))
+    two.enqueue(IncarnationRecord(*KEY, 1, "another incarnation"))
+    two.enqueue(batch_record(0, b"that life", 1))
     assert write(partition, two)
     assert [type(event) for event in partition.state()[1][-2:]] == [Reset, RawBatch]
 
 
-def settle(partition: Partition, builder: PageBuilder) -> None:
-    """Write until there is nothing more to write, or the stream has to be followed again."""
+def write_until_done(partition: Partition, builder: PageBuilder) -> None:
+    """Write until nothing is queued or the stream has diverged."""
     while builder.queued_records and not builder.diverged:
         write(partition, builder)
 
 
-def test_a_bridge_that_missed_a_life_does_not_take_its_own_for_the_one_in_the_log() -> None:
-    """Where the log has another life under that number, the bridge follows the stream again from the log's end."""
+def test_a_bridge_that_missed_an_incarnation_diverges_from_the_one_in_the_log() -> None:
+    """If the log has another incarnation under the same number, the bridge follows the stream again from the log's end."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0, b"first life"))
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0, b"first life"))
     write(partition, one)
-    missed = [batched(seq, b"second life", 1) for seq in range(9)]
-    settle(partition, bridge("b", IncarnationRecord(*KEY, 1, "restart"), *missed, partition=partition))
+    missed = [batch_record(seq, b"second life", 1) for seq in range(9)]
+    write_until_done(partition, new_builder("b", IncarnationRecord(*KEY, 1, "restart"), *missed, partition=partition))
     one.enqueue(IncarnationRecord(*KEY, 1, "restart"))
-    one.enqueue(batched(0, b"third life", 1))
-    settle(partition, one)
+    one.enqueue(batch_record(0, b"third life", 1))
+    write_until_done(partition, one)
     assert list(one.diverged) == [KEY]
     assert one.state.resume_point(KEY, "a").resume == Checkpoint(
         *KEY, 1, 8, (Fingerprint(8, payload_digest(b"second life"), live=True),), True, {}
     )
 
 
-def test_where_the_log_ends_with_a_gap_no_batch_of_an_unproven_life_follows_it() -> None:
-    """Neither a batch nor a gap at its last number proves a life, since neither can be compared with what is missing."""
-    same: list[StreamRecord] = [batched(9, b"another life"), GapRecord(*KEY, 0, 5, 9)]
+def test_no_batch_of_an_unverified_incarnation_is_written_after_a_gap_at_the_end_of_the_log() -> None:
+    """Neither a batch nor a gap at the last missing number confirms the incarnation, since nothing can be compared."""
+    same: list[StreamRecord] = [batch_record(9, b"another life"), GapRecord(*KEY, 0, 5, 9)]
     for record in same:
         partition = Partition()
-        settle(partition, bridge("a", JoinRecord(*KEY, b""), batched(0), GapRecord(*KEY, 0, 1, 9)))
-        two = bridge("b", JoinRecord(*KEY, b""), record, batched(10, b"another life"))
-        settle(partition, two)
+        write_until_done(partition, new_builder("a", JoinRecord(*KEY, b""), batch_record(0), GapRecord(*KEY, 0, 1, 9)))
+        two = new_builder("b", JoinRecord(*KEY, b""), record, batch_record(10, b"another life"))
+        write_until_done(partition, two)
         assert list(two.diverged) == [KEY]
-        assert numbers(partition.state()[1]) == [0]
+        assert batch_numbers(partition.state()[1]) == [0]
 
 
-def test_the_first_bridge_of_an_incarnation_compares_what_others_have_written_of_it() -> None:
-    """Another bridge may have seen the next life first, and have taken the same number for it."""
+def test_the_bridge_that_began_an_incarnation_compares_what_others_have_written_to_it() -> None:
+    """Another bridge might have seen the next incarnation first and have written it under the same number."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"))
-    settle(partition, one)
-    two = bridge(
-        "b", IncarnationRecord(*KEY, 1, "restart"), *(batched(seq, b"third life", 1) for seq in range(3)), partition=partition
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0), IncarnationRecord(*KEY, 1, "restart"))
+    write_until_done(partition, one)
+    two = new_builder(
+        "b",
+        IncarnationRecord(*KEY, 1, "restart"),
+        *(batch_record(seq, b"third life", 1) for seq in range(3)),
+        partition=partition,
     )
-    settle(partition, two)
+    write_until_done(partition, two)
     one.enqueue(GapRecord(*KEY, 1, 0, 2))
-    one.enqueue(batched(3, b"second life", 1))
-    settle(partition, one)
+    one.enqueue(batch_record(3, b"second life", 1))
+    write_until_done(partition, one)
     assert list(one.diverged) == [KEY]
     assert [event.payload for event in partition.state()[1] if isinstance(event, RawBatch)][1:] == [b"third life"] * 3
 
 
 def test_the_newest_batch_of_a_snapshot_is_compared_by_its_digest() -> None:
     partition = Partition()
-    write(partition, bridge("a", JoinRecord(*KEY, b""), batched(0, b"this life")))
-    for payload, adrift in ((b"this life", []), (b"that life", [KEY])):
-        builder = PageBuilder(PartitionState.decode(partition.state()[0].encode()), "b", ROOM, "b")
+    write(partition, new_builder("a", JoinRecord(*KEY, b""), batch_record(0, b"this life")))
+    for payload, diverged_streams in ((b"this life", []), (b"that life", [KEY])):
+        builder = PageBuilder(PartitionState.decode(partition.state()[0].encode()), "b", PAGE_BYTES, "b")
         builder.resync(KEY)
-        builder.enqueue(batched(0, payload))
+        builder.enqueue(batch_record(0, payload))
         builder.build(0.0, 0.0)
-        assert list(builder.diverged) == adrift
+        assert list(builder.diverged) == diverged_streams
 
 
-def test_what_one_bridge_has_lost_another_one_fills() -> None:
-    """A gap is written where it was not filled before it was due."""
+def test_a_gap_of_one_bridge_is_filled_by_another() -> None:
+    """A gap is written only for the numbers that are still missing when it is due."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0))
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0))
     one.enqueue(GapRecord(*KEY, 0, 1, 3), due=5.0)
-    one.enqueue(batched(4))
-    two = bridge("b", JoinRecord(*KEY, b""), *map(batched, range(3)))
+    one.enqueue(batch_record(4))
+    two = new_builder("b", JoinRecord(*KEY, b""), *map(batch_record, range(3)))
     assert write(partition, one)
     assert one.next_due() == 5.0
     assert not write(partition, two)
@@ -206,24 +209,24 @@ def test_what_one_bridge_has_lost_another_one_fills() -> None:
     assert not write(partition, one, now=6.0)
     assert write(partition, one, now=6.0)
     found = partition.state()[1]
-    assert numbers(found) == [0, 1, 2, 4]
+    assert batch_numbers(found) == [0, 1, 2, 4]
     assert [event for event in found if isinstance(event, Gap)] == [Gap(*KEY, 3, 3, 0)]
 
 
-def test_trust_is_said_behind_what_it_is_about() -> None:
-    """And not at all while it is not known whether bridge and log mean the same life."""
+def test_trust_is_written_after_the_records_that_it_is_about() -> None:
+    """It is not written before the bridge has verified that the log is of the same incarnation."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0))
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0))
     one.enqueue(TrustRecord(*KEY, "a", "EXACT", "", {}))
-    one.enqueue(batched(1))
+    one.enqueue(batch_record(1))
     assert write(partition, one)
     page = decode_page(partition.pages[0])
     assert page is not None
     assert [type(record) for record in page.records] == [JoinRecord, BatchRecord, BatchRecord, TrustRecord]
-    two = bridge("b", TrustRecord(*KEY, "b", "EXACT", "", {}))
+    two = new_builder("b", TrustRecord(*KEY, "b", "EXACT", "", {}))
     partition.read(two)
     assert two.build(0.0, 0.0) is None
-    two.enqueue(batched(1))
+    two.enqueue(batch_record(1))
     assert write(partition, two)
     assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
 
@@ -231,11 +234,11 @@ def test_trust_is_said_behind_what_it_is_about() -> None:
 def test_less_trust_is_reported_before_and_after_the_records_it_is_about() -> None:
     """Readers are EXACT until they read the report, and the records it is about may take several pages."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, "a", "EXACT", "", {}))
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0), TrustRecord(*KEY, "a", "EXACT", "", {}))
     assert write(partition, one)
-    for record in several(12)[1:]:
+    for record in batch_records(12)[1:]:
         one.enqueue(record)
-    one.enqueue(TrustRecord(*KEY, "a", "DEGRADED", "unproven", {}))
+    one.enqueue(TrustRecord(*KEY, "a", "DEGRADED", "unverified", {}))
     while write(partition, one):
         pass
     found = [record for data in partition.pages[1:] if (page := decode_page(data)) for record in page.records]
@@ -245,10 +248,14 @@ def test_less_trust_is_reported_before_and_after_the_records_it_is_about() -> No
     assert len(partition.pages) > 2
 
 
-def test_trust_of_a_life_that_ended_is_not_said() -> None:
+def test_trust_in_an_ended_incarnation_is_not_written() -> None:
     partition = Partition()
-    one = bridge(
-        "a", JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, "a", "EXACT", "", {}), IncarnationRecord(*KEY, 1, "restart")
+    one = new_builder(
+        "a",
+        JoinRecord(*KEY, b""),
+        batch_record(0),
+        TrustRecord(*KEY, "a", "EXACT", "", {}),
+        IncarnationRecord(*KEY, 1, "restart"),
     )
     write(partition, one)
     assert partition.state()[0].streams[KEY].trust_reports == {}
@@ -257,7 +264,9 @@ def test_trust_of_a_life_that_ended_is_not_said() -> None:
 def test_no_trust_is_reported_of_an_incarnation_that_the_bridge_has_not_seen() -> None:
     """While its connection hangs, another bridge begins the next incarnation, which has no batch yet to compare with."""
     partition = Partition()
-    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
+    one, two = (
+        new_builder(name, JoinRecord(*KEY, b""), batch_record(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab"
+    )
     assert write(partition, one)
     partition.read(two)
     assert write(partition, two)
@@ -266,7 +275,7 @@ def test_no_trust_is_reported_of_an_incarnation_that_the_bridge_has_not_seen() -
     one.enqueue(TrustRecord(*KEY, "a", "REPLAYING", "", {}))
     assert write(partition, one)
     partition.read(two)
-    two.enqueue(TrustRecord(*KEY, "b", "EXACT", "", {}))  # as a bridge does of whose word the log has nothing any more
+    two.enqueue(TrustRecord(*KEY, "b", "EXACT", "", {}))  # as a bridge does whose report the log no longer has
     assert two.next_due() is None
     assert not write(partition, two)
     two.enqueue(IncarnationRecord(*KEY, 1, "restart"))
@@ -275,10 +284,12 @@ def test_no_trust_is_reported_of_an_incarnation_that_the_bridge_has_not_seen() -
     assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
 
 
-def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
-    """Readers hold nothing of it: the bridge has to resubscribe, although it has not seen the stream leave."""
+def test_trust_in_a_stream_that_has_left_and_joined_again_is_not_written() -> None:
+    """Readers have no state of the stream. The bridge must resubscribe, although it has not seen the stream leave."""
     partition = Partition()
-    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
+    one, two = (
+        new_builder(name, JoinRecord(*KEY, b""), batch_record(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab"
+    )
     assert write(partition, one)
     partition.read(two)
     assert write(partition, two)
@@ -298,17 +309,17 @@ def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
 
 
 def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
-    """Nothing of the old incarnation counts, whichever bridge still has some of it."""
+    """Records of the old incarnation are not written, even if a bridge still has some queued."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0), LeaveRecord(*KEY, "gone"))
-    two = bridge("b", JoinRecord(*KEY, b""), batched(0), batched(1))
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0), LeaveRecord(*KEY, "gone"))
+    two = new_builder("b", JoinRecord(*KEY, b""), batch_record(0), batch_record(1))
     write(partition, one)
     write(partition, two)
-    assert not write(partition, two)  # joins again, but what it has is of the incarnation that has ended
+    assert not write(partition, two)  # the bridge joins again, but its records are of the ended incarnation
     assert list(two.diverged) == [KEY]
     assert two.state.resume_point(KEY, "b") == ResumePoint(Checkpoint(*KEY, 0, -1), 0)
     two.resync(KEY)
-    for record in (JoinRecord(*KEY, b""), IncarnationRecord(*KEY, 1, "it left"), batched(0, incarnation=1)):
+    for record in (JoinRecord(*KEY, b""), IncarnationRecord(*KEY, 1, "it left"), batch_record(0, incarnation=1)):
         two.enqueue(record)
     assert write(partition, two)
     state, found = partition.state()
@@ -316,11 +327,11 @@ def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
     assert [type(event).__name__ for event in found[-3:]] == ["StreamJoined", "Reset", "RawBatch"]
 
 
-def test_a_large_batch_comes_in_pieces_and_another_bridge_may_go_on_with_them() -> None:
+def test_another_bridge_can_continue_the_fragments_of_a_large_batch() -> None:
     partition = Partition()
     large = bytes(range(256)) * 12
-    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0, large), batched(1)) for name in "ab")
-    write(partition, one)  # the join, for which there is room
+    one, two = (new_builder(name, JoinRecord(*KEY, b""), batch_record(0, large), batch_record(1)) for name in "ab")
+    write(partition, one)  # the join record, which fits
     write(partition, one)
     for _ in range(20):
         write(partition, two)
@@ -329,24 +340,24 @@ def test_a_large_batch_comes_in_pieces_and_another_bridge_may_go_on_with_them() 
     assert [event.payload for event in found if isinstance(event, RawBatch)] == [large, b"x"]
 
 
-def test_a_breach_is_counted_and_ends_the_incarnation() -> None:
-    """What no writer of ours writes: nothing is made of it."""
+def test_an_invalid_record_is_counted_and_ends_the_incarnation() -> None:
+    """No bridge writes these records, and readers derive no events from them."""
     state = PartitionState()
     odd: list[StreamRecord] = [
-        batched(5),
-        batched(1, incarnation=3),
+        batch_record(5),
+        batch_record(1, incarnation=3),
         GapRecord(*KEY, 0, 4, 5),
         FragmentRecord(*KEY, 0, 1, False, 7, 9, b"x"),
     ]
     for record in odd:
         state = PartitionState()
-        found = state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(0), record, batched(1)]))
+        found = state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(0), record, batch_record(1)]))
         assert [type(event) for event in found[2:]] == [InvalidRecord, InvalidRecord]
-        assert numbers(list(found)) == [0]
+        assert batch_numbers(list(found)) == [0]
         assert state.resume_point(KEY, "a") == ResumePoint(Checkpoint(*KEY, 0, -1), 0)
 
 
-def test_bytes_of_others_are_no_page() -> None:
+def test_invalid_bytes_decode_to_no_page() -> None:
     for data in (
         b"",
         b"\xc1",
@@ -358,29 +369,31 @@ def test_bytes_of_others_are_no_page() -> None:
 
 
 def test_a_held_back_batch_is_dropped_as_soon_as_another_bridge_has_written_it() -> None:
-    """A bridge in reserve keeps only what others have not written yet, however long it would wait."""
+    """A standby bridge queues only records that other bridges have not written yet, however long it would wait."""
     partition = Partition()
-    reserve = bridge("reserve")
-    records: list[StreamRecord] = [JoinRecord(*KEY, b""), *map(batched, range(10))]
+    reserve = new_builder("reserve")
+    records: list[StreamRecord] = [JoinRecord(*KEY, b""), *map(batch_record, range(10))]
     for record in records:
         reserve.enqueue(record, due=1000.0)
     assert reserve.build(0.0, 0.0) is None
     assert reserve.queued_records == 11
-    write(partition, bridge("active", JoinRecord(*KEY, b""), *map(batched, range(8))))
+    write(partition, new_builder("active", JoinRecord(*KEY, b""), *map(batch_record, range(8))))
     partition.read(reserve)
     assert reserve.build(0.0, 0.0) is None
     assert (reserve.queued_records, reserve.next_due()) == (2, 1000.0)
     assert write(partition, reserve, now=1000.0)
-    assert numbers(partition.state()[1]) == list(range(10))
+    assert batch_numbers(partition.state()[1]) == list(range(10))
     assert (reserve.queued_records, reserve.queued_bytes) == (0, 0)
 
 
 def test_after_a_gap_in_the_log_every_reader_begins_with_new_incarnations() -> None:
     """Their numbers are above all earlier ones, so readers that had read everything end in the same state."""
     partition = Partition()
-    knows = bridge("knows", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"), batched(0, incarnation=1))
-    write(partition, knows)
-    new = PageBuilder(PartitionState.after_unknown_prefix(len(partition.pages), "purged"), "new", ROOM, "new")
+    old = new_builder(
+        "knows", JoinRecord(*KEY, b""), batch_record(0), IncarnationRecord(*KEY, 1, "restart"), batch_record(0, incarnation=1)
+    )
+    write(partition, old)
+    new = PageBuilder(PartitionState.after_unknown_prefix(len(partition.pages), "purged"), "new", PAGE_BYTES, "new")
     new.resync(KEY)
     new.enqueue(JoinRecord(*KEY, b"card"))
     assert write(partition, new)
@@ -390,45 +403,47 @@ def test_after_a_gap_in_the_log_every_reader_begins_with_new_incarnations() -> N
     floor = new.state.resume_point(KEY, "new").incarnation_offset
     assert floor > 1
     for seq in (5, 6):
-        new.enqueue(batched(seq, incarnation=floor))
+        new.enqueue(batch_record(seq, incarnation=floor))
     assert write(partition, new)
-    knows.enqueue(batched(1, incarnation=1))
-    write(partition, knows)
-    write(partition, knows)
-    assert list(knows.diverged) == [KEY]
+    old.enqueue(batch_record(1, incarnation=1))
+    write(partition, old)
+    write(partition, old)
+    assert list(old.diverged) == [KEY]
     state, found = partition.state()
     assert [type(event) for event in found[-4:]] == [StreamLeft, StreamJoined, RawBatch, RawBatch]
-    assert knows.state.encode() == state.encode()
+    assert old.state.encode() == state.encode()
     assert state.streams[KEY].incarnation == new.state.streams[KEY].incarnation == floor
     assert (state.duplicate_records, state.invalid_records) == (0, 0)
 
 
-def test_behind_a_hole_nothing_is_believed_before() -> None:
+def test_after_an_unknown_prefix_stream_records_are_ignored() -> None:
     state = PartitionState.after_unknown_prefix(7, "purged")
-    assert state.apply(8, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(5), HeartbeatRecord("a", 1.0, 0.0)])) == []
+    assert (
+        state.apply(8, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(5), HeartbeatRecord("a", 1.0, 0.0)])) == []
+    )
     assert (state.streams, state.invalid_records, list(state.heartbeats)) == ({}, 0, ["a"])
     again = PartitionState.decode(state.encode())
     assert (again.unknown_prefix, again.position) == ("purged", 8)
 
 
-def test_a_page_that_was_meant_for_another_partition_is_void() -> None:
-    """Its writer had not noticed that the partition was deleted; its number was right by chance."""
+def test_a_page_that_was_written_for_another_epoch_of_the_partition_is_ignored() -> None:
+    """Its writer did not notice that the partition was deleted, and the position was right by chance."""
     state = PartitionState()
-    state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(0)], "this life"))
-    assert state.apply(2, Page(VERSION, "b", 0.0, [batched(7)], "that life")) == []
+    state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(0)], "this epoch"))
+    assert state.apply(2, Page(VERSION, "b", 0.0, [batch_record(7)], "that epoch")) == []
     assert (state.stale_epoch_pages, state.invalid_records, state.position, state.streams[KEY].last_seq) == (1, 0, 2, 0)
-    assert PartitionState.decode(state.encode()).epoch == "this life"
+    assert PartitionState.decode(state.encode()).epoch == "this epoch"
 
 
-def test_long_texts_count() -> None:
-    """A page stays within its room whatever engines give as reasons, and are called."""
+def test_long_names_and_reasons_count_for_the_size_of_a_page() -> None:
+    """A page keeps its maximum size, however long the names of engines and their reasons are."""
     keys = [("ü" * 100, rank) for rank in range(40)]
-    builder = PageBuilder(PartitionState(), "b" * 128, 4_000, "life")
+    builder = PageBuilder(PartitionState(), "b" * 128, 4_000, "run")
     for key in keys:
         builder.resync(key)
         builder.enqueue(JoinRecord(*key, bytes(300)))
         builder.enqueue(IncarnationRecord(*key, 1, "reason " * 70))
-        builder.enqueue(TrustRecord(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(DOUBTS, 2**60)))
+        builder.enqueue(TrustRecord(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(REASON_NAMES, 2**60)))
     position = 0
     while (page := builder.build(0.0, 0.0)) is not None:
         position += 1
@@ -439,39 +454,39 @@ def test_long_texts_count() -> None:
     assert all(stream.trust_reports for stream in builder.state.streams.values())
 
 
-DOUBTS = [doubt.name for doubt in PERSISTENT_REASONS]
+REASON_NAMES = [reason.name for reason in PERSISTENT_REASONS]
 
 
-def test_a_page_stays_within_its_room() -> None:
-    builder = bridge("a", JoinRecord(*KEY, b""), *(batched(number, bytes(100)) for number in range(50)))
+def test_a_page_does_not_exceed_its_maximum_size() -> None:
+    builder = new_builder("a", JoinRecord(*KEY, b""), *(batch_record(number, bytes(100)) for number in range(50)))
     for position in range(1, 40):
         page = builder.build(0.0, 0.0)
         if page is None:
             break
-        assert len(encode_page(page)) <= ROOM + RECORD_BYTES
+        assert len(encode_page(page)) <= PAGE_BYTES + RECORD_BYTES
         builder.acknowledge(position)
     assert (builder.queued_records, builder.queued_bytes, builder.written) == (0, 0, 50)
 
 
-# --- the page that is under way
+# --- the page in flight
 
 
-def several(count: int, size: int = 200, first: int = 0) -> list[BatchRecord]:
-    return [batched(seq, b"%d " % seq + bytes(size)) for seq in range(first, first + count)]
+def batch_records(count: int, size: int = 200, first: int = 0) -> list[BatchRecord]:
+    return [batch_record(seq, b"%d " % seq + bytes(size)) for seq in range(first, first + count)]
 
 
-def composed(builder: PageBuilder) -> Page:
+def build_page(builder: PageBuilder) -> Page:
     page = builder.build(0.0, 0.0)
     assert page is not None
     return page
 
 
-def test_what_comes_while_a_page_is_under_way_goes_into_the_next_one() -> None:
-    """Nothing is settled before the page is there."""
+def test_records_that_arrive_while_a_page_is_in_flight_go_into_the_next_page() -> None:
+    """No queued record is dropped before the page is acknowledged."""
     partition = Partition()
-    one = bridge("a", JoinRecord(*KEY, b""), *several(2))
-    page = composed(one)
-    for record in several(10, first=2):
+    one = new_builder("a", JoinRecord(*KEY, b""), *batch_records(2))
+    page = build_page(one)
+    for record in batch_records(10, first=2):
         one.enqueue(record)
     one.enqueue(TrustRecord(*KEY, "a", "EXACT", "", {}))
     assert (one.queued_records, one.build(0.0, 0.0)) == (13, None)
@@ -480,73 +495,73 @@ def test_what_comes_while_a_page_is_under_way_goes_into_the_next_one() -> None:
     while write(partition, one):
         pass
     state, found = partition.state()
-    assert numbers(found) == list(range(12))
+    assert batch_numbers(found) == list(range(12))
     assert (one.queued_records, one.queued_bytes, one.next_due()) == (0, 0, None)
     assert (state.void_pages, state.duplicate_records, state.streams[KEY].trust_reports["a"].trust) == (0, 0, "EXACT")
     assert one.state.encode() == state.encode()
 
 
 def test_a_page_of_another_bridge_withdraws_the_page_in_flight() -> None:
-    one = bridge("a", JoinRecord(*KEY, b""), *several(2))
-    first = composed(one)
+    one = new_builder("a", JoinRecord(*KEY, b""), *batch_records(2))
+    first = build_page(one)
     one.apply(1, Page(VERSION, "b", 0.0, [HeartbeatRecord("b", 1.0, 0.0)]))
     assert (one.queued_records, one.acknowledge(2)) == (3, [])
-    assert composed(one).records == first.records
+    assert build_page(one).records == first.records
 
 
-def test_a_page_in_flight_settles_nothing_of_a_stream_that_was_resubscribed() -> None:
-    """Its records belong to an earlier attempt: what the log says then counts."""
-    one = bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1))
-    composed(one)
+def test_acknowledging_a_page_drops_no_records_of_a_stream_that_was_resubscribed_meanwhile() -> None:
+    """Its records belong to the earlier subscription. The log decides which of the new records are written."""
+    one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0), batch_record(1))
+    build_page(one)
     one.resync(KEY)
-    for record in (JoinRecord(*KEY, b""), batched(1), batched(2)):
+    for record in (JoinRecord(*KEY, b""), batch_record(1), batch_record(2)):
         one.enqueue(record)
     one.acknowledge(1)
     assert one.queued_records == 3
-    page = composed(one)
+    page = build_page(one)
     assert [record.seq for record in page.records if isinstance(record, BatchRecord)] == [2]
     one.acknowledge(2)
     assert (one.queued_records, one.queued_bytes, one.state.duplicate_records) == (0, 0, 0)
     one.enqueue(LeaveRecord(*KEY, "gone"))
-    composed(one)
+    build_page(one)
     one.forget(KEY)
     one.acknowledge(3)
     assert (one.queued_records, one.queued_bytes, one.state.registrations()) == (0, 0, {})
 
 
-def test_a_beat_that_did_not_get_there_is_said_again() -> None:
-    one = bridge("a")
+def test_a_heartbeat_that_was_not_acknowledged_is_written_again() -> None:
+    one = new_builder("a")
     one.set_heartbeat(HeartbeatRecord("a", 1.0, 7.0))
-    assert composed(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
+    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
     assert one.build(0.0, 0.0) is None
     one.withdraw()
-    assert composed(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
+    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
     one.set_heartbeat(HeartbeatRecord("a", 1.0, 8.0))
     one.withdraw()
-    assert composed(one).records == [HeartbeatRecord("a", 1.0, 8.0)]
+    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 8.0)]
 
 
-def test_a_batch_in_pieces_waits_for_each_of_them() -> None:
-    """Where the next piece begins is known once the one before is there."""
-    one = bridge("a", JoinRecord(*KEY, b""))
-    composed(one)
+def test_each_fragment_of_a_batch_waits_for_the_previous_one() -> None:
+    """The offset of the next fragment is known when the previous one is acknowledged."""
+    one = new_builder("a", JoinRecord(*KEY, b""))
+    build_page(one)
     one.acknowledge(1)
-    one.enqueue(batched(0, bytes(3_000)))
-    one.enqueue(batched(1))
-    assert [type(record) for record in composed(one).records] == [FragmentRecord]
+    one.enqueue(batch_record(0, bytes(3_000)))
+    one.enqueue(batch_record(1))
+    assert [type(record) for record in build_page(one).records] == [FragmentRecord]
     assert one.build(0.0, 0.0) is None
     one.acknowledge(2)
-    assert [record.offset for record in composed(one).records if isinstance(record, FragmentRecord)] == [
-        ROOM - RECORD_BYTES - len(KEY[0])
+    assert [record.offset for record in build_page(one).records if isinstance(record, FragmentRecord)] == [
+        PAGE_BYTES - RECORD_BYTES - len(KEY[0])
     ]
 
 
-def test_a_snapshot_knows_which_page_was_the_last() -> None:
-    """A reader that begins with it reads the next page in the same way as a reader of everything."""
-    one = bridge("a", JoinRecord(*KEY, b""), *several(8))
-    first = composed(one)
+def test_a_snapshot_contains_which_page_was_the_last() -> None:
+    """A reader that begins with the snapshot reads the next page in the same way as a reader of all pages."""
+    one = new_builder("a", JoinRecord(*KEY, b""), *batch_records(8))
+    first = build_page(one)
     one.acknowledge(1)
-    second = composed(one)
+    second = build_page(one)
     for known, other in (
         (first, 0),
         (Page(VERSION, "b", 0.0, [JoinRecord(*KEY, b"")], name="other", history=EMPTY_HISTORY), 1),
@@ -558,135 +573,138 @@ def test_a_snapshot_knows_which_page_was_the_last() -> None:
         assert whole.void_pages == restored.void_pages == other
 
 
-# --- any number of bridges, killed, cut off and late, over several lives of an engine
+# --- several bridges that are killed, disconnected and late, with an engine that restarts
 
 
 @dataclass
 class Engine:
-    """Lives, each a list of payloads."""
+    """An engine that restarts: the payloads of each of its processes."""
 
-    lives: list[list[bytes]] = field(default_factory=lambda: [[]])
+    processes: list[list[bytes]] = field(default_factory=lambda: [[]])
     first: int = 0
-    """Number of the oldest batch that the replay buffer of the present life still has."""
+    """Number of the oldest batch that the replay buffer of the present process still has."""
 
     @property
     def now(self) -> list[bytes]:
-        return self.lives[-1]
+        return self.processes[-1]
 
 
 @dataclass
-class Sent:
-    """A page that is under way: it may arrive late, or never, and so may its answer."""
+class PageInFlight:
+    """A page in flight. The page and its acknowledgement can arrive late or never."""
 
     page: Page
     expected: int
     arrived: bool = False
     position: int | None = None
-    """Under which the server has taken it."""
+    """Position at which the server has accepted the page; None if it has not."""
 
 
 @dataclass
-class Watcher:
-    """A bridge around a composer: follows the engine as a subscriber does."""
+class ModelBridge:
+    """A model of a bridge with a page builder, which follows the engine as a subscriber does."""
 
     builder: PageBuilder
-    life: list[bytes]
+    process: list[bytes]
     incarnation: int = 0
-    handed: int = 0
-    sent: Sent | None = None
-    """What the composer believes to be under way."""
+    enqueued: int = 0
+    in_flight: PageInFlight | None = None
+    """The page that the builder counts as in flight."""
     reconnected: bool = False
-    """Whether its tail has to be verified before anything else (`PartitionReader`, `PartitionWriter.connected`)."""
+    """Whether the end of the partition must be verified first (`PartitionReader`, `PartitionWriter.connected`)."""
 
     def reconnect(self) -> None:
-        """What is under way counts as not acknowledged from here on."""
-        self.sent = None
+        """Withdraw the page in flight, which counts as not acknowledged."""
+        self.in_flight = None
         self.builder.withdraw()
         self.reconnected = True
 
-    def has_tail(self, partition: Partition) -> bool:
-        """Whether the partition still holds what was read of it."""
+    def contains_tail(self, partition: Partition) -> bool:
+        """Return whether the partition still contains the last page that was read from it."""
         position, name, _ = self.builder.state.tail
         page = decode_page(partition.pages[position - 1]) if 0 < position <= len(partition.pages) else None
         return not position or (page is not None and page.name == name)
 
     def follow(self, engine: Engine) -> None:
-        """Hand over what is new; a new life begins with a reset."""
-        if self.life is not engine.now:
-            self.life, self.handed = engine.now, 0
+        """Enqueue what the engine has published since the last call. A new process begins with a new incarnation."""
+        if self.process is not engine.now:
+            self.process, self.enqueued = engine.now, 0
             self.incarnation += 1
             self.builder.enqueue(IncarnationRecord(*KEY, self.incarnation, "restart"))
-        if self.handed < engine.first:
-            self.builder.enqueue(GapRecord(*KEY, self.incarnation, self.handed, engine.first - 1))
-            self.handed = engine.first
-        for seq in range(self.handed, len(self.life)):
-            self.builder.enqueue(batched(seq, self.life[seq], self.incarnation))
-        self.handed = len(self.life)
+        if self.enqueued < engine.first:
+            self.builder.enqueue(GapRecord(*KEY, self.incarnation, self.enqueued, engine.first - 1))
+            self.enqueued = engine.first
+        for seq in range(self.enqueued, len(self.process)):
+            self.builder.enqueue(batch_record(seq, self.process[seq], self.incarnation))
+        self.enqueued = len(self.process)
 
     def resume(self, engine: Engine) -> None:
-        """From where the log stands, as `Subscriber.add(resume=...)` does it: proven by the newest batch, or a reset."""
+        """Follow the engine from the end of the log, as `Subscriber.add(resume=...)` does.
+
+        A new incarnation begins if the fingerprints do not match.
+        """
         checkpoint, self.incarnation = self.builder.state.resume_point(KEY, "")
         self.builder.resync(KEY)
         self.builder.enqueue(JoinRecord(*KEY, b"card"))
-        self.life, self.handed = engine.now, 0
+        self.process, self.enqueued = engine.now, 0
         if checkpoint is None:
             return
         self.incarnation = checkpoint.incarnation
-        held = [
-            engine.first <= each.seq < len(self.life) and payload_digest(self.life[each.seq]) == each.digest
+        matches = [
+            engine.first <= each.seq < len(self.process) and payload_digest(self.process[each.seq]) == each.digest
             for each in checkpoint.fingerprints
         ]
-        if held and all(held):
-            self.handed = checkpoint.last_seq + 1
+        if matches and all(matches):
+            self.enqueued = checkpoint.last_seq + 1
             return
         self.incarnation += 1
-        self.builder.enqueue(IncarnationRecord(*KEY, self.incarnation, "not proven"))
+        self.builder.enqueue(IncarnationRecord(*KEY, self.incarnation, "not verified"))
 
     def read(self, partition: Partition) -> None:
-        """What is in the partition, its own pages among it, as the reader of a bridge's partition does."""
+        """Read all new pages of the partition, including its own, as the partition reader of a bridge does."""
         builder = self.builder
         for position in range(builder.state.position + 1, len(partition.pages) + 1):
             page = decode_page(partition.pages[position - 1])
             assert page is not None
-            if self.sent is not None and self.sent.page.name == page.name:
+            if self.in_flight is not None and self.in_flight.page.name == page.name:
                 builder.acknowledge(position)
             else:
                 builder.apply(position, page)
-            self.sent = None
+            self.in_flight = None
 
     def receive_reply(self) -> None:
         """Receive the reply to the page in flight, or stop waiting for it."""
-        sent, self.sent = self.sent, None
-        if sent is not None and sent.position is not None:
-            self.builder.acknowledge(sent.expected + 1)
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None and in_flight.position is not None:
+            self.builder.acknowledge(in_flight.expected + 1)
         else:
             self.builder.withdraw()
 
 
-class Story:
-    """Three bridges, one partition, one engine, and what happens to them."""
+class Simulation:
+    """Three bridges, one partition and one engine. Each action is a method; its argument selects a bridge or a page."""
 
     def __init__(self) -> None:
         self.partition, self.engine = Partition(), Engine()
-        self.made = self.lives = 0
-        self.network: list[Sent] = []
-        """What was sent, and has not arrived."""
-        self.watchers = [self.begin(at) for at in range(3)]
+        self.published = self.processes = 0
+        self.network: list[PageInFlight] = []
+        """Pages that were sent and have not arrived."""
+        self.bridges = [self.start_bridge(at) for at in range(3)]
 
-    def begin(self, at: int) -> Watcher:
-        self.lives += 1
-        builder = PageBuilder(PartitionState(), f"bridge {at}", ROOM, f"life {self.lives}")
+    def start_bridge(self, at: int) -> ModelBridge:
+        self.processes += 1
+        builder = PageBuilder(PartitionState(), f"bridge {at}", PAGE_BYTES, f"run {self.processes}")
         self.partition.read(builder)
-        watcher = Watcher(builder, [])
-        watcher.resume(self.engine)
-        return watcher
+        model_bridge = ModelBridge(builder, [])
+        model_bridge.resume(self.engine)
+        return model_bridge
 
     def publish(self, _: int, size: int = 0) -> None:
-        self.made += 1
-        self.engine.now.append(b"%d " % self.made + bytes(size))
+        self.published += 1
+        self.engine.now.append(b"%d " % self.published + bytes(size))
 
     def many(self, at: int) -> None:
-        """More than there is room for in a page."""
+        """Publish more batches than fit in a page."""
         for _ in range(5):
             self.publish(at, 400)
 
@@ -694,18 +712,18 @@ class Story:
         self.publish(at, 2_500)
 
     def restart(self, _: int) -> None:
-        self.engine.lives.append([])
+        self.engine.processes.append([])
         self.engine.first = 0
 
     def overflow(self, _: int) -> None:
-        """The engine's replay buffer keeps only the newest batch: a bridge that has not received the others has lost them."""
+        """Reduce the engine's replay buffer to the newest batch. A bridge that has not received the others loses them."""
         self.engine.first = max(0, len(self.engine.now) - 1)
 
-    def miss(self, at: int) -> None:
-        """The engine restarts twice, and one bridge sees it only once: another one follows the life between."""
+    def restart_twice_unseen(self, at: int) -> None:
+        """Restart the engine twice, of which one bridge sees one restart. Another bridge follows the process in between."""
         self.restart(at)
         self.many(at)
-        other = (at + 1) % len(self.watchers)
+        other = (at + 1) % len(self.bridges)
         self.read(other)
         self.follow(other)
         for _ in range(8):
@@ -713,58 +731,58 @@ class Story:
         self.restart(at)
 
     def follow(self, at: int) -> None:
-        self.watchers[at].follow(self.engine)
+        self.bridges[at].follow(self.engine)
 
     def resubscribe(self, at: int) -> None:
-        """Subscribe to the stream again, whatever of it is in flight."""
-        self.watchers[at].resume(self.engine)
+        """Subscribe to the stream again, even with a page in flight."""
+        self.bridges[at].resume(self.engine)
 
     def kill(self, at: int) -> None:
-        self.watchers[at] = self.begin(at)
+        self.bridges[at] = self.start_bridge(at)
 
     def crash(self, at: int) -> None:
-        """The server loses its last acknowledged pages; what is in the network may reach it after all."""
+        """Let the server lose its last acknowledged pages. Pages in the network can still arrive."""
         del self.partition.pages[max(0, len(self.partition.pages) - 1 - 2 * at) :]
-        for watcher in self.watchers:
-            watcher.reconnect()
+        for model_bridge in self.bridges:
+            model_bridge.reconnect()
 
     def verify(self, at: int) -> None:
-        """A bridge with a new connection begins again where the partition does not hold what it has read."""
-        watcher = self.watchers[at]
-        if watcher.reconnected and not watcher.has_tail(self.partition):
+        """Restart a reconnected bridge if the partition does not contain the last page that it has read."""
+        model_bridge = self.bridges[at]
+        if model_bridge.reconnected and not model_bridge.contains_tail(self.partition):
             self.kill(at)
-        watcher.reconnected = False
+        model_bridge.reconnected = False
 
     def send(self, at: int) -> None:
-        """A page is under way, if none is."""
+        """Send a page, unless one is in flight or nothing is queued."""
         self.verify(at)
-        watcher = self.watchers[at]
-        page = watcher.builder.build(0.0, 0.0)
+        model_bridge = self.bridges[at]
+        page = model_bridge.builder.build(0.0, 0.0)
         if page is not None:
-            watcher.sent = Sent(page, watcher.builder.state.position)
-            self.network.append(watcher.sent)
-        if watcher.builder.diverged:
-            watcher.resume(self.engine)
+            model_bridge.in_flight = PageInFlight(page, model_bridge.builder.state.position)
+            self.network.append(model_bridge.in_flight)
+        if model_bridge.builder.diverged:
+            model_bridge.resume(self.engine)
 
     def arrive(self, at: int) -> None:
-        """One of the oldest pages that are under way: they may overtake each other."""
+        """Let one of the oldest pages in flight arrive. Pages can overtake each other."""
         if self.network:
-            sent = self.network.pop(min(at, len(self.network) - 1))
-            sent.arrived, sent.position = True, self.partition.append(sent.page, sent.expected)
+            in_flight = self.network.pop(min(at, len(self.network) - 1))
+            in_flight.arrived, in_flight.position = True, self.partition.append(in_flight.page, in_flight.expected)
 
     def lose(self, at: int) -> None:
         if self.network:
             self.network.pop(min(at, len(self.network) - 1))
 
     def receive_reply(self, at: int) -> None:
-        self.watchers[at].receive_reply()
+        self.bridges[at].receive_reply()
 
     def read(self, at: int) -> None:
         self.verify(at)
-        self.watchers[at].read(self.partition)
+        self.bridges[at].read(self.partition)
 
     def write(self, at: int) -> None:
-        """All of it at once, if it is the only one."""
+        """Send a page, let all pages in the network arrive, receive the reply and read."""
         self.send(at)
         while self.network:
             self.arrive(0)
@@ -772,7 +790,7 @@ class Story:
         self.read(at)
 
     def end(self) -> None:
-        """Each follows, reads and writes until there is nothing more to write."""
+        """Let each bridge follow, read and write until nothing is left to write."""
         for at in [at for _ in range(12) for at in range(3)]:
             self.follow(at)
             for _ in range(12):
@@ -780,44 +798,60 @@ class Story:
                 self.write(at)
 
 
-DEEDS = (
+ACTIONS = (
     *("publish", "publish", "many", "follow", "follow", "write", "write", "send", "send", "send", "arrive", "arrive", "arrive"),
-    *("receive_reply", "receive_reply", "read", "lose", "restart", "kill", "large", "resubscribe", "overflow", "miss", "crash"),
+    *(
+        "receive_reply",
+        "receive_reply",
+        "read",
+        "lose",
+        "restart",
+        "kill",
+        "large",
+        "resubscribe",
+        "overflow",
+        "restart_twice_unseen",
+        "crash",
+    ),
 )
 STEPS = 120
-"""Of a story: it takes a while until much is in flight."""
+"""Number of actions in a simulation, enough to have many pages in flight."""
 
 
 @given(st.integers(0, 2**32), st.integers(0, 60))
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_the_log_is_one_story_whatever_becomes_of_its_writers(seed: int, taken_at: int) -> None:
-    """In the end the log's last incarnation is the engine's life, each batch once, in order, also behind a snapshot.
+def test_the_log_has_one_consistent_history_after_any_faults_of_its_writers(seed: int, taken_at: int) -> None:
+    """In the end the last incarnation in the log is the engine's last process, with each batch once and in order.
 
-    Any number of pages are in flight, those too that their bridges wait for no more. They, or their answers, arrive late, in
-    another order, or never. Engines restart while some bridges do not look, and forget batches that no bridge has. The server
-    loses pages that it has acknowledged, and uses their numbers again. No incarnation has batches of two lives.
+    A reader that begins with a snapshot ends in the same state. No incarnation in the log has batches of two processes. Any
+    number of pages are in flight, including pages that their bridges no longer wait for. Pages and acknowledgements arrive
+    late, in another order or never. Engines restart unnoticed by some bridges, and drop batches that no bridge has. The server
+    loses pages that it has acknowledged, and uses their positions again.
     """
-    chance = Random(seed)
-    story = Story()
+    rng = Random(seed)
+    simulation = Simulation()
     for _ in range(STEPS):
-        getattr(story, chance.choice(DEEDS))(chance.randrange(3))
-    story.end()
-    state, found = story.partition.state()
+        getattr(simulation, rng.choice(ACTIONS))(rng.randrange(3))
+    simulation.end()
+    state, found = simulation.partition.state()
     assert (state.invalid_records, state.duplicate_records) == (0, 0)
     last = max((at for at, event in enumerate(found) if isinstance(event, Reset)), default=-1)
     batches = [event for event in found[last + 1 :] if isinstance(event, RawBatch)]
-    now = story.engine.now
+    now = simulation.engine.now
     assert [event.payload for event in batches] == [now[event.seq] for event in batches]
-    assert {event.seq for event in batches} >= {*range(story.engine.first, len(now))}
-    lives = {payload: life for life, payloads in enumerate(story.engine.lives) for payload in payloads}
+    assert {event.seq for event in batches} >= {*range(simulation.engine.first, len(now))}
+    processes = {payload: process for process, payloads in enumerate(simulation.engine.processes) for payload in payloads}
     seen: dict[int, set[int]] = {}
     for event in found:
         if isinstance(event, RawBatch):
-            seen.setdefault(event.incarnation, set()).add(lives[event.payload])
+            seen.setdefault(event.incarnation, set()).add(processes[event.payload])
     assert all(len(of_one) == 1 for of_one in seen.values())
-    assert all((watcher.builder.queued_records, watcher.builder.queued_bytes) == (0, 0) for watcher in story.watchers)
-    assert all(watcher.builder.state.encode() == state.encode() for watcher in story.watchers)
-    begun = Partition(story.partition.pages[:taken_at]).state()[0]
-    late = PageBuilder(PartitionState.decode(begun.encode()), "late", ROOM, "late")
-    story.partition.read(late)
+    assert all(
+        (model_bridge.builder.queued_records, model_bridge.builder.queued_bytes) == (0, 0)
+        for model_bridge in simulation.bridges
+    )
+    assert all(model_bridge.builder.state.encode() == state.encode() for model_bridge in simulation.bridges)
+    begun = Partition(simulation.partition.pages[:taken_at]).state()[0]
+    late = PageBuilder(PartitionState.decode(begun.encode()), "late", PAGE_BYTES, "late")
+    simulation.partition.read(late)
     assert late.state.encode() == state.encode()

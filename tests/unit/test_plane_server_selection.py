@@ -1,4 +1,4 @@
-"""The order in which servers are tried, and that no message is logged twice."""
+"""`ReconnectPolicy` chooses the next server and pause, and `ConnectionLog` logs no message twice."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def servers(*hosts: str) -> list[Any]:
     return [SimpleNamespace(uri=urlsplit(f"nats://{host}:4222")) for host in hosts]
 
 
-def attempts(rounds: ReconnectPolicy, count: int, *hosts: str) -> list[tuple[str, float]]:
-    chosen = [rounds.choose(servers(*hosts), {}) for _ in range(count)]
+def attempts(policy: ReconnectPolicy, count: int, *hosts: str) -> list[tuple[str, float]]:
+    chosen = [policy.choose(servers(*hosts), {}) for _ in range(count)]
     return [(str(server.uri.hostname), pause) for server, pause in chosen]
 
 
 def test_each_round_tries_every_server_once_after_one_pause() -> None:
-    rounds = ReconnectPolicy(DEFAULT_LIMITS)
-    rounds.start(STABLE_SECONDS)
+    policy = ReconnectPolicy(DEFAULT_LIMITS)
+    policy.start(STABLE_SECONDS)
     for number in range(8):
-        found = attempts(rounds, 3, *HOSTS)
+        found = attempts(policy, 3, *HOSTS)
         assert sorted(host for host, _ in found) == list(HOSTS)
         most = min(DEFAULT_LIMITS.reconnect_seconds * 2**number, DEFAULT_LIMITS.max_reconnect_seconds)
         assert most / 2 <= found[0][1] <= most
@@ -44,19 +44,19 @@ def test_each_round_tries_every_server_once_after_one_pause() -> None:
 
 @pytest.mark.parametrize(("lasted", "starts_again"), [(STABLE_SECONDS, True), (STABLE_SECONDS / 2, False)])
 def test_pauses_start_again_only_after_a_connection_that_lasted(lasted: float, starts_again: bool) -> None:
-    """A server that hangs up at once, again and again, is not asked without a pause."""
-    rounds = ReconnectPolicy(DEFAULT_LIMITS)
-    attempts(rounds, 5, "a")
-    rounds.start(lasted)
-    assert (attempts(rounds, 1, "a")[0][1] <= DEFAULT_LIMITS.reconnect_seconds) == starts_again
+    """The pauses go on for a server that closes every connection at once."""
+    policy = ReconnectPolicy(DEFAULT_LIMITS)
+    attempts(policy, 5, "a")
+    policy.start(lasted)
+    assert (attempts(policy, 1, "a")[0][1] <= DEFAULT_LIMITS.reconnect_seconds) == starts_again
 
 
 @given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1, max_size=30))
-def test_servers_may_come_and_go(known: list[set[str]]) -> None:
-    """A chosen server is one of those known, and no server is chosen twice in a round."""
-    rounds, this_round = ReconnectPolicy(DEFAULT_LIMITS), Counter[str]()
+def test_the_list_of_servers_can_change_at_any_time(known: list[set[str]]) -> None:
+    """A chosen server is one of the known servers, and no server is chosen twice in a round."""
+    policy, this_round = ReconnectPolicy(DEFAULT_LIMITS), Counter[str]()
     for hosts in known:
-        ((host, pause),) = attempts(rounds, 1, *hosts)
+        ((host, pause),) = attempts(policy, 1, *hosts)
         assert host in hosts
         if pause:
             this_round.clear()
@@ -65,29 +65,29 @@ def test_servers_may_come_and_go(known: list[set[str]]) -> None:
 
 
 class Client:
-    """What a voice asks of nats-py's."""
+    """The attributes of the nats-py client that `ConnectionLog` reads."""
 
     connected_url = urlsplit("nats://a:4222")
     is_closed = False
 
 
-def a_voice(states: list[str]) -> tuple[ConnectionLog, Client]:
-    voice, client = ConnectionLog("bridge", states.append), Client()
-    assert voice.callbacks(client)["name"] == "bridge"  # type: ignore[arg-type]
-    return voice, client
+def log_with_client(states: list[str]) -> tuple[ConnectionLog, Client]:
+    connection_log, client = ConnectionLog("bridge", states.append), Client()
+    assert connection_log.callbacks(client)["name"] == "bridge"  # type: ignore[arg-type]
+    return connection_log, client
 
 
 async def test_a_state_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     states: list[str] = []
-    voice, client = a_voice(states)
-    calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.set_state("connected")
+    connection_log, client = log_with_client(states)
+    calls = connection_log.callbacks(client)  # type: ignore[arg-type]
+    connection_log.set_state("connected")
     await calls["disconnected_cb"]()
     await calls["disconnected_cb"]()
     await calls["reconnected_cb"]()
     client.is_closed = True
-    await calls["disconnected_cb"]()  # nats-py says so of what is closed, too
+    await calls["disconnected_cb"]()  # nats-py calls this also for a closed client
     await calls["closed_cb"]()
     await calls["closed_cb"]()
     assert states == ["connected", "reconnecting", "connected", "closed"]
@@ -95,9 +95,9 @@ async def test_a_state_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture
 
 
 async def test_the_same_error_is_logged_once_in_each_state(caplog: pytest.LogCaptureFixture) -> None:
-    voice, client = a_voice([])
-    calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.set_state("connected")
+    connection_log, client = log_with_client([])
+    calls = connection_log.callbacks(client)  # type: ignore[arg-type]
+    connection_log.set_state("connected")
     for _ in range(2):
         await calls["disconnected_cb"]()
         for _ in range(5):
@@ -106,10 +106,10 @@ async def test_the_same_error_is_logged_once_in_each_state(caplog: pytest.LogCap
     assert [record.getMessage() for record in caplog.records].count("bridge: refused") == 2
 
 
-async def test_different_errors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    voice, client = a_voice([])
-    calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.set_state("connected")
+async def test_the_number_of_different_logged_errors_is_limited(caplog: pytest.LogCaptureFixture) -> None:
+    connection_log, client = log_with_client([])
+    calls = connection_log.callbacks(client)  # type: ignore[arg-type]
+    connection_log.set_state("connected")
     for number in range(3 * MAX_LOGGED_ERRORS):
         await calls["error_cb"](OSError(number, f"error {number}"))
     assert len(caplog.records) == MAX_LOGGED_ERRORS
@@ -117,11 +117,11 @@ async def test_different_errors_are_bounded(caplog: pytest.LogCaptureFixture) ->
 
 async def test_before_the_first_connection_errors_go_to_the_caller_of_connect(caplog: pytest.LogCaptureFixture) -> None:
     states: list[str] = []
-    voice, client = a_voice(states)
-    calls = voice.callbacks(client)  # type: ignore[arg-type]
+    connection_log, client = log_with_client(states)
+    calls = connection_log.callbacks(client)  # type: ignore[arg-type]
     with pytest.raises(ConnectionRefusedError):
         await calls["error_cb"](ConnectionRefusedError(111, "refused"))
-    voice.mute()
+    connection_log.mute()
     await calls["error_cb"](ConnectionRefusedError(111, "refused"))
     await calls["closed_cb"]()
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Settings of a plane: impossible ones are refused with a message, and no secret is ever printed."""
+"""Invalid settings of a plane are rejected with a message, and no secret is ever printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CREDENTIALS = (
     f"-----BEGIN NATS USER JWT-----\na.b.c\n------END NATS USER JWT------\n\nanything\n"
     f"-----BEGIN USER NKEY SEED-----\n{SEED}\n------END USER NKEY SEED------\n"
 )
-SECRET = "tops/ecret"  # noqa: S105 - what must not be shown
+SECRET = "tops/ecret"  # noqa: S105 - the text that must not be shown
 
 
 @pytest.fixture(name="files")
@@ -37,7 +37,7 @@ def written_files(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / name) for name in [*texts, "none"]} | {"folder": str(tmp_path)}
 
 
-def test_one_server_is_enough() -> None:
+def test_only_the_servers_are_required() -> None:
     settings = PlaneSettings(servers=(URL,))
     assert (settings.name, settings.partitions, settings.copies, settings.partition_bytes) == ("default", 8, 1, 1 << 30)
     assert settings.login == Login()
@@ -45,7 +45,7 @@ def test_one_server_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"servers": ()}, "at least one server"),
         ({"servers": ("127.0.0.1:4222",)}, "expected nats://HOST:4222"),
@@ -72,13 +72,13 @@ def test_one_server_is_enough() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_rejected(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         PlaneSettings(**({"servers": (URL,)} | wrong))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"credentials": "creds", "nkey": "seed"}, "credentials and nkey exclude each other"),
         ({"credentials": "none"}, "credentials: cannot read .*none: No such file"),
@@ -95,27 +95,27 @@ def test_what_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
     ],
     ids=str,
 )
-def test_files_that_cannot_be_what_they_should_are_refused(files: dict[str, str], wrong: dict[str, str], said: str) -> None:
+def test_invalid_files_are_rejected(files: dict[str, str], wrong: dict[str, str], message: str) -> None:
     fields: dict[str, Any] = {name: files[file] for name, file in wrong.items()}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         PlaneSettings(servers=(URL,), **fields)
 
 
-def test_there_is_no_tls_where_it_cannot_be(files: dict[str, str]) -> None:
+def test_tls_settings_are_rejected_for_plain_websocket(files: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="ws:// has no TLS"):
         PlaneSettings(servers=("ws://host",), tls_ca=files["pem"])
 
 
 @pytest.mark.parametrize("url", ["tls://host", "wss://host"])
-def test_a_url_can_ask_for_tls(url: str) -> None:
+def test_a_url_can_require_tls(url: str) -> None:
     assert PlaneSettings(servers=(url,)).needs_tls
 
 
-def test_an_authority_requires_tls(files: dict[str, str]) -> None:
+def test_a_certificate_authority_requires_tls(files: dict[str, str]) -> None:
     assert PlaneSettings(servers=(URL,), tls_ca=files["pem"]).needs_tls
 
 
-def test_files_are_read_as_their_tools_write_them(files: dict[str, str]) -> None:
+def test_credentials_and_seed_files_are_read_in_the_format_of_the_nats_tools(files: dict[str, str]) -> None:
     assert PlaneSettings(servers=(URL,), credentials=files["creds"]).read_credentials() == ("a.b.c", SEED)
     assert PlaneSettings(servers=(URL,), nkey=files["seed"]).read_seed() == SEED
 
@@ -131,13 +131,13 @@ def test_files_are_read_as_their_tools_write_them(files: dict[str, str]) -> None
         ("wss://u:@host", Login("u", ""), "wss://host:443"),
     ],
 )
-def test_a_url_is_an_address_and_a_login(url: str, login: Login, address: str) -> None:
+def test_a_url_is_split_into_an_address_and_a_login(url: str, login: Login, address: str) -> None:
     settings = PlaneSettings(servers=(url,))
     assert settings.login == login
     assert settings.addresses == (address,)
 
 
-def test_servers_without_a_login_take_that_of_the_others() -> None:
+def test_the_login_in_one_url_is_used_for_all_servers() -> None:
     assert PlaneSettings(servers=("nats://a", "nats://u:p@b")).login == Login("u", "p")
 
 
@@ -161,15 +161,15 @@ def test_text_before_the_host_never_appears_in_errors(user: str, password: str, 
     ],
     ids=str,
 )
-def test_what_is_refused_is_refused_without_its_secret(wrong: dict[str, Any]) -> None:
-    """Neither in the sentence nor in the errors behind it."""
+def test_error_messages_contain_no_secret(wrong: dict[str, Any]) -> None:
+    """The secret is neither in the message nor in the cause of the error."""
     with pytest.raises(ConfigError) as caught:
         PlaneSettings(**wrong)
     text = "".join(traceback.format_exception_only(caught.value)) + repr(caught.value.__cause__)
     assert not any(part in text for part in (SECRET, "tops", "ecret"))
 
 
-def test_no_secret_is_shown(files: dict[str, str]) -> None:
+def test_no_representation_contains_a_secret(files: dict[str, str]) -> None:
     password = PlaneSettings(servers=("nats://u:tops%2Fecret@host",))
     token = PlaneSettings(servers=(URL,), token=SECRET)
     creds = PlaneSettings(servers=(URL,), credentials=files["creds"])
@@ -179,6 +179,6 @@ def test_no_secret_is_shown(files: dict[str, str]) -> None:
     assert repr(password) == "<PlaneSettings 'default' at nats://host>"
 
 
-def test_unknown_fields_are_refused() -> None:
+def test_unknown_fields_are_rejected() -> None:
     with pytest.raises(msgspec.ValidationError, match="unknown field `partition`"):
         msgspec.convert({"servers": [URL], "partition": 3}, PlaneSettings)

@@ -1,4 +1,4 @@
-"""The arithmetic of `python -m tools.plane_sizing`, and that docs/operations/sizing.md has the table that it prints."""
+"""The arithmetic of `python -m tools.plane_sizing` is right, and docs/operations/sizing.md has the table that it prints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COSTS: Final = Costs(
 )
 
 
-def test_memory_decides_where_it_is_scarce() -> None:
-    """As many replicas as hold the fleet if the one with the most partitions is not to have too many of them."""
+def test_the_scarcest_resource_determines_the_number_of_replicas() -> None:
+    """The replica with the most partitions must not exceed memory, time to apply batches or time to save snapshots."""
     found = plan(FLEET, COSTS)
     assert found.replicas == found.by_memory == 1
     three = plan(FLEET._replace(blocks=3e9), COSTS)
@@ -40,7 +40,7 @@ def test_memory_decides_where_it_is_scarce() -> None:
     assert plan(FLEET, COSTS._replace(written=10e6)).by_saving > 22
 
 
-def test_each_partition_has_as_many_holders_as_are_wanted() -> None:
+def test_each_partition_has_the_configured_number_of_holders() -> None:
     found = plan(FLEET._replace(holders=2), COSTS)
     assert (found.replicas, found.share, found.asked) == (2, 1.0, 1)
     many = plan(FLEET._replace(blocks=10e9, holders=2), COSTS)
@@ -49,25 +49,25 @@ def test_each_partition_has_as_many_holders_as_are_wanted() -> None:
     assert many.replicas / 2 <= many.asked <= many.replicas
 
 
-def test_what_comes_while_it_reads_is_read_too() -> None:
-    """1,000 s of restoring 1e9 blocks, 16 s of reading them, and 100 s of log at a tenth of the thread's time."""
+def test_a_bootstrap_also_reads_the_log_that_arrives_meanwhile() -> None:
+    """The bootstrap restores 1e9 blocks in 1,000 s, reads them in 16 s, and reads the log of 100 s in 10 s."""
     found = plan(FLEET, COSTS)
     assert found.bootstrap == pytest.approx((1_000 + 16 + 100 * 0.1) / 0.9)
     assert found.move == pytest.approx((1_016 + 10) / 256 / 0.9)
 
 
-def test_a_bootstrap_that_takes_too_long_is_spread_over_more() -> None:
+def test_a_bootstrap_that_takes_too_long_is_spread_over_more_replicas() -> None:
     found = plan(FLEET._replace(bootstrap_seconds=300.0), COSTS)
     assert found.replicas == found.by_bootstrap > 3
     assert found.bootstrap <= 300
 
 
-def test_partitions_have_room_for_three_snapshots() -> None:
+def test_partitions_have_room_for_the_log_of_three_snapshot_intervals() -> None:
     found = plan(FLEET, COSTS)
     assert found.partition_bytes * found.partitions == pytest.approx(3 * 100 * 1_000 * 420)
 
 
-def test_amounts_are_read_at_a_glance() -> None:
+def test_amounts_have_three_digits_and_a_unit() -> None:
     assert [amount(value, "B") for value in (16, 1_350.0, 5e9, 2e15)] == ["16 B", "1.35 kB", "5 GB", "2e+03 TB"]
 
 
@@ -76,15 +76,15 @@ def test_the_document_has_the_table_that_is_printed() -> None:
     assert [name for name, _, _ in documented] == [name for name, _, _ in rows(FLEET, COSTS, plan(FLEET, COSTS))]
 
 
-def test_bridges_are_as_many_as_cores_they_keep_busy_and_have_room_for_full_queues() -> None:
-    """Their memory does not grow with what engines hold."""
+def test_bridges_follow_the_number_of_engines_and_have_memory_for_full_queues() -> None:
+    """The memory of bridges does not grow with the number of blocks."""
     found, more = plan(FLEET, COSTS), plan(FLEET._replace(engines=10_000), COSTS)
     assert found.bridges < more.bridges
     assert plan(FLEET._replace(blocks=2e9), COSTS).bridge_memory == found.bridge_memory > 2 * MAX_QUEUED_BYTES
 
 
-def test_servers_keep_every_copy() -> None:
-    """Three of the partitions, and of three snapshots of each: two that count, and one that is being written."""
+def test_servers_store_every_copy() -> None:
+    """Servers store three copies of the partitions and of three snapshots: two valid ones and one that is being written."""
     found = plan(FLEET, COSTS)
     assert found.disk_bytes == pytest.approx(3 * (found.partition_bytes * found.partitions + 3 * 1e9 * 16))
     assert found.disk_writes == pytest.approx(3 * (found.bytes + found.saved))
@@ -93,14 +93,14 @@ def test_servers_keep_every_copy() -> None:
 
 
 def test_each_chunk_of_a_snapshot_waits_for_a_majority() -> None:
-    """So the further servers are from each other, the more replicas must write; a partition takes less, too."""
+    """The higher the latency between servers, the fewer bytes one replica and one partition can write."""
     near, far = (plan(FLEET._replace(latency=latency), COSTS) for latency in (0.001, 0.010))
     assert near.written / far.written == pytest.approx(10, rel=0.5)
     assert near.partition_takes / far.partition_takes == pytest.approx(10)
 
 
 def test_sizes_in_the_document_are_still_those_of_the_code() -> None:
-    """Bytes of batches, pages and blocks, which are the same on every machine; nothing is timed."""
+    """The sizes are bytes of batches, pages and blocks, which are equal on every machine."""
     documented = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|", DOCUMENT, re.MULTILINE))
     found = sizes(int(documented["blocks of a batch"].split()[0]), 100_000)
     for name, value in (

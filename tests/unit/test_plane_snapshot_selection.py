@@ -1,4 +1,4 @@
-"""The snapshot with which a bridge begins: the newest readable one, without an endless wait for an unreadable one."""
+"""A bridge begins with the newest readable snapshot, and waits only a limited time for one that does not arrive."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ async def hang(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
-def kept(name: str) -> SnapshotInfo:
+def snapshot_info(name: str) -> SnapshotInfo:
     return SnapshotInfo(name, 0, 0.0, "test", 7, "made", 0, 0)
 
 
-def taken(position: int) -> bytes:
+def encoded_body(position: int) -> bytes:
     state = PartitionState()
     state.position = position
     return msgspec.msgpack.encode(SnapshotBody(VERSION, 0, state.encode(), [], []))
 
 
-def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Snapshots:
-    """Of two snapshots, whose objects are answered with these; servers say nothing of others."""
+def snapshots_with(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Snapshots:
+    """Return the snapshots `newest` and `before`. Servers return only these objects and do not answer for others."""
 
     async def get_info(name: str) -> Any:
         return SimpleNamespace(nuid=name, chunks=1)
@@ -50,13 +50,13 @@ def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Sna
         return SimpleNamespace(data=objects[name])
 
     async def matching(_: Snapshots, __: int, ___: PartitionInfo) -> list[SnapshotInfo]:
-        return [kept("newest"), kept("before")]
+        return [snapshot_info("newest"), snapshot_info("before")]
 
     monkeypatch.setattr(Snapshots, "matching", matching)
-    return Snapshots(js_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT, timers=TIMERS)
+    return Snapshots(jetstream_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT, timers=TIMERS)
 
 
-def js_with(store: Any) -> Any:
+def jetstream_with(store: Any) -> Any:
     async def object_store(_: str) -> Any:
         return store
 
@@ -66,44 +66,46 @@ def js_with(store: Any) -> Any:
     return SimpleNamespace(object_store=object_store, stream_info=stream_info)
 
 
-def test_a_snapshot_that_does_not_come_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nats-py waits for chunks without end, and the partition would never begin."""
-    state = asyncio.run(within(recall(monkeypatch, {"before.streams": taken(7)}).load_state, 0, STATE))
+def test_if_the_newest_snapshot_does_not_arrive_the_previous_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nats-py would wait for chunks forever, and the partition would never begin."""
+    state = asyncio.run(run_with_timeout(snapshots_with(monkeypatch, {"before.streams": encoded_body(7)}).load_state, 0, STATE))
     assert state is not None
     assert state.position == 7
 
 
-def test_a_partition_without_snapshots_in_time_does_not_begin_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be complete: without them, a bridge would find pages purged and resubscribe to all streams."""
+def test_if_no_snapshot_arrives_in_time_loading_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshots might be complete. Without them, a bridge would find pages purged and resubscribe to all streams."""
     with pytest.raises(PlaneError, match="reading the streams of snapshot newest") as caught:
-        asyncio.run(within(recall(monkeypatch, {}).load_state, 0, STATE))
+        asyncio.run(run_with_timeout(snapshots_with(monkeypatch, {}).load_state, 0, STATE))
     assert caught.value.fault == "timeout"
 
 
-def test_a_snapshot_is_taken_though_the_servers_do_not_remove_what_it_replaces(
+def test_a_snapshot_is_saved_even_if_the_servers_do_not_delete_the_old_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Its taker has the partition's lease until then."""
+    """The replica that saves it would hold the lease of the partition while it waits."""
 
     async def entry(_: Snapshots, __: int) -> tuple[list[SnapshotInfo], int]:
         return [], 0
 
-    async def nothing(*_: object) -> None: ...
+    async def do_nothing(*_: object) -> None: ...
 
     async def state(*_: object) -> Any:
         return SimpleNamespace(stream_id="another")
 
     monkeypatch.setattr(Snapshots, "_entry", entry)
-    monkeypatch.setattr(Snapshots, "_put", nothing)
-    monkeypatch.setattr(Snapshots, "_publish_list", nothing)
+    monkeypatch.setattr(Snapshots, "_put", do_nothing)
+    monkeypatch.setattr(Snapshots, "_publish_list", do_nothing)
     monkeypatch.setattr(snapshots, "partition_info", state)
     path = tmp_path / "index"
     path.write_bytes(b"index")
-    found = Snapshots(js_with(SimpleNamespace(list=hang)), LAYOUT, timers=TIMERS)
-    written = asyncio.run(within(found.save, msgspec.msgpack.decode(taken(7), type=SnapshotBody), path, 0, "test", "made"))
+    found = Snapshots(jetstream_with(SimpleNamespace(list=hang)), LAYOUT, timers=TIMERS)
+    written = asyncio.run(
+        run_with_timeout(found.save, msgspec.msgpack.decode(encoded_body(7), type=SnapshotBody), path, 0, "test", "made")
+    )
     assert written.position == 7
 
 
-async def within(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+async def run_with_timeout(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
     async with asyncio.timeout(5.0):
         return await work(*arguments)

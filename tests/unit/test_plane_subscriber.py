@@ -1,4 +1,4 @@
-"""The subscriber of a plane's partitions: its deliveries, and their trust."""
+"""The subscriber of the partitions of a plane returns deliveries and their trust."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kvevents.wire.encode import batch_encoder
 from plane_subscriber_cases import pushed, subscriber
 
 
-def test_what_a_bridge_doubts_is_in_the_status() -> None:
-    """So that a replica's reason has the same codes as the bridge's. Names of later releases are left out."""
+def test_the_degraded_reasons_of_a_bridge_are_in_the_status() -> None:
+    """A replica reports the same reason codes as the bridge. Names of later releases are ignored."""
     found = subscriber()
-    said = TrustRecord("engine", 0, "bridge", "DEGRADED", "some sentence", {"IDENTITY": 7, "INVENTED_LATER": 7})
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0, 0.0), said)])
+    trust_record = TrustRecord("engine", 0, "bridge", "DEGRADED", "some sentence", {"IDENTITY": 7, "INVENTED_LATER": 7})
+    found.put(0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0, 0.0), trust_record)])
     found.receive_many(timeout=0.0)
     status = found.status("engine", 0)
     assert (status.trust, status.trust.reason) == (Trust.DEGRADED, "some sentence")
@@ -41,11 +41,11 @@ def test_what_a_bridge_doubts_is_in_the_status() -> None:
 
 
 def test_a_partition_is_complete_once_its_end_was_read() -> None:
-    """What the servers had behind a page when they sent it says so; a quiet partition's reader does where no page comes."""
+    """The number of pending pages, which each page has, shows the end. The reader reports it for a quiet partition."""
     found = subscriber(partitions=2)
     assert not found.is_complete(0)
     found.put(0, [pushed(1, pending=1)])
-    found.report_progress(1, 0, "")  # while something is in the queue, its partition is not known
+    found.report_progress(1, 0, "")  # ignored: while a page is queued, its partition is unknown
     found.receive_many(timeout=0.0)
     assert not found.is_complete(0)
     assert not found.is_complete(1)
@@ -56,11 +56,11 @@ def test_a_partition_is_complete_once_its_end_was_read() -> None:
     assert found.is_complete(0)
     found.put(0, [pushed(3, pending=7)])
     found.receive_many(timeout=0.0)
-    assert found.is_complete(0), "it was at its end once"
+    assert found.is_complete(0), "the end was read once"
 
 
 def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> None:
-    """Few missing pages are as bad as many if no reader has ever had them."""
+    """Even a single pending page matters if the reader has never read the end."""
     found = subscriber()
     records = (
         JoinRecord("engine", 0, b""),
@@ -76,8 +76,8 @@ def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> Non
 
 
 @pytest.mark.parametrize("compacted", [True, False])
-def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(compacted: bool) -> None:
-    """The record says so: such a gap is delivered as one, counted apart, and the stream is not doubted for it."""
+def test_a_compacted_gap_is_counted_apart_and_does_not_degrade_the_stream(compacted: bool) -> None:
+    """The record marks the gap as compacted, so that it is delivered as a compacted gap and counts as no loss."""
     found = subscriber()
     clear = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
     records = (
@@ -98,7 +98,7 @@ def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(c
     assert found.trust("engine") == Trust.EXACT
 
 
-def test_a_partition_that_is_let_go_leaves_nothing_behind_and_may_come_again() -> None:
+def test_a_dropped_partition_leaves_nothing_behind_and_can_be_added_again() -> None:
     """Pages of the first subscription that still arrive do not belong to the second."""
     found = subscriber(partitions=2)
     found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
@@ -120,8 +120,8 @@ def test_a_partition_that_is_let_go_leaves_nothing_behind_and_may_come_again() -
     assert set(found.partitions) == {0, 1}
 
 
-def test_a_partition_that_is_always_a_little_behind_can_be_trusted() -> None:
-    """While much is written some pages are always on their way; more than some are a log that is being read."""
+def test_a_partition_with_few_pending_pages_can_be_exact() -> None:
+    """While much is written, some pages are always pending. More pending pages mean that the reader is catching up."""
     found = subscriber()
     records = (
         JoinRecord("engine", 0, b""),
@@ -136,8 +136,8 @@ def test_a_partition_that_is_always_a_little_behind_can_be_trusted() -> None:
     assert found.trust("engine") == Trust.REPLAYING
 
 
-def test_members_are_replaced_as_a_whole() -> None:
-    """Who looks at them from another thread sees those of one moment, and knows by identity whether they are others."""
+def test_registrations_are_replaced_as_a_whole() -> None:
+    """Another thread sees the registrations of one moment, and recognises a change by their identity."""
     found = subscriber()
     before = found.registrations
     found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), JoinRecord("other", 1, b""))])
@@ -150,8 +150,8 @@ def test_members_are_replaced_as_a_whole() -> None:
     assert found.queued_bytes == 0
 
 
-def test_what_a_stream_held_ends_with_its_leaving_even_where_it_joins_at_once() -> None:
-    """Who looks at members may never see it away: its former blocks would be there, and a bridge that follows it is EXACT."""
+def test_the_blocks_of_a_stream_that_leaves_are_removed_even_if_it_joins_again_at_once() -> None:
+    """A reader of the registrations might never see it absent. Its old blocks would stay, while its bridge reports EXACT."""
     found, index = subscriber(), PrefixIndex()
     payload = encode_batch(EventBatch(0.0, [BlockStored([1, 2], None, list(range(8)), 4)]))
     found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, payload))])
@@ -175,33 +175,45 @@ def test_what_a_stream_held_ends_with_its_leaving_even_where_it_joins_at_once() 
 
 
 CLEAR = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
-BEATS = (HeartbeatRecord("bridge", 1.0, 0.0), HeartbeatRecord("reserve", 1.0, 0.0))
+HEARTBEATS = (HeartbeatRecord("bridge", 1.0, 0.0), HeartbeatRecord("reserve", 1.0, 0.0))
 
 
-def said(bridge: str, trust: str) -> TrustRecord:
+def trust_record(bridge: str, trust: str) -> TrustRecord:
     return TrustRecord("engine", 0, bridge, trust, "", {})
 
 
-def followed() -> LogSubscriber:
-    """A stream with one batch, of which two bridges say that it is EXACT."""
+def subscriber_of_exact_stream() -> LogSubscriber:
+    """Return a subscriber of a stream with one batch, which two bridges report as EXACT."""
     found = subscriber()
-    first = batched(0, encode_batch(EventBatch(0.0, [])))
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b""), *BEATS, first, said("bridge", "EXACT"), said("reserve", "EXACT"))])
+    first = batch_record(0, encode_batch(EventBatch(0.0, [])))
+    found.put(
+        0,
+        [
+            pushed(
+                1,
+                JoinRecord("engine", 0, b""),
+                *HEARTBEATS,
+                first,
+                trust_record("bridge", "EXACT"),
+                trust_record("reserve", "EXACT"),
+            )
+        ],
+    )
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
     return found
 
 
-def batched(seq: int, payload: bytes, incarnation: int = 0) -> BatchRecord:
+def batch_record(seq: int, payload: bytes, incarnation: int = 0) -> BatchRecord:
     return BatchRecord("engine", 0, incarnation, seq, False, payload)
 
 
 @pytest.mark.parametrize("report", [BatchReport(cleared=True), BatchReport(digest_matches=True)])
-def test_a_report_ends_no_doubt_that_is_newer_than_its_batch(report: BatchReport) -> None:
-    """Many batches are read before the first of them is applied: what is missing behind it is missing still."""
-    found = followed()
+def test_a_report_ends_no_degraded_reason_that_is_newer_than_its_batch(report: BatchReport) -> None:
+    """Many batches are read before the first of them is applied. What is missing after that batch is still missing."""
+    found = subscriber_of_exact_stream()
     lost = GapRecord("engine", 0, 0, 2, 4)
-    found.put(0, [pushed(2, batched(1, CLEAR), lost, batched(5, CLEAR))])
+    found.put(0, [pushed(2, batch_record(1, CLEAR), lost, batch_record(5, CLEAR))])
     first, gap, later = found.receive_many(timeout=0.0)
     assert isinstance(gap, Gap)
     found.report(first, report)
@@ -210,10 +222,10 @@ def test_a_report_ends_no_doubt_that_is_newer_than_its_batch(report: BatchReport
     assert found.trust("engine") == Trust.EXACT
 
 
-def test_a_report_of_a_life_that_has_ended_says_nothing_of_the_next_one() -> None:
-    found = followed()
-    renewed = (IncarnationRecord("engine", 0, 1, "restart"), batched(0, b"y", 1), said("bridge", "EXACT"))
-    found.put(0, [pushed(2, batched(1, b"x"), *renewed)])
+def test_a_report_about_an_ended_incarnation_does_not_affect_the_next_one() -> None:
+    found = subscriber_of_exact_stream()
+    renewed = (IncarnationRecord("engine", 0, 1, "restart"), batch_record(0, b"y", 1), trust_record("bridge", "EXACT"))
+    found.put(0, [pushed(2, batch_record(1, b"x"), *renewed)])
     old, _, new = found.receive_many(timeout=0.0)
     found.report(old, BatchReport(digest_matches=False, rejected=(Rejected("tag", "Other"),)))
     assert (found.trust("engine"), found.diverged) == (Trust.EXACT, 0)
@@ -224,11 +236,19 @@ def test_a_report_of_a_life_that_has_ended_says_nothing_of_the_next_one() -> Non
     assert found.diverged == 1
 
 
-def test_a_report_of_a_stream_that_has_left_does_not_wait_for_it_to_come_back() -> None:
-    found = followed()
+def test_a_report_about_a_stream_that_has_left_does_not_affect_it_after_it_joins_again() -> None:
+    found = subscriber_of_exact_stream()
     found.put(
         0,
-        [pushed(2, batched(1, b"x"), LeaveRecord("engine", 0, "gone"), JoinRecord("engine", 0, b""), said("bridge", "EXACT"))],
+        [
+            pushed(
+                2,
+                batch_record(1, b"x"),
+                LeaveRecord("engine", 0, "gone"),
+                JoinRecord("engine", 0, b""),
+                trust_record("bridge", "EXACT"),
+            )
+        ],
     )
     old, _ = found.receive_many(timeout=0.0)
     found.report(old, BatchReport(digest_matches=False))
@@ -236,28 +256,28 @@ def test_a_report_of_a_stream_that_has_left_does_not_wait_for_it_to_come_back() 
 
 
 def snapshot_parts() -> list[bytes]:
-    """As a publisher sends one that does not fit into a batch."""
+    """Return the parts in which a publisher sends a snapshot that does not fit in one batch."""
     history = Compactor.create()
     assert history is not None
     for number in range(16):
         hashes, tokens = range(number * 100, number * 100 + 40), range(number * 1_000, number * 1_000 + 160)
         history.append(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
-    held = history.events()
-    assert held is not None
-    parts = encode_snapshot(held, 0.0, 0, batch_encoder(None), 6_000, 77)
+    live_events = history.events()
+    assert live_events is not None
+    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(None), 6_000, 77)
     assert parts is not None
     assert len(parts) > 2
     return parts
 
 
 def test_a_snapshot_in_parts_is_not_exact_before_its_last_part_is_in_the_index() -> None:
-    """Even where another bridge, which has lost nothing, says that the stream is: readers hold what the log says."""
-    found, index, parts = followed(), PrefixIndex(), snapshot_parts()
-    records = (said("bridge", "REPLAYING"), GapRecord("engine", 0, 0, 1, 7, True))
+    """This holds even if another bridge, which has lost nothing, reports EXACT: readers hold what the log contains."""
+    found, index, parts = subscriber_of_exact_stream(), PrefixIndex(), snapshot_parts()
+    records = (trust_record("bridge", "REPLAYING"), GapRecord("engine", 0, 0, 1, 7, True))
     found.put(0, [pushed(2, *records)])
     trusts = []
     for position, part in enumerate(parts, 3):
-        found.put(0, [pushed(position, batched(position + 5, part))])
+        found.put(0, [pushed(position, batch_record(position + 5, part))])
         for delivery in found.receive_many(timeout=0.0):
             trusts.append(found.trust("engine"))
             found.report(delivery, index.apply(delivery).report)
@@ -266,44 +286,44 @@ def test_a_snapshot_in_parts_is_not_exact_before_its_last_part_is_in_the_index()
     assert trusts[-1] == Trust.EXACT
 
 
-def test_a_snapshot_of_a_replica_that_has_read_a_part_knows_that_others_are_to_come() -> None:
-    """Who begins with it is EXACT no sooner, whatever it was between: the gap and the first part, or two parts."""
+def test_a_replica_snapshot_between_the_parts_of_a_publisher_snapshot_is_not_exact() -> None:
+    """A reader that begins with it is EXACT only after the last part, whether it was taken after the gap or after a part."""
     for count in (0, 1, 2):
-        found, index, parts = followed(), PrefixIndex(), snapshot_parts()
+        found, index, parts = subscriber_of_exact_stream(), PrefixIndex(), snapshot_parts()
         found.put(0, [pushed(2, GapRecord("engine", 0, 0, 1, 7, True))])
-        read(found, index)
+        apply_deliveries(found, index)
         for position, part in enumerate(parts, 3):
             if position == 3 + count:
                 state, doubts = found.states[0], found.doubts()
                 found = LogSubscriber(lambda: 0.0, lambda _: None)
                 found.add_partition(0, state, doubts)
             assert position == 3 + count or found.trust("engine") != Trust.EXACT
-            found.put(0, [pushed(position, batched(position + 5, part), *BEATS)])
-            read(found, index)
+            found.put(0, [pushed(position, batch_record(position + 5, part), *HEARTBEATS)])
+            apply_deliveries(found, index)
         assert found.trust("engine") == Trust.EXACT
 
 
-def read(found: LogSubscriber, index: PrefixIndex) -> None:
+def apply_deliveries(found: LogSubscriber, index: PrefixIndex) -> None:
     for delivery in found.receive_many(timeout=0.0):
         found.report(delivery, index.apply(delivery).report)
 
 
-def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well() -> None:
+def test_an_engine_that_reports_degraded_is_degraded_at_the_replica() -> None:
     """A bridge that has not received its newest heartbeat still reports EXACT."""
-    found = followed()
+    found = subscriber_of_exact_stream()
     for seq, trust in ((1, "EXACT"), (2, "DEGRADED"), (3, "EXACT")):
-        found.put(0, [pushed(seq + 1, batched(seq, b"x"))])
+        found.put(0, [pushed(seq + 1, batch_record(seq, b"x"))])
         (batch,) = found.receive_many(timeout=0.0)
         found.report(batch, BatchReport(heartbeat=Heartbeat("0" * 32, 60.0, trust), digest_matches=True))
         assert found.trust("engine").name == trust
         assert found.status("engine").degraded_reasons == ({DegradedReason.SENDER} if trust == "DEGRADED" else set())
 
 
-def test_a_partition_that_is_broken_stays_so_while_pages_of_it_wait() -> None:
-    """They may be wrong as well, and what the reader says afterwards changes nothing. A partition that is begun again is
-    whole."""
-    found = followed()
-    found.put(0, [pushed(2, batched(1, b"x"))])
+def test_a_broken_partition_stays_broken_until_it_is_added_again() -> None:
+    """Queued pages might be wrong as well, and later reports of the reader change nothing. A partition that is added again is
+    not broken."""
+    found = subscriber_of_exact_stream()
+    found.put(0, [pushed(2, batch_record(1, b"x"))])
     found.mark_broken(0, "partition 0 was disputed")
     found.receive_many(timeout=0.0)
     assert "disputed" in found.trust("engine").reason
@@ -316,8 +336,8 @@ def test_a_partition_that_is_broken_stays_so_while_pages_of_it_wait() -> None:
     assert set(found.partitions) == {0}
 
 
-def test_a_fault_that_passes_is_over_with_the_next_page() -> None:
-    found = followed()
+def test_a_temporary_fault_ends_with_the_next_page() -> None:
+    found = subscriber_of_exact_stream()
     found.report_progress(0, None, "no leader")
     assert found.trust("engine") == Trust.STALE
     found.put(0, [pushed(2)])
@@ -325,12 +345,14 @@ def test_a_fault_that_passes_is_over_with_the_next_page() -> None:
     assert found.trust("engine") == Trust.EXACT
 
 
-def test_no_bridge_is_believed_to_be_alive_for_longer_than_beats_may_be_apart() -> None:
-    """Whatever it promises; bridges go by the same time."""
+def test_a_bridge_counts_as_alive_no_longer_than_the_maximum_heartbeat_interval_allows() -> None:
+    """The interval that the bridge announces does not matter. Bridges apply the same limit to each other."""
     now = 0.0
     found = LogSubscriber(lambda: now, lambda _: None)
     found.add_partition(0, PartitionState(), {})
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0, 0.0), said("bridge", "EXACT"))])
+    found.put(
+        0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0, 0.0), trust_record("bridge", "EXACT"))]
+    )
     found.receive_many(timeout=0.0)
     now = MISSED_HEARTBEATS * MAX_HEARTBEAT_SECONDS - 1
     assert found.trust("engine") == Trust.EXACT
@@ -339,10 +361,12 @@ def test_no_bridge_is_believed_to_be_alive_for_longer_than_beats_may_be_apart() 
 
 
 @pytest.mark.parametrize(("digest_matches", "diverged"), [(True, 0), (None, 1)])
-def test_an_attestation_is_about_the_index_only_if_no_digest_says_otherwise(digest_matches: bool | None, diverged: int) -> None:
-    """An index with the engine's digest is what the log says, so building it again would not help."""
-    found = followed()
-    found.put(0, [pushed(2, batched(1, b"x"), batched(2, b"y"), batched(3, b"z"))])
+def test_a_different_attestation_is_a_divergence_only_if_the_digest_does_not_match(
+    digest_matches: bool | None, diverged: int
+) -> None:
+    """An index with a matching digest equals the log, so building it again would not help."""
+    found = subscriber_of_exact_stream()
+    found.put(0, [pushed(2, batch_record(1, b"x"), batch_record(2, b"y"), batch_record(3, b"z"))])
     first, second, third = found.receive_many(timeout=0.0)
     found.report(first, BatchReport(digest_matches=True, attestation_matches=True))
     assert (found.trust("engine"), found.trust("engine").attested) == (Trust.EXACT, True)

@@ -1,7 +1,7 @@
-"""From an engine through a bridge and its log into a replica, in memory: no replica is EXACT and holds something else.
+"""Events go from an engine through a bridge and its log into a replica, in memory. No replica is EXACT with wrong blocks.
 
-The bridge keeps no index. What it cannot know, because it applies nothing, the replica must find out: events that could not be
-read, and heartbeats whose digest is another one.
+The bridge has no index and applies nothing. So the replica must detect unreadable events and heartbeats with a different
+digest.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def stored(number: int) -> BlockStored:
     return BlockStored([number + 1], None, [number] * BLOCK, BLOCK)
 
 
-class Scene:
-    """One engine, one bridge and one replica; `events` is what the engine really holds."""
+class Pipeline:
+    """One engine, one bridge and one replica. `truth` is an index with the blocks that the engine really holds."""
 
     def __init__(self, buffer_steps: int = 10_000) -> None:
         self.transport = FakeTransport()
         self.engine = self.transport.engine("tcp://engine:1", "tcp://engine:2", buffer_steps=buffer_steps)
-        self._begin()
+        self._reset_truth()
         self.received: list[EngineRecord] = []
-        self._said: TrustRecord | None = None
-        """What the bridge says of a life that has just begun, too, unless it says something else."""
+        self._last_report: TrustRecord | None = None
+        """The newest trust report of the bridge, which is written again until the bridge sends another one."""
         self.bridge = EngineReader(
             "bridge", self.received.extend, lambda: True, transport=self.transport, clock=self.transport.clock
         )
@@ -71,50 +71,50 @@ class Scene:
         self.index = PrefixIndex()
         self.position = 0
         self.ends_live = True
-        """Whether the newest batch was sent to subscribers: of others nothing is known before the next one."""
+        """Whether the newest batch was sent to subscribers. They cannot know of a lost batch before the next one."""
         self._write(JoinRecord(*KEY, b""))
 
-    def _begin(self) -> None:
+    def _reset_truth(self) -> None:
         self.truth = PrefixIndex()
-        self._held = 0
-        self.hold(BlockRemoved([]))
+        self._changes = 0
+        self.change_cache(BlockRemoved([]))
 
-    def hold(self, *events: KVEvent) -> None:
-        """What the engine does, whether it can say so or not."""
-        self.truth.apply(RawBatch(*KEY, 0, self._held, False, encode_batch(EventBatch(0.0, list(events)))))
-        self._held += 1
+    def change_cache(self, *events: KVEvent) -> None:
+        """Change the cache of the engine without publishing the events."""
+        self.truth.apply(RawBatch(*KEY, 0, self._changes, False, encode_batch(EventBatch(0.0, list(events)))))
+        self._changes += 1
 
-    def say(self, *events: KVEvent, lost: bool = False) -> None:
-        self.hold(*events)
+    def change_and_publish(self, *events: KVEvent, lost: bool = False) -> None:
+        self.change_cache(*events)
         self.engine.publish(*events, lost=lost)
         self.ends_live = not lost and self.engine.is_up
 
-    def beat(self, *, lost: bool = False) -> None:
-        self.say(BlockRemoved([], heartbeat=Heartbeat(self.truth.digest(KEY), 3600.0)), lost=lost)
+    def heartbeat_event(self, *, lost: bool = False) -> None:
+        self.change_and_publish(BlockRemoved([], heartbeat=Heartbeat(self.truth.digest(KEY), 3600.0)), lost=lost)
 
-    def garble(self, number: int) -> None:
+    def publish_unreadable(self, number: int) -> None:
         """Send a batch whose event cannot be decoded."""
-        self.hold(stored(number))
+        self.change_cache(stored(number))
         self.engine.publish_payload(encode_batch(EventBatch(0.0, [stored(number)])).replace(b"BlockStored", b"BlockStoned"))
         self.ends_live = self.engine.is_up
 
     def restart(self) -> None:
-        self._begin()
+        self._reset_truth()
         self.engine.restart()
         self.ends_live = True
 
     def settle(self) -> None:
-        """Everything that was sent is read, written, and applied."""
+        """Let the bridge read and write everything that was sent, and let the replica apply it."""
         for _ in range(20):
             self.bridge._check_trust_at = 0.0
             self.bridge._turn()
         records = [each.record for each in self.received]
-        self._said = next((record for record in reversed(records) if isinstance(record, TrustRecord)), self._said)
-        self._write(*records, *([] if self._said is None else [self._said]))
+        self._last_report = next((record for record in reversed(records) if isinstance(record, TrustRecord)), self._last_report)
+        self._write(*records, *([] if self._last_report is None else [self._last_report]))
         self.received.clear()
         deliveries = self.log.receive_many(timeout=0.0)
-        for delivery, applied in zip(deliveries, self.index.apply_many(deliveries), strict=True):
-            self.log.report(delivery, applied.report)
+        for delivery, apply_result in zip(deliveries, self.index.apply_many(deliveries), strict=True):
+            self.log.report(delivery, apply_result.report)
 
     def _write(self, *records: Record) -> None:
         self.position += 1
@@ -133,144 +133,144 @@ class Scene:
             return self.truth.stats().blocks == 0
 
 
-def burn(scene: Scene, number: int) -> None:
-    scene.hold(stored(number))
-    scene.engine.skip_number()
-    scene.ends_live = False
+def skip_seq(pipeline: Pipeline, number: int) -> None:
+    pipeline.change_cache(stored(number))
+    pipeline.engine.skip_number()
+    pipeline.ends_live = False
 
 
-def answer(scene: Scene, number: int, *, does: bool) -> None:
-    scene.engine.answers_replay = does
+def set_answers_replay(pipeline: Pipeline, number: int, *, answers: bool) -> None:
+    pipeline.engine.answers_replay = answers
 
 
-STEPS: Final[dict[str, Callable[[Scene, int], None]]] = {
-    "store": lambda scene, number: scene.say(stored(number)),
-    "lose": lambda scene, number: scene.say(stored(number), lost=True),
-    "burn": burn,
-    "garble": lambda scene, number: scene.garble(number),
-    "clear": lambda scene, _: scene.say(AllBlocksCleared()),
-    "beat": lambda scene, _: scene.beat(),
-    "lose beat": lambda scene, _: scene.beat(lost=True),
-    "cut": lambda scene, _: scene.engine.disconnect(),
-    "join": lambda scene, _: scene.engine.reconnect(),
-    "mute": partial(answer, does=False),
-    "answer": partial(answer, does=True),
-    "restart": lambda scene, _: scene.restart(),
+STEPS: Final[dict[str, Callable[[Pipeline, int], None]]] = {
+    "store": lambda pipeline, number: pipeline.change_and_publish(stored(number)),
+    "lose": lambda pipeline, number: pipeline.change_and_publish(stored(number), lost=True),
+    "skip number": skip_seq,
+    "unreadable": lambda pipeline, number: pipeline.publish_unreadable(number),
+    "clear": lambda pipeline, _: pipeline.change_and_publish(AllBlocksCleared()),
+    "heartbeat": lambda pipeline, _: pipeline.heartbeat_event(),
+    "lose heartbeat": lambda pipeline, _: pipeline.heartbeat_event(lost=True),
+    "disconnect": lambda pipeline, _: pipeline.engine.disconnect(),
+    "reconnect": lambda pipeline, _: pipeline.engine.reconnect(),
+    "ignore replay": partial(set_answers_replay, answers=False),
+    "answer replay": partial(set_answers_replay, answers=True),
+    "restart": lambda pipeline, _: pipeline.restart(),
 }
 
 
-def play(scene: Scene, *steps: str) -> None:
-    """Each step, read to its end; what the replica says after it must be right."""
+def run_steps(pipeline: Pipeline, *steps: str) -> None:
+    """Run the steps. After each step, a replica that is EXACT must be right."""
     for number, step in enumerate(steps):
-        STEPS[step](scene, number)
-        scene.settle()
-        if scene.ends_live and scene.engine.is_up and scene.trust == Trust.EXACT:
-            assert scene.is_right, (number, step)
+        STEPS[step](pipeline, number)
+        pipeline.settle()
+        if pipeline.ends_live and pipeline.engine.is_up and pipeline.trust == Trust.EXACT:
+            assert pipeline.is_right, (number, step)
 
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=25), st.sampled_from([3, 10_000]))
 def test_a_replica_that_is_exact_holds_what_the_engine_holds(steps: list[str], buffer_steps: int) -> None:
-    """Whatever is lost, burnt, unreadable or cut off; and a clear, or a restart, makes it EXACT again."""
-    scene = Scene(buffer_steps=buffer_steps)
-    play(scene, *steps)
-    scene.engine.answers_replay = True
-    play(scene, "join", "restart", "store", "clear", "store")
-    assert scene.trust == Trust.EXACT
-    assert scene.is_right
+    """Batches are lost, skipped, unreadable or cut off by disconnects. A restart and a clear make the replica EXACT again."""
+    pipeline = Pipeline(buffer_steps=buffer_steps)
+    run_steps(pipeline, *steps)
+    pipeline.engine.answers_replay = True
+    run_steps(pipeline, "reconnect", "restart", "store", "clear", "store")
+    assert pipeline.trust == Trust.EXACT
+    assert pipeline.is_right
 
 
-def test_events_that_could_not_be_read_are_doubted_by_the_replica_until_a_clear() -> None:
-    """The bridge forwards what it does not read, and is EXACT."""
-    scene = Scene()
-    play(scene, "store", "garble")
-    assert scene.trust == Trust.DEGRADED
-    assert "could not be read" in scene.trust.reason
-    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.REJECTED}
-    play(scene, "clear")
-    assert scene.trust == Trust.EXACT
+def test_unreadable_events_degrade_the_replica_until_a_clear() -> None:
+    """The bridge forwards the payload without decoding its events, and reports EXACT."""
+    pipeline = Pipeline()
+    run_steps(pipeline, "store", "unreadable")
+    assert pipeline.trust == Trust.DEGRADED
+    assert "could not be read" in pipeline.trust.reason
+    assert pipeline.log.status(*KEY).degraded_reasons == {DegradedReason.REJECTED}
+    run_steps(pipeline, "clear")
+    assert pipeline.trust == Trust.EXACT
 
 
-def test_a_clear_ends_the_doubts_of_a_bridge_that_applies_nothing() -> None:
-    scene = Scene()
-    play(scene, "store", "burn", "store")
-    assert scene.trust == Trust.DEGRADED
-    play(scene, "clear")
-    assert scene.trust == Trust.EXACT
-    assert scene.is_right
+def test_a_clear_ends_the_degraded_reasons_of_a_bridge() -> None:
+    pipeline = Pipeline()
+    run_steps(pipeline, "store", "skip number", "store")
+    assert pipeline.trust == Trust.DEGRADED
+    run_steps(pipeline, "clear")
+    assert pipeline.trust == Trust.EXACT
+    assert pipeline.is_right
 
 
-def test_a_sender_with_heartbeats_is_asked_for_all_it_holds_where_its_stream_is_doubted() -> None:
-    """Whether its digest is that of what was delivered the bridge cannot know; all that it holds ends the doubt as well."""
-    scene = Scene()
-    scene.say(stored(0))
-    scene.settle()
-    scene.engine.answers_replay = False
-    scene.say(stored(1), lost=True)
-    scene.say(stored(2))
+def test_a_bridge_requests_the_whole_history_of_a_degraded_stream_with_digests() -> None:
+    """The bridge has no index, so it cannot compare digests. The whole history ends the degraded reason as well."""
+    pipeline = Pipeline()
+    pipeline.change_and_publish(stored(0))
+    pipeline.settle()
+    pipeline.engine.answers_replay = False
+    pipeline.change_and_publish(stored(1), lost=True)
+    pipeline.change_and_publish(stored(2))
     for _ in range(100):
-        scene.transport.clock.advance(1.0)
-        scene.settle()
-    assert scene.trust == Trust.DEGRADED
-    scene.engine.answers_replay = True
-    scene.beat()
-    scene.settle()
-    scene.settle()
-    scene.say()  # all of it came by replay; the next live batch confirms that
-    scene.settle()
-    assert scene.trust == Trust.EXACT
-    assert scene.is_right
-    before = scene.engine.requests.count(0)
-    play(scene, "beat", "store", "beat")
-    assert scene.engine.requests.count(0) == before, "what is not doubted is not asked for"
+        pipeline.transport.clock.advance(1.0)
+        pipeline.settle()
+    assert pipeline.trust == Trust.DEGRADED
+    pipeline.engine.answers_replay = True
+    pipeline.heartbeat_event()
+    pipeline.settle()
+    pipeline.settle()
+    pipeline.change_and_publish()  # everything came by replay; the next live batch confirms it
+    pipeline.settle()
+    assert pipeline.trust == Trust.EXACT
+    assert pipeline.is_right
+    before = pipeline.engine.requests.count(0)
+    run_steps(pipeline, "heartbeat", "store", "heartbeat")
+    assert pipeline.engine.requests.count(0) == before, "the history of an EXACT stream is not requested"
 
 
-def test_a_sender_whose_heartbeats_have_no_digest_is_not_asked_for_all_it_holds() -> None:
-    """It is a publisher without the native module, which keeps no snapshot. A request would cost blocks and end no doubt."""
-    scene = Scene(buffer_steps=2)
-    play(scene, "store", "burn", "store", "store", "store")
-    incarnation = scene.log.status(*KEY).incarnation
+def test_a_bridge_does_not_request_the_whole_history_if_heartbeats_have_no_digest() -> None:
+    """A publisher without the native module stores no snapshot. A request would cost blocks and end no degraded reason."""
+    pipeline = Pipeline(buffer_steps=2)
+    run_steps(pipeline, "store", "skip number", "store", "store", "store")
+    incarnation = pipeline.log.status(*KEY).incarnation
     for _ in range(3):
-        scene.say(BlockRemoved([], heartbeat=Heartbeat(None, 3600.0)))
-        scene.settle()
-    assert scene.log.status(*KEY).incarnation == incarnation
-    assert scene.trust == Trust.DEGRADED
+        pipeline.change_and_publish(BlockRemoved([], heartbeat=Heartbeat(None, 3600.0)))
+        pipeline.settle()
+    assert pipeline.log.status(*KEY).incarnation == incarnation
+    assert pipeline.trust == Trust.DEGRADED
 
 
-def test_a_sender_that_has_forgotten_what_is_missing_is_asked_a_bounded_number_of_times() -> None:
-    scene = Scene(buffer_steps=2)
-    play(scene, "store", "burn", "store", "store", "store")
-    lives = []
+def test_the_number_of_requests_for_the_whole_history_is_limited() -> None:
+    pipeline = Pipeline(buffer_steps=2)
+    run_steps(pipeline, "store", "skip number", "store", "store", "store")
+    incarnations = []
     for _ in range(5):
-        scene.beat()
-        scene.settle()
-        lives.append(scene.log.status(*KEY).incarnation)
-    assert lives[-1] == lives[-2] == engine_reader.MAX_HISTORY_REQUESTS
-    assert scene.trust == Trust.DEGRADED
+        pipeline.heartbeat_event()
+        pipeline.settle()
+        incarnations.append(pipeline.log.status(*KEY).incarnation)
+    assert incarnations[-1] == incarnations[-2] == engine_reader.MAX_HISTORY_REQUESTS
+    assert pipeline.trust == Trust.DEGRADED
 
 
-def test_a_digest_that_differs_is_doubted_by_the_replica() -> None:
-    """Of a log that says the same as the engine has said, only a replica can know that it is not what the engine holds."""
-    scene = Scene()
-    play(scene, "store")
-    scene.hold(stored(7))  # it has said nothing of it
-    scene.beat()
-    scene.settle()
-    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.DIVERGED}
-    assert scene.log.diverged == 1
+def test_a_different_digest_degrades_the_replica() -> None:
+    """If the log equals what the engine has sent, only a replica can detect that the engine holds other blocks."""
+    pipeline = Pipeline()
+    run_steps(pipeline, "store")
+    pipeline.change_cache(stored(7))  # the engine does not publish this block
+    pipeline.heartbeat_event()
+    pipeline.settle()
+    assert pipeline.log.status(*KEY).degraded_reasons == {DegradedReason.DIVERGED}
+    assert pipeline.log.diverged == 1
 
 
-def test_a_loss_that_is_known_is_no_reason_to_read_the_log_again() -> None:
-    """A replica builds its index again where a digest differs for no known reason; what the log lacks it lacks then as well."""
-    scene = Scene(buffer_steps=2)
-    play(scene, "store", "burn", "store", "store", "beat", "beat", "beat")
-    assert DegradedReason.LOST in scene.log.status(*KEY).degraded_reasons
-    assert scene.log.diverged == 0
+def test_after_a_known_loss_a_different_digest_is_not_a_divergence() -> None:
+    """A replica builds its index again after a divergence. This would not restore what the log does not contain."""
+    pipeline = Pipeline(buffer_steps=2)
+    run_steps(pipeline, "store", "skip number", "store", "store", "heartbeat", "heartbeat", "heartbeat")
+    assert DegradedReason.LOST in pipeline.log.status(*KEY).degraded_reasons
+    assert pipeline.log.diverged == 0
 
 
-# --- what a bridge reads of a batch ------------------------------------------------------------------------------------------
+# --- what a bridge reads in a batch ------------------------------------------------------------------------------------------
 
 
-def applied(payload: bytes) -> tuple[bool, Heartbeat | None]:
+def apply_result(payload: bytes) -> tuple[bool, Heartbeat | None]:
     found = PrefixIndex().apply(RawBatch("engine", 0, 0, 0, False, payload)).report
     return (False, None) if found is None else (found.cleared, found.heartbeat)
 
@@ -280,82 +280,82 @@ def read(payload: bytes) -> tuple[bool, Heartbeat | None]:
     return (False, None) if found is None else (found.cleared, found.heartbeat)
 
 
-@given(st.lists(st.sampled_from([stored(1), AllBlocksCleared(), BlockRemoved([1]), "beat"]), max_size=6))
-def test_a_bridge_finds_what_an_index_finds(kinds: list[KVEvent | str]) -> None:
-    """Clears and heartbeats, without applying anything."""
-    beat = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))
-    events = [beat if kind == "beat" else kind for kind in kinds]
+@given(st.lists(st.sampled_from([stored(1), AllBlocksCleared(), BlockRemoved([1]), "heartbeat"]), max_size=6))
+def test_a_bridge_finds_the_same_clears_and_heartbeats_as_an_index(kinds: list[KVEvent | str]) -> None:
+    """The bridge finds them without applying the batch."""
+    heartbeat_event = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))
+    events = [heartbeat_event if kind == "heartbeat" else kind for kind in kinds]
     payload = encode_batch(EventBatch(0.0, events))
-    assert read(payload) == applied(payload)
+    assert read(payload) == apply_result(payload)
 
 
-def test_a_bridge_finds_what_an_index_finds_in_what_every_release_sends() -> None:
+def test_a_bridge_finds_the_same_as_an_index_in_the_payloads_of_every_release() -> None:
     for golden in GOLDENS:
-        assert read(golden.payload) == applied(golden.payload), golden
+        assert read(golden.payload) == apply_result(golden.payload), golden
 
 
-def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
-    """Also those that a checkpoint does not keep: so a service distinguishes an idle engine from one with lost batches."""
-    scene = Scene()
-    scene.say(stored(1))
-    scene.engine.disconnect()
-    scene.settle()
-    scene.engine.reconnect()
-    scene.settle()
-    assert scene.trust == Trust.DEGRADED
-    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
-    assert scene.log.states[0].resume_point(KEY, "bridge").resume is not None
-    scene.say(stored(2))
-    scene.settle()
-    assert scene.log.status(*KEY).degraded_reasons == frozenset()
-    assert scene.trust == Trust.EXACT
+def test_a_replica_reports_the_degraded_reasons_of_an_idle_stream() -> None:
+    """Reasons that a checkpoint does not store are included, so a service distinguishes an idle engine from lost batches."""
+    pipeline = Pipeline()
+    pipeline.change_and_publish(stored(1))
+    pipeline.engine.disconnect()
+    pipeline.settle()
+    pipeline.engine.reconnect()
+    pipeline.settle()
+    assert pipeline.trust == Trust.DEGRADED
+    assert pipeline.log.status(*KEY).degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+    assert pipeline.log.states[0].resume_point(KEY, "bridge").resume is not None
+    pipeline.change_and_publish(stored(2))
+    pipeline.settle()
+    assert pipeline.log.status(*KEY).degraded_reasons == frozenset()
+    assert pipeline.trust == Trust.EXACT
 
 
 # --- a snapshot that takes several pages of the log
 
 
-ROOM: Final = 2_500
-"""Bytes of a page: less than a part of the snapshot."""
-REPRESENTED: Final = 16
-"""Batches in the place of which the snapshot is sent."""
-KNOWN: Final = 40
-"""Blocks of each chain of the snapshot."""
+PAGE_BYTES: Final = 2_500
+"""Size of a page, which is less than a part of the snapshot."""
+COMPACTED_BATCHES: Final = 16
+"""Number of batches that the snapshot replaces."""
+CHAIN_BLOCKS: Final = 40
+"""Number of blocks of each chain in the snapshot."""
 
 
-class Compacted(NamedTuple):
-    """What an engine has sent."""
+class CompactedHistory(NamedTuple):
+    """The first batch of an engine, and a snapshot that replaces it and the following batches."""
 
     first: bytes
-    """Its first batch."""
+    """Payload of the first batch."""
     parts: list[bytes]
-    """What it sends in the place of that and others: each is larger than a page."""
+    """Parts of the snapshot, each larger than a page."""
     digests: set[str]
-    """Of what it held behind its first batch, and behind all of them."""
+    """Digests of the blocks after the first batch and after all batches."""
 
 
-def compacted() -> Compacted:
+def make_compacted_history() -> CompactedHistory:
     history, truth, first, digests = Compactor.create(), PrefixIndex(), b"", set[str]()
     assert history is not None
-    for number in range(REPRESENTED):
-        hashes = list(range(number * 100, number * 100 + KNOWN))
-        tokens = list(range(number * 1_000, number * 1_000 + KNOWN * BLOCK))
+    for number in range(COMPACTED_BATCHES):
+        hashes = list(range(number * 100, number * 100 + CHAIN_BLOCKS))
+        tokens = list(range(number * 1_000, number * 1_000 + CHAIN_BLOCKS * BLOCK))
         payload = encode_batch(EventBatch(0.0, [BlockStored(hashes, None, tokens, BLOCK)]))
         history.append(payload)
         truth.apply(RawBatch(*KEY, 0, number, False, payload))
         first = first or payload
-        if number in {0, REPRESENTED - 1}:
+        if number in {0, COMPACTED_BATCHES - 1}:
             digests.add(truth.digest(KEY))
-    held = history.events()
-    assert held is not None
-    parts = encode_snapshot(held, 0.0, 0, batch_encoder(None), 6_000, REPRESENTED - 1)
+    live_events = history.events()
+    assert live_events is not None
+    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(None), 6_000, COMPACTED_BATCHES - 1)
     assert parts is not None
     assert len(parts) > 2
-    assert min(map(len, parts)) > ROOM
-    return Compacted(first, parts, digests)
+    assert min(map(len, parts)) > PAGE_BYTES
+    return CompactedHistory(first, parts, digests)
 
 
 class LogReader:
-    """A replica that reads pages, and may begin again with its own snapshot between two of them."""
+    """A replica that reads pages, and can restart from its own snapshot between two pages."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -379,20 +379,23 @@ class LogReader:
         return self.log.trust(*KEY) == Trust.EXACT
 
 
-def records_of(bridge: str, state: PartitionState, parts: Sequence[bytes], *, is_new: bool) -> Iterator[StreamRecord]:
-    """What a bridge has to write of the engine that sends the parts: from where the log stands, or of a new incarnation."""
+def bridge_records(bridge: str, state: PartitionState, parts: Sequence[bytes], *, is_new: bool) -> Iterator[StreamRecord]:
+    """Yield the records that a bridge writes of an engine that sends the parts.
+
+    They continue the log, or begin a new incarnation if `is_new` is set.
+    """
     stream = state.streams.get(KEY)
-    life, last = (0, -1) if stream is None else (stream.incarnation, stream.last_seq)
+    current, last = (0, -1) if stream is None else (stream.incarnation, stream.last_seq)
     yield JoinRecord(*KEY, b"")
     if is_new:
-        life, last = life + 1, -1
-        yield IncarnationRecord(*KEY, life, "it has not proven to be the same")
-    first = REPRESENTED
+        current, last = current + 1, -1
+        yield IncarnationRecord(*KEY, current, "it was not verified to be the same")
+    first = COMPACTED_BATCHES
     if last < first - 1:
-        yield GapRecord(*KEY, life, max(0, last + 1), first - 1, True)
+        yield GapRecord(*KEY, current, max(0, last + 1), first - 1, True)
     for seq, part in enumerate(parts, first):
         if seq > last:
-            yield BatchRecord(*KEY, life, seq, True, part)
+            yield BatchRecord(*KEY, current, seq, True, part)
     yield TrustRecord(*KEY, bridge, Trust.EXACT.name, "", {})
 
 
@@ -401,18 +404,18 @@ def records_of(bridge: str, state: PartitionState, parts: Sequence[bytes], *, is
 def test_a_snapshot_over_several_pages_is_not_exact_before_its_end(
     tmp_path: Path, is_new: bool, replica_restarts: bool
 ) -> None:
-    """After whichever page its bridge is killed, and whether another one goes on or begins again; for any other replica too."""
-    sent = compacted()
-    total = pages_of(tmp_path, sent, killed_behind=10_000, is_new=False, replica_restarts=replica_restarts)
+    """The bridge is killed after any page, and another one continues or begins a new incarnation."""
+    sent = make_compacted_history()
+    total = write_snapshot(tmp_path, sent, killed_after=10_000, is_new=False, replica_restarts=replica_restarts)
     assert total > 2 * len(sent.parts)
-    for killed_behind in range(1, total):
-        pages_of(tmp_path, sent, killed_behind=killed_behind, is_new=is_new, replica_restarts=replica_restarts)
+    for killed_after in range(1, total):
+        write_snapshot(tmp_path, sent, killed_after=killed_after, is_new=is_new, replica_restarts=replica_restarts)
 
 
-def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, is_new: bool, replica_restarts: bool) -> int:
-    """How many pages take the snapshot. Behind each a replica that is EXACT holds what the engine holds.
+def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, is_new: bool, replica_restarts: bool) -> int:
+    """Write the snapshot and return its number of pages. After each page, check that a replica that is EXACT is right.
 
-    A bridge in reserve, which has written nothing of it yet, has said that the stream is EXACT.
+    A standby bridge, which writes nothing of the snapshot, has reported that the stream is EXACT.
     """
     pages: list[Page] = []
     reader = LogReader()
@@ -424,40 +427,40 @@ def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, is_new: bool,
         reader.read(len(pages), page)
         assert not reader.is_exact() or reader.index.digest(KEY) in sent.digests, len(pages)
 
-    def beat(*records: Record) -> None:
-        """The bridge in reserve says that it is alive."""
+    def heartbeat_event(*records: Record) -> None:
+        """Write a heartbeat of the standby bridge."""
         page = Page(VERSION, "reserve", 0.0, [*records, HeartbeatRecord("reserve", 3600.0, 0.0)])
         builder.apply(len(pages) + 1, page)
         append(page)
 
-    bridge, builder = "one", PageBuilder(PartitionState(), "none", ROOM, "none")
-    beat(
+    bridge, builder = "one", PageBuilder(PartitionState(), "none", PAGE_BYTES, "none")
+    heartbeat_event(
         JoinRecord(*KEY, b""),
         BatchRecord(*KEY, 0, 0, False, sent.first),
         TrustRecord(*KEY, "reserve", Trust.EXACT.name, "", {}),
     )
-    builder = following(bridge, pages, sent.parts, is_new=False)
+    builder = builder_at_log_end(bridge, pages, sent.parts, is_new=False)
     while builder.next_due() is not None:
         builder.set_heartbeat(HeartbeatRecord(bridge, 3600.0, 0.0))
         page = builder.build(0.0, 0.0)
         assert page is not None
         builder.acknowledge(len(pages) + 1)
         append(page)
-        beat()
-        if len(pages) // 2 == killed_behind:
+        heartbeat_event()
+        if len(pages) // 2 == killed_after:
             bridge = "two"
-            builder = following(bridge, pages, sent.parts, is_new=is_new)
+            builder = builder_at_log_end(bridge, pages, sent.parts, is_new=is_new)
     assert reader.is_exact()
     return len(pages) // 2
 
 
-def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, is_new: bool) -> PageBuilder:
-    """A bridge that has read the log, and has all that it has to write."""
+def builder_at_log_end(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, is_new: bool) -> PageBuilder:
+    """Return the page builder of a bridge that has read the log and has queued all its records."""
     state = PartitionState()
     for position, page in enumerate(pages, 1):
         state.apply(position, page)
-    builder = PageBuilder(state, bridge, ROOM, bridge)
+    builder = PageBuilder(state, bridge, PAGE_BYTES, bridge)
     builder.resync(KEY)
-    for record in records_of(bridge, state, parts, is_new=is_new):
+    for record in bridge_records(bridge, state, parts, is_new=is_new):
         builder.enqueue(record)
     return builder

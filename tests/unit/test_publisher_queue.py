@@ -1,4 +1,4 @@
-"""`QueuedPublisher`: the queue and its numbers against a model, without threads or sockets."""
+"""The queue and the sequence numbers of `QueuedPublisher` agree with a model, without sockets."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class QueueOnly(QueuedPublisher):
     def take(self) -> list[tuple[int, Any]]:
         return self._take_burst(self._encode)
 
-    def _encode(self, made: Any) -> bytes:
-        if made.ts % 5 == 3:
+    def _encode(self, new_batch: Any) -> bytes:
+        if new_batch.ts % 5 == 3:
             raise ValueError("every fifth has no bytes")
-        return str(int(made.ts)).encode()
+        return str(int(new_batch.ts)).encode()
 
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         assert "fifth" in str(error)
@@ -43,34 +43,33 @@ class QueueOnly(QueuedPublisher):
 
 @given(steps=st.lists(st.integers(0, 12) | st.none(), max_size=40), size=st.integers(1, 10))
 def test_the_number_of_a_batch_is_the_number_of_its_call(steps: list[int | None], size: int) -> None:
-    """However publishing (a number of batches) and taking (None) alternate, the n-th call of `publish` has number n or leaves a
-    gap."""
+    """The n-th call of `publish` has number n or leaves a gap, however publishing (a number) and taking (None) alternate."""
     publisher = QueueOnly(size)
     called = waiting = 0
-    refused: set[int] = set()
+    dropped: set[int] = set()
     taken: list[tuple[int, bytes]] = []
     for step in steps:
         for _ in range(step or 0):
             before = publisher._dropped_full
             publisher.publish(batch(called))
             if publisher._dropped_full > before:
-                refused.add(called)
+                dropped.add(called)
             else:
                 waiting += 1
             called += 1
         if step is None:
             taken += publisher.take()
             waiting = 0
-        assert publisher._next_seq_and_accepted() == (called, called - len(refused))
+        assert publisher._next_seq_and_accepted() == (called, called - len(dropped))
     while publisher._queue:
         taken += publisher.take()
-    unencodable = {number for number in range(called) if number % 5 == 3} - refused
-    assert taken == [(number, str(number).encode()) for number in range(called) if number not in refused | unencodable]
+    unencodable = {number for number in range(called) if number % 5 == 3} - dropped
+    assert taken == [(number, str(number).encode()) for number in range(called) if number not in dropped | unencodable]
     assert set(publisher.faults) == unencodable
-    assert publisher._next_seq_and_accepted() == (called, called - len(refused))
+    assert publisher._next_seq_and_accepted() == (called, called - len(dropped))
 
 
-def test_a_burst_is_bounded() -> None:
+def test_the_size_of_a_burst_is_limited() -> None:
     """A long queue is taken in bursts, so that the first batches do not wait for the last."""
     publisher = QueueOnly(0)
     for _ in range(BURST + 5):
@@ -78,13 +77,12 @@ def test_a_burst_is_bounded() -> None:
     assert [len(publisher.take()) for _ in range(3)] == [BURST, 5, 0]
 
 
-def test_a_batch_a_close_or_the_timeout_ends_a_sleep() -> None:
-    """Each of the three ends it."""
+def test_a_sleep_ends_at_a_batch_a_close_or_the_timeout() -> None:
     publisher = QueueOnly(1)
     publisher._sleep(0.001)
     assert not publisher._is_asleep
     publisher.publish(batch(0))
-    publisher._sleep(DEADLINE)  # returns at once: there is something to do
+    publisher._sleep(DEADLINE)  # returns at once: a batch is queued
     publisher.take()
     wakes: list[Callable[[], None]] = [lambda: publisher.publish(batch(1)), publisher.shutdown]
     for wake in wakes:
@@ -98,8 +96,8 @@ def test_a_batch_a_close_or_the_timeout_ends_a_sleep() -> None:
     publisher._sleep(10 * DEADLINE)  # returns at once: closed
 
 
-def test_a_closed_queue_raises() -> None:
-    """It raises a RuntimeError that says that it is closed, as the engines do."""
+def test_publishing_to_a_closed_queue_raises() -> None:
+    """`publish` raises a RuntimeError that says that the publisher is closed, as in the engines."""
     publisher = QueueOnly(3)
     publisher.shutdown()
     with pytest.raises(ClosedError, match=r"Publisher is closed: shutdown\(\) was called"):
@@ -113,12 +111,12 @@ def test_a_closed_queue_raises() -> None:
     steps=st.integers(0, 20),
     start=st.integers(0, 2**64 - 1) | st.integers(0, 65),
 )
-def test_a_replay_buffer_against_a_list(numbers: set[int], steps: int, start: int) -> None:
-    """The buffer holds the last `steps` batches, and returns those from `start` on, with gaps or not."""
+def test_a_replay_buffer_agrees_with_a_list(numbers: set[int], steps: int, start: int) -> None:
+    """The buffer holds the last `steps` batches and returns the ones from `start` on, with and without gaps."""
     batches = [(number, bytes([number])) for number in sorted(numbers)]
     buffer = ReplayBuffer(steps)
     for position in range(0, len(batches), 7):
         buffer.extend(batches[position : position + 7])
-    kept = batches[-steps:] if steps else []
-    assert buffer.batches_from(start) == [item for item in kept if item[0] >= start]
-    assert buffer.size() == (len(kept), len(kept)) == (len(buffer), len(kept))
+    buffered = batches[-steps:] if steps else []
+    assert buffer.batches_from(start) == [item for item in buffered if item[0] >= start]
+    assert buffer.size() == (len(buffered), len(buffered)) == (len(buffer), len(buffered))

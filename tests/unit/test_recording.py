@@ -1,4 +1,4 @@
-"""`kvevents.recording`."""
+"""`kvevents.recording` writes, reads, continues and repairs recordings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def truncate(path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:-cut])
 
 
-def test_reads_and_writes_the_capture_to_the_byte(tmp_path: Path) -> None:
+def test_a_capture_is_read_and_written_again_byte_for_byte(tmp_path: Path) -> None:
     """A capture of a real engine is read completely and written again as the same lines."""
     frames = list(read_recording(CAPTURE))
     assert {one.socket for one in frames} == {"pub", "replay", "replay-request", "meta"}
@@ -70,7 +70,7 @@ def test_a_line_is_plain_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_writing_continues_an_existing_recording(tmp_path: Path, name: str) -> None:
-    """A recording that is opened again is appended to, compressed or not, and reads as one."""
+    """A recording that is opened again is appended to, compressed or not, and is read as one recording."""
     path = tmp_path / name
     record(path, 0, 1)
     record(path)
@@ -106,8 +106,8 @@ def test_an_incomplete_last_line_is_ignored_and_reported(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_every_place_a_recorder_can_be_killed(tmp_path: Path, name: str) -> None:
-    """Wherever the file ends, reading never fails, and appending keeps every complete line."""
+def test_a_recording_that_is_cut_off_anywhere_can_be_read_and_continued(tmp_path: Path, name: str) -> None:
+    """Reading never fails, wherever the file ends, and appending preserves every complete line."""
     path = tmp_path / name
     record(path, 0)
     record(path, 1)
@@ -135,7 +135,7 @@ def test_a_writer_reports_what_it_removed(tmp_path: Path) -> None:
 
 
 def test_damage_names_file_and_line(tmp_path: Path) -> None:
-    """Damage anywhere but at the end is an error that says where, after the frames before it."""
+    """Damage before the end raises an error with file and line, after the preceding frames were returned."""
     path = tmp_path / "run.jsonl"
     record(path, 0, 1, 2)
     damaged = lines(path)
@@ -147,8 +147,8 @@ def test_damage_names_file_and_line(tmp_path: Path) -> None:
         next(reader)
 
 
-def test_damaged_compression_is_damage(tmp_path: Path) -> None:
-    """Bytes that cannot be decompressed are damage, not an incomplete end."""
+def test_damaged_compression_is_an_error(tmp_path: Path) -> None:
+    """Bytes that cannot be decompressed raise an error and do not count as an incomplete end."""
     path = tmp_path / "run.jsonl.gz"
     record(path, *range(200))
     data = bytearray(path.read_bytes())
@@ -159,10 +159,10 @@ def test_damaged_compression_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tail", "is_truncated"), [(b"\x1f", True), (b"\x1f\x8b", True), (b"\x1f\x1f", False), (b"x", False)])
-def test_bytes_behind_a_complete_member_begin_another_one_or_are_damage(
+def test_bytes_after_a_complete_gzip_member_begin_another_one_or_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, is_truncated: bool
 ) -> None:
-    """The bytes decide, not the message of Python's gzip."""
+    """The bytes decide this, and not the message of Python's gzip module."""
     error = gzip.BadGzipFile
     monkeypatch.setattr(error, "__str__", lambda _: "worded in another way", raising=False)
     path = tmp_path / "run.jsonl.gz"
@@ -189,7 +189,7 @@ def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
         list(read_recording(path))
 
 
-def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_never_appended_to(tmp_path: Path) -> None:
     """A mistyped file name must not remove the last line of another file."""
     path = tmp_path / "notes.txt"
     path.write_text("precious, without a newline")
@@ -198,7 +198,7 @@ def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
     assert path.read_text() == "precious, without a newline"
 
 
-def test_missing_and_unwritable_files(tmp_path: Path) -> None:
+def test_missing_and_unwritable_files_raise_a_recording_error(tmp_path: Path) -> None:
     """An error of the operating system is raised as `RecordingError` with the name of the file."""
     with pytest.raises(RecordingError, match=r"cannot read .*none\.jsonl"):
         list(read_recording(tmp_path / "none.jsonl"))
@@ -207,7 +207,8 @@ def test_missing_and_unwritable_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported() -> None:
-    """A frame that does not fit raises, at the latest when closing, and says how many may be missing; later ones raise too."""
+    """A frame that does not fit raises at the latest on close, with the number of frames that might be missing. Later frames
+    raise too."""
     writer = RecordingWriter("/dev/full")
     writer.write(frame(0))
     with pytest.raises(RecordingError, match="No space left on device; 0 frames are in the file, up to 1 more are not"):
@@ -248,7 +249,7 @@ def test_a_reader_left_half_way_closes_its_file(tmp_path: Path) -> None:
     gc.collect()
 
 
-def test_live_batches_of_one_stream(tmp_path: Path) -> None:
+def test_live_batches_are_selected_by_run_and_endpoint(tmp_path: Path) -> None:
     """Runs and endpoints are distinguished; messages that are not batches, and other sockets, are left out."""
     path = tmp_path / "run.jsonl"
     with RecordingWriter(path) as writer:
@@ -268,8 +269,8 @@ def test_live_batches_of_one_stream(tmp_path: Path) -> None:
     assert [batch.seq for batch in live_batches(path)] == [0, 0, 0, 1]
 
 
-def test_the_capture_holds_what_its_readme_says() -> None:
-    """Both runs are whole: numbers from 0 without a hole, and every replayed payload is the live one."""
+def test_the_capture_is_as_complete_as_its_readme_says() -> None:
+    """Both runs have all numbers from 0 without a gap, and every replayed payload equals the live one."""
     for stream, count in zip(recorded_endpoints(CAPTURE), (35, 79), strict=True):
         live = {batch.seq: batch.payload for batch in live_batches(CAPTURE, stream.run)}
         assert list(live) == list(range(count))

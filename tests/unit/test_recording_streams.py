@@ -20,30 +20,30 @@ def batch(seq: int, body: bytes = b"", *, replayed: bool = False) -> RecordedBat
     return RecordedBatch(b"kv", seq, body or b"%d" % seq, None, replayed)
 
 
-def ordered(ordering: Ordering, *batches: RecordedBatch) -> list[tuple[int, int, int]]:
-    """Incarnation, number and gap before of each ordered batch."""
-    return summary([each for one in batches for each in ordering.receive(one)])
+def receive_all(ordering: Ordering, *batches: RecordedBatch) -> list[tuple[int, int, int]]:
+    """Return incarnation, number and preceding gap of each batch that the ordering returns."""
+    return summarize([each for one in batches for each in ordering.receive(one)])
 
 
-def summary(found: list[OrderedBatch]) -> list[tuple[int, int, int]]:
+def summarize(found: list[OrderedBatch]) -> list[tuple[int, int, int]]:
     return [(each.incarnation, each.batch.seq, each.gap_before) for each in found]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.randoms(use_true_random=False))
 def test_replayed_batches_in_any_order_are_put_in_their_place(live: list[bool], random: object) -> None:
-    """Batches that are missing live are replayed, shuffled and repeated; the result is every number once, in order."""
+    """All batches are replayed twice in random order, and some arrive live first. The result has all numbers once, in order."""
     ordering = Ordering(OrderingLimits())
     arrived = [batch(seq) for seq, here in enumerate(live) if here]
     late = [batch(seq, replayed=True) for seq in range(len(live))] * 2
     random.shuffle(late)  # type: ignore[attr-defined]
-    found = ordered(ordering, *arrived, *late) + summary(ordering.finish())
+    found = receive_all(ordering, *arrived, *late) + summarize(ordering.finish())
     assert found == [(0, seq, 0) for seq in range(len(live))]
     assert ordering.duplicates == len(live) + sum(live)
 
 
 def test_a_lower_number_begins_an_incarnation_unless_it_is_the_same_batch() -> None:
     ordering = Ordering(LIMITS)
-    assert ordered(ordering, batch(0), batch(1), batch(1), batch(0, b"other"), batch(1, b"more")) == [
+    assert receive_all(ordering, batch(0), batch(1), batch(1), batch(0, b"other"), batch(1, b"more")) == [
         (0, 0, 0),
         (0, 1, 0),
         (1, 0, 0),
@@ -52,30 +52,30 @@ def test_a_lower_number_begins_an_incarnation_unless_it_is_the_same_batch() -> N
     assert ordering.duplicates == 1
 
 
-def test_a_gap_when_too_many_batches_wait() -> None:
+def test_when_too_many_batches_wait_the_missing_ones_become_a_gap() -> None:
     ordering = Ordering(LIMITS)
-    assert ordered(ordering, batch(5), batch(6), batch(7)) == []
-    assert ordered(ordering, batch(9)) == [(0, 5, 5), (0, 6, 0), (0, 7, 0)]
-    assert summary(ordering.finish()) == [(0, 9, 1)]
+    assert receive_all(ordering, batch(5), batch(6), batch(7)) == []
+    assert receive_all(ordering, batch(9)) == [(0, 5, 5), (0, 6, 0), (0, 7, 0)]
+    assert summarize(ordering.finish()) == [(0, 9, 1)]
 
 
 def test_a_restart_ends_the_wait_for_missing_batches() -> None:
     ordering = Ordering(LIMITS)
-    assert ordered(ordering, batch(0), batch(2), batch(0, b"new")) == [(0, 0, 0), (0, 2, 1), (1, 0, 0)]
+    assert receive_all(ordering, batch(0), batch(2), batch(0, b"new")) == [(0, 0, 0), (0, 2, 1), (1, 0, 0)]
 
 
 def test_late_and_conflicting_replays_are_counted() -> None:
     ordering = Ordering(LIMITS)
     ordering.receive(batch(0))
     ordering.receive(batch(2))
-    assert summary(ordering.skip_lost(1, 1)) == [(0, 2, 1)]
-    assert ordered(ordering, batch(1, replayed=True), batch(0, b"other", replayed=True)) == []
+    assert summarize(ordering.skip_lost(1, 1)) == [(0, 2, 1)]
+    assert receive_all(ordering, batch(1, replayed=True), batch(0, b"other", replayed=True)) == []
     assert (ordering.late, ordering.conflicting) == (1, 1)
 
 
 def test_a_live_batch_that_contradicts_a_replay_begins_an_incarnation() -> None:
     ordering = Ordering(LIMITS)
-    assert ordered(ordering, batch(0, replayed=True), batch(1, replayed=True), batch(0, b"new")) == [
+    assert receive_all(ordering, batch(0, replayed=True), batch(1, replayed=True), batch(0, b"new")) == [
         (0, 0, 0),
         (0, 1, 0),
         (1, 0, 0),
@@ -115,7 +115,7 @@ def test_incarnations_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path)
 
 
 def test_replayed_frames_of_a_run_belong_to_its_only_stream(tmp_path: Path) -> None:
-    """They fill the gaps of live frames, also before the first live frame, and count once."""
+    """Replayed batches fill the gaps of live frames, also before the first live frame, and each batch counts once."""
     bodies = [payload([stored([seq + 1], [seq])], float(seq + 1)) for seq in range(4)]
     frames = [replay(0, bodies[0]), pub(1, bodies[1]), pub(3, bodies[3]), *(replay(seq, bodies[seq]) for seq in range(4))]
     done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")

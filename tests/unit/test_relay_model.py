@@ -1,4 +1,4 @@
-"""A relay compared with its upstreams' contents: no consumer is ever EXACT and wrong."""
+"""The consumers of a relay are compared with its upstreams: no consumer is ever EXACT and wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relay_cases import FOREIGN, Consumer, Held, Upstream, World, block, kill_be
 from relay_journal_cases import Killed
 
 EXAMPLES: Final = 20
-"""For each kind; an example has about 500 turns."""
+"""Number of examples for each configuration. An example has about 500 turns of the relay."""
 UPSTREAM = st.integers(0, 1)
 NUMBER = st.integers(1, 6)
 MEDIUM = st.sampled_from(["GPU", "GPU", "CPU"])
@@ -30,7 +30,7 @@ HARMLESS = st.one_of(
     st.tuples(st.just("store"), UPSTREAM, NUMBER, MEDIUM, LOST),
     st.tuples(st.just("remove"), UPSTREAM, NUMBER, MEDIUM, LOST),
     st.tuples(st.just("clear"), UPSTREAM),
-    st.tuples(st.just("scoped"), UPSTREAM, MEDIUM),
+    st.tuples(st.just("clear scope"), UPSTREAM, MEDIUM),
     st.tuples(st.just("restart"), UPSTREAM, st.lists(NUMBER, max_size=2)),
     st.tuples(st.just("turn"), st.integers(1, 12)),
     st.tuples(st.just("turn"), st.integers(1, 12)),
@@ -40,18 +40,18 @@ HARMLESS = st.one_of(
     st.tuples(st.just("join"), st.booleans()),
 )
 HARMFUL = st.one_of(
-    st.tuples(st.just("burn"), UPSTREAM),
+    st.tuples(st.just("skip number"), UPSTREAM),
     st.tuples(st.just("forget"), UPSTREAM),
-    st.tuples(st.just("mute"), UPSTREAM),
-    st.tuples(st.just("answer"), UPSTREAM),
+    st.tuples(st.just("ignore replay"), UPSTREAM),
+    st.tuples(st.just("answer replay"), UPSTREAM),
     st.tuples(st.just("settle")),
 )
-MISSING = st.tuples(st.just("fail to say"), UPSTREAM, NUMBER, st.sampled_from([None, b"\xc1"]))
+MISSING = st.tuples(st.just("fail to publish"), UPSTREAM, NUMBER, st.sampled_from([None, b"\xc1"]))
 FORGED = st.tuples(st.just("forge"), UPSTREAM)
-RUSH = st.tuples(st.just("rush"), UPSTREAM, st.integers(4, 12))
-"""More than half of what a buffer keeps, in one turn."""
+MANY_STORES = st.tuples(st.just("many stores"), UPSTREAM, st.integers(4, 12))
+"""More than half of the batches that the buffer holds, in one turn."""
 HISTORIES = st.lists(HARMLESS, max_size=40)
-ROUGH = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40)
+HARMFUL_HISTORIES = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40)
 
 
 def chain(number: int, medium: str = "GPU") -> list[BlockStored]:
@@ -61,7 +61,7 @@ def chain(number: int, medium: str = "GPU") -> list[BlockStored]:
     return found if parent is None else [block(parent, medium=medium), *found]
 
 
-class Play:
+class HistoryRunner:
     """Runs one history of operations."""
 
     def __init__(self, world: World, options: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Play:
         self.join(reads_heartbeats=True)
         self.join(reads_heartbeats=False)
         self.settle()
-        # Without further kills, the second batches confirm what replay has brought, the first ones included.
+        # Without further kills, the second batches confirm everything that was replayed, including the first batches.
         self.world.before = lambda _: None
         self.settle()
         self.settle()
@@ -95,7 +95,7 @@ class Play:
         if "dialect" not in self._options or (number, medium) in upstream.held:
             upstream.remove(number, medium=medium, lost=lost)
 
-    def scoped(self, which: int, medium: str) -> None:
+    def clear_scope(self, which: int, medium: str) -> None:
         self.upstream(which).say(AllBlocksCleared({"medium": medium}))
 
     def restart(self, which: int, unseen: list[int]) -> None:
@@ -109,16 +109,16 @@ class Play:
                 self.kill()
 
     def settle(self) -> None:
-        """Let all consumers catch up. Each upstream stores a block first: a silent incarnation cannot be recognised."""
+        """Let all consumers catch up. Each upstream stores a block first, since a restart without batches is not visible."""
         for each in self.world.upstreams:
             each.store(7)
         self.turn(150)
         for consumer in self.consumers:
             # A consumer without heartbeats does not learn the relay's trust, only skipped numbers.
             if consumer.trust.name == "EXACT" and (consumer.reads_heartbeats or self.world.relay.trust().name == "EXACT"):
-                self.agrees(consumer)
+                self.assert_agrees(consumer)
 
-    def agrees(self, consumer: Consumer) -> None:
+    def assert_agrees(self, consumer: Consumer) -> None:
         assert self.view(consumer.held) == self.view(self.world.truth), consumer.trust
 
     def view(self, held: Held) -> Counter[Any]:
@@ -144,64 +144,66 @@ class Play:
         self.consumers.append(self.world.consumer(reads_heartbeats=reads_heartbeats))
 
 
-NEVER: Final[Held] = Counter({(-1, "GPU"): 1})
-"""What no engine ever holds."""
+IMPOSSIBLE: Final[Held] = Counter({(-1, "GPU"): 1})
+"""A placement that no engine ever holds."""
 
 
-class Witness:
+class ExactnessChecker:
     """Checks a consumer after every message: if it is EXACT, it holds what its engine held then."""
 
     def __init__(self, world: World, consumer: Consumer) -> None:
         self._world, self._consumer = world, consumer
         self._seen = 0
-        self._due: Held | None = Counter()
-        """What the engine held after the newest batch; None if that is not one of its batches."""
+        self._expected: Held | None = Counter()
+        """What the engine held after the newest batch; None if the engine did not send that batch."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         self._consumer.turn()
         for delivery in self._consumer.seen[self._seen :]:
-            self._due = self._after(delivery)
+            self._expected = self._expected_after(delivery)
         self._seen = len(self._consumer.seen)
-        if self._due is not None and self._consumer.trust.name == "EXACT":
-            assert self._consumer.held == self._due
+        if self._expected is not None and self._consumer.trust.name == "EXACT":
+            assert self._consumer.held == self._expected
 
-    def _after(self, delivery: Any) -> Held | None:
+    def _expected_after(self, delivery: Any) -> Held | None:
         if not isinstance(delivery, RawBatch):
             return None
         batch = delivery.decode()
         if batch.ts == FOREIGN:
-            return NEVER
+            return IMPOSSIBLE
         if batch.ts in self._world.upstream.held_at:
             return self._world.upstream.held_at[batch.ts]
         if batch.events == [AllBlocksCleared()]:
             return Counter()
-        says_nothing = all(isinstance(event, BlockRemoved) and not event.block_hashes for event in batch.events)
-        return self._due if says_nothing else None
+        changes_nothing = all(isinstance(event, BlockRemoved) and not event.block_hashes for event in batch.events)
+        return self._expected if changes_nothing else None
 
 
 OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
-    "store": Play.store,
-    "remove": Play.remove,
-    "clear": lambda play, which: play.upstream(which).clear(),
-    "scoped": Play.scoped,
-    "restart": Play.restart,
-    "turn": Play.turn,
-    "kill": lambda play, step, after: kill_before(play.world, step, after),
-    "kill now": Play.kill,
-    "end": Play.end,
-    "join": Play.join,
-    "burn": lambda play, which: play.upstream(which).engine.skip_number(),
-    "forget": lambda play, which: play.upstream(which).forget(),
-    "mute": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", False),
-    "answer": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", True),
-    "settle": Play.settle,
-    "rush": lambda play, which, count: [play.upstream(which).say(*chain(each % 6 + 1)) for each in range(count)],
-    "forge": lambda play, which: play.upstream(which).forge(),
-    "fail to say": lambda play, which, number, payload: play.upstream(which).fail_to_say(*chain(number), payload=payload),
+    "store": HistoryRunner.store,
+    "remove": HistoryRunner.remove,
+    "clear": lambda runner, which: runner.upstream(which).clear(),
+    "clear scope": HistoryRunner.clear_scope,
+    "restart": HistoryRunner.restart,
+    "turn": HistoryRunner.turn,
+    "kill": lambda runner, step, after: kill_before(runner.world, step, after),
+    "kill now": HistoryRunner.kill,
+    "end": HistoryRunner.end,
+    "join": HistoryRunner.join,
+    "skip number": lambda runner, which: runner.upstream(which).engine.skip_number(),
+    "forget": lambda runner, which: runner.upstream(which).forget(),
+    "ignore replay": lambda runner, which: setattr(runner.upstream(which).engine, "answers_replay", False),
+    "answer replay": lambda runner, which: setattr(runner.upstream(which).engine, "answers_replay", True),
+    "settle": HistoryRunner.settle,
+    "many stores": lambda runner, which, count: [runner.upstream(which).say(*chain(each % 6 + 1)) for each in range(count)],
+    "forge": lambda runner, which: runner.upstream(which).forge(),
+    "fail to publish": lambda runner, which, number, payload: runner.upstream(which).fail_to_say(
+        *chain(number), payload=payload
+    ),
 }
 
-KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
-    "as it came": (1, {}),
+CONFIGURATIONS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "unchanged": (1, {}),
     "hashed": (1, {"tokens": "hash"}),
     "merged": (2, {}),
     "merged and hashed": (2, {"tokens": "hash"}),
@@ -212,47 +214,56 @@ KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
 SMALL_BUFFER: Final = 12
 """Batches of a replay buffer that is often too small for the history, and never for what a relay sends in one turn.
 
-A consumer confirms what was replayed by an answer that holds both that and a live batch. No answer does if each turn replaces
-the whole buffer, so the consumer would stay DEGRADED.
+A consumer confirms replayed batches by a reply that contains both them and a live batch. If each turn replaces the whole
+buffer, no reply contains both, and the consumer stays DEGRADED.
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
 @given(history=HISTORIES, steps=st.sampled_from([SMALL_BUFFER, 10_000]))
 @settings(max_examples=EXAMPLES)
-def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
-    """If engines answer replay, all consumers are EXACT in the end, early and late ones."""
-    count, options = KINDS[kind]
+def test_nothing_is_lost_by_kills_and_restarts_of_a_relay(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
+    """If engines answer replay, all early and late consumers are EXACT in the end."""
+    count, options = CONFIGURATIONS[kind]
     if "dialect" in options:
-        history = [each for each in history if each[0] != "scoped"]
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
-        play = Play(made, {"buffer_steps": steps, **options})
-        play.run(history)
-        for consumer in play.consumers:
+        history = [each for each in history if each[0] != "clear scope"]
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as scenario:
+        runner = HistoryRunner(scenario, {"buffer_steps": steps, **options})
+        runner.run(history)
+        for consumer in runner.consumers:
             assert consumer.trust.name == "EXACT", consumer.trust
-            play.agrees(consumer)
+            runner.assert_agrees(consumer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(history=ROUGH, steps=st.sampled_from([3, 10_000]))
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+@given(history=HARMFUL_HISTORIES, steps=st.sampled_from([3, 10_000]))
 @settings(max_examples=EXAMPLES)
 def test_no_consumer_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
-    """Engines lose batches, forget their history and do not answer replay; a consumer with wrong blocks must not be EXACT."""
-    count, options = KINDS[kind]
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
-        Play(made, {"buffer_steps": steps, **options}).run(history)
+    """Engines lose batches, drop their history and do not answer replay. A consumer with wrong blocks must not be EXACT."""
+    count, options = CONFIGURATIONS[kind]
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as scenario:
+        HistoryRunner(scenario, {"buffer_steps": steps, **options}).run(history)
 
 
 @example(
-    history=[("rush", 0, 12), ("turn", 9), ("remove", 0, 4, "GPU", False), ("fail to say", 0, 5, b"\xc1"), ("rush", 0, 12)],
+    history=[
+        ("many stores", 0, 12),
+        ("turn", 9),
+        ("remove", 0, 4, "GPU", False),
+        ("fail to publish", 0, 5, b"\xc1"),
+        ("many stores", 0, 12),
+    ],
     steps=8,
 )
 @example(history=[("forge", 0), ("store", 0, 1, "GPU", True), ("turn", 3)], steps=10_000)
-@given(history=st.lists(st.one_of(HARMLESS, MISSING, FORGED, RUSH, RUSH), max_size=40), steps=st.sampled_from([3, 8, 10_000]))
+@given(
+    history=st.lists(st.one_of(HARMLESS, MISSING, FORGED, MANY_STORES, MANY_STORES), max_size=40),
+    steps=st.sampled_from([3, 8, 10_000]),
+)
 def test_no_consumer_is_exact_and_wrong_between_two_messages_of_a_turn(history: list[tuple[Any, ...]], steps: int) -> None:
-    """Whatever the batch at which it is EXACT, and never after a replayed batch of another engine."""
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal") as made:
-        play = Play(made, {"buffer_steps": steps})
-        witness = Witness(made, play.consumers[0])
-        made.sent = witness.look
-        play.run(history)
+    """A consumer is right at every batch at which it is EXACT, and never EXACT after a replayed batch of another engine."""
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal") as scenario:
+        runner = HistoryRunner(scenario, {"buffer_steps": steps})
+        checker = ExactnessChecker(scenario, runner.consumers[0])
+        scenario.sent = checker.check
+        runner.run(history)

@@ -1,4 +1,4 @@
-"""Several upstreams in one stream: a clear of one keeps the blocks of the others."""
+"""If several upstreams share one stream, a clear of one upstream does not remove the blocks of the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEARS = st.sampled_from([None, {"medium": "GPU"}, {"group_idx": 1}, {"medium": 
 EVENTS = st.lists(st.one_of(STORES, REMOVALS, CLEARS), max_size=40)
 
 
-def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
+def count_copies(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
     """Count copies by block and placement, as a consumer does."""
     copies: Counter[tuple[object, ...]] = Counter()
     for event in events:
@@ -45,15 +45,15 @@ def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=12))
 def test_a_shared_stream_holds_what_all_its_upstreams_hold(history: list[tuple[int, list[KVEvent]]]) -> None:
     upstreams = (UpstreamBlocks(), UpstreamBlocks())
-    alone: tuple[list[KVEvent], list[KVEvent]] = ([], [])
+    own_events: tuple[list[KVEvent], list[KVEvent]] = ([], [])
     shared: list[KVEvent] = []
     for which, events in history:
-        alone[which].extend(events)
-        settled = upstreams[which].apply(events)
-        shared += settled
-        assert not any(isinstance(event, AllBlocksCleared) for event in settled)
-        assert len(upstreams[which]) == len(held(alone[which]))
-    assert held(shared) == held(alone[0]) + held(alone[1])
+        own_events[which].extend(events)
+        forwarded = upstreams[which].apply(events)
+        shared += forwarded
+        assert not any(isinstance(event, AllBlocksCleared) for event in forwarded)
+        assert len(upstreams[which]) == len(count_copies(own_events[which]))
+    assert count_copies(shared) == count_copies(own_events[0]) + count_copies(own_events[1])
 
 
 @given(EVENTS, CLEARS)
@@ -64,7 +64,7 @@ def test_a_dump_restores_the_same_blocks(events: list[KVEvent], clear: AllBlocks
     for piece in msgspec.msgpack.decode(msgspec.msgpack.encode(first.dump())):
         second.load(piece)
     assert len(second) == len(first)
-    assert held([*_stores(second), *second.apply([clear])]) == held([*_stores(first), *first.apply([clear])])
+    assert count_copies([*_stores(second), *second.apply([clear])]) == count_copies([*_stores(first), *first.apply([clear])])
 
 
 def _stores(blocks: UpstreamBlocks) -> list[KVEvent]:

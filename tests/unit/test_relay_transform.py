@@ -1,4 +1,4 @@
-"""`kvevents.relay.transform`: the fields of a store that a redactor keeps."""
+"""A redactor of `kvevents.relay.transform` keeps only the fields of a store that are listed here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORE = BlockStored(
     origin="NEW",
     unknown_fields={"note": "text"},
 )
-KEPT = {
+UNCHANGED_FIELDS = {
     "block_hashes",
     "parent_block_hash",
     "block_size",
@@ -50,11 +50,11 @@ KEPT = {
 
 
 def test_a_redactor_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
-    """The list names what is kept, so a field of a later release is removed until it is added here."""
+    """The list names the fields that stay unchanged, so a field of a later release is removed until it is added here."""
     (redacted,) = drop_redactor()([STORE])
     assert isinstance(redacted, BlockStored)
     fields = BlockStored.__struct_fields__
     assert all(getattr(STORE, name) is not None for name in fields)
-    assert {name for name in fields if getattr(redacted, name) == getattr(STORE, name)} == KEPT
+    assert {name for name in fields if getattr(redacted, name) == getattr(STORE, name)} == UNCHANGED_FIELDS
     assert redacted.token_ids == []
     assert redacted.block_keys not in (None, STORE.block_keys)

@@ -1,4 +1,4 @@
-"""Policies: each chooses one of the candidates by its documented rule."""
+"""Each routing policy chooses one of the candidates by its documented rule."""
 
 from __future__ import annotations
 
@@ -76,24 +76,24 @@ def fleets(draw: st.DrawFn, min_size: int = 1) -> list[Candidate]:
 def test_every_policy_chooses_a_candidate(
     name: str, fleet: list[Candidate], length: int, session: str | None, seed: int
 ) -> None:
-    """And makes the same choice again with the same seed."""
+    """It makes the same choice again with the same seed."""
     choices = [policy(name, seed).choose(Prompt(length, session), fleet) for _ in range(2)]
     assert choices[0].chosen in fleet
     assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize("name", ["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware"])
-def test_routers_do_not_herd(name: str) -> None:
+def test_routers_that_start_together_choose_different_workers(name: str) -> None:
     """Many routers that start at once without any state begin with different workers, unless they share a seed."""
     fleet = [candidate(place) for place in range(8)]
-    begun = Counter(chosen(policy(name, seed), *fleet) for seed in range(400))
-    assert len(begun) == 8
-    assert max(begun.values()) < 100
+    first_choices = Counter(chosen(policy(name, seed), *fleet) for seed in range(400))
+    assert len(first_choices) == 8
+    assert max(first_choices.values()) < 100
     assert len({chosen(policy(name), *fleet) for _ in range(100)}) > 1
 
 
 def test_the_table_maps_each_name_to_its_policy() -> None:
-    assert {name: (made.name, made.uses_index) for name, make in POLICIES.items() for made in [make(1)]} == {
+    assert {name: (created.name, created.uses_index) for name, create in POLICIES.items() for created in [create(1)]} == {
         name: (name, name == "prefix-aware")
         for name in ("random", "round-robin", "least-loaded", "session-affinity", "prefix-aware")
     }
@@ -150,7 +150,7 @@ def test_weights_are_those_of_the_service() -> None:
 # --- basic policies
 
 
-def test_random_is_even() -> None:
+def test_random_chooses_all_workers_equally_often() -> None:
     one, fleet = policy("random", 1), [candidate(place) for place in range(4)]
     counts = Counter(chosen(one, *fleet) for _ in range(4000))
     assert all(900 < counts[f"w{place}"] < 1100 for place in range(4))
@@ -199,7 +199,7 @@ def test_two_choices_take_the_less_loaded_of_two() -> None:
 
 
 def test_a_session_has_the_same_worker_everywhere() -> None:
-    """Whatever the order of the candidates and the seed: routers agree without communication."""
+    """The order of the candidates and the seed do not matter, so routers agree without communication."""
     fleet = [candidate(place) for place in range(8)]
     assert sessions_of(policy("session-affinity", 1), fleet) == sessions_of(policy("session-affinity", 2), fleet[::-1])
 
@@ -218,7 +218,7 @@ def test_sessions_are_spread_and_only_a_fair_share_moves(workers: int) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(1, 8), st.floats(1, 3), st.integers(0, 4))
-def test_the_bound_holds(sessions: list[int], workers: int, factor: float, spare: int) -> None:
+def test_no_worker_exceeds_the_bound_of_session_affinity(sessions: list[int], workers: int, factor: float, spare: int) -> None:
     """Even with few sessions, no worker has more than `factor` times the mean, or `spare`."""
     one = SessionAffinity(1, SessionAffinitySettings(factor, spare))
     requests = [0] * workers
@@ -231,20 +231,20 @@ def test_the_bound_holds(sessions: list[int], workers: int, factor: float, spare
 
 
 def test_the_session_of_a_full_worker_moves_and_returns() -> None:
-    """It moves always to the same other worker, until its own has room again. Without a bound it does not move."""
+    """It always moves to the same other worker, until its own worker has room again. Without a bound it does not move."""
     one, fleet = policy("session-affinity"), [candidate(place) for place in range(4)]
     own = one.choose(Prompt(1, "s"), fleet)
     full = [candidate(place, Load(requests=50 * (each is own.chosen))) for place, each in enumerate(fleet)]
-    passed = one.choose(Prompt(1, "s"), full)
-    assert passed.chosen.worker != own.chosen.worker
-    assert "too many requests" in passed.reason
-    assert passed == one.choose(Prompt(1, "s"), full)
+    fallback = one.choose(Prompt(1, "s"), full)
+    assert fallback.chosen.worker != own.chosen.worker
+    assert "too many requests" in fallback.reason
+    assert fallback == one.choose(Prompt(1, "s"), full)
     assert one.choose(Prompt(1, "s"), fleet) == own
     assert policy("session-affinity", factor=math.inf).choose(Prompt(1, "s"), full).chosen.worker == own.chosen.worker
 
 
 def test_without_a_session_the_fewest_requests_count() -> None:
-    """And equal workers are chosen in rotation."""
+    """Equal workers are chosen in rotation."""
     one, fleet = policy("session-affinity", 1), [candidate(0, waiting(1)), candidate(1), candidate(2)]
     assert sorted(chosen(one, *fleet) for _ in range(4)) == ["w1", "w1", "w2", "w2"]
 
@@ -257,11 +257,11 @@ weights = st.sampled_from([0.0, 0.15, 1.0])
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), loads, weights, weights)
 def test_at_equal_load_the_longest_holder_is_chosen(
-    held: list[int], load: Load, wait_weight: float, load_weight: float
+    matched_tokens: list[int], load: Load, wait_weight: float, load_weight: float
 ) -> None:
-    fleet = [candidate(place, load, gpu=tokens) for place, tokens in enumerate(held)]
+    fleet = [candidate(place, load, gpu=tokens) for place, tokens in enumerate(matched_tokens)]
     one = policy("prefix-aware", 1, wait_weight=wait_weight, load_weight=load_weight)
-    assert one.choose(PROMPT, fleet).chosen.tokens == max(held)
+    assert one.choose(PROMPT, fleet).chosen.tokens == max(matched_tokens)
 
 
 def test_a_cache_is_worth_waiting_for_longer_than_computing_takes() -> None:
@@ -275,14 +275,14 @@ def test_a_cache_is_worth_waiting_for_longer_than_computing_takes() -> None:
 
 
 def test_an_idle_worker_is_preferred_to_one_that_holds_little() -> None:
-    """Even if the fleet has little work: otherwise all prompts that share a short prefix go to its first holder."""
+    """This holds even if the fleet has little work. Otherwise all prompts with a short common prefix would go to one worker."""
     fleet = [candidate(0, decoding(1), gpu=100), candidate(1)]
     assert chosen(policy("prefix-aware", 1), *fleet) == "w1"
     assert chosen(policy("prefix-aware", 1, load_weight=0.0), *fleet) == "w0"
 
 
 def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_takes() -> None:
-    """As long as this request alone would take; a request after its first token counts 256 tokens."""
+    """The computing time is that of this request alone. A request after its first token counts 256 tokens."""
     one = policy("prefix-aware", 1, wait_weight=1.0, load_weight=0.0)
     assert chosen(one, candidate(0, waiting(599), gpu=600), candidate(1)) == "w0"
     assert chosen(one, candidate(0, waiting(601), gpu=600), candidate(1)) == "w1"
@@ -291,16 +291,16 @@ def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_ta
 
 
 def test_one_small_request_in_an_idle_fleet_does_not_cost_the_cache() -> None:
-    """It does if loads are divided by the mean alone, since one request of one worker is many times the mean."""
+    """The cache would be given up if loads were only divided by the mean, since one request is many times the mean."""
     fleet = [candidate(0, waiting(20), gpu=900), *[candidate(place) for place in range(1, 8)]]
     assert chosen(policy("prefix-aware", 1), *fleet) == "w0"
     assert chosen(policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.25), *fleet) != "w0"
 
 
-def test_a_score_by_hand() -> None:
-    """Work divided by the length: 100 waiting + 2 decoding at 50 + 2,000 of context at 0.1 = 400 of 1,000, with weight 0.5."""
-    weighed: dict[str, Any] = {"wait_weight": 0.5, "load_weight": 0.0, "decoding_weight": 50, "context_weight": 0.1}
-    one = policy("prefix-aware", 1, **weighed, tiers={"cpu": 0.6})
+def test_a_score_follows_the_documented_formula() -> None:
+    """The load is work by length: 100 waiting + 2 decoding at 50 + 2,000 of context at 0.1 = 400 of 1,000, with weight 0.5."""
+    options: dict[str, Any] = {"wait_weight": 0.5, "load_weight": 0.0, "decoding_weight": 50, "context_weight": 0.1}
+    one = policy("prefix-aware", 1, **options, tiers={"cpu": 0.6})
     fleet = [candidate(0, Load(3, 100, 2, 2000), "DEGRADED", gpu=400, cpu=600, disk=600), candidate(1)]
     scored = one.choose(PROMPT, fleet).scored
     assert scored[0].uncached == pytest.approx(1 - 0.5 * (400 + 0.6 * 200) / 1000)
@@ -309,8 +309,8 @@ def test_a_score_by_hand() -> None:
     assert scored[0].worker == ("w0", 0)
 
 
-def test_relative_loads_by_hand() -> None:
-    """Work divided by the mean, as in `/v1/select`."""
+def test_relative_loads_follow_the_documented_formula() -> None:
+    """The load is the work divided by the mean, as in `/v1/select`."""
     one = policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.5)
     scored = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).scored
     assert [entry.load for entry in scored] == pytest.approx([0.25, 0.75])
@@ -335,7 +335,7 @@ def test_tiers_have_their_weights() -> None:
 
 @given(st.dictionaries(st.sampled_from(["gpu", "cpu", "disk", "other"]), st.integers(0, 30)), st.integers(0, 20), st.randoms())
 def test_each_token_counts_with_the_best_tier_that_holds_it(tiers: dict[str, int], whole: int, random: Any) -> None:
-    """The same as a count token by token, for any weights."""
+    """The score equals a count token by token, for any weights."""
     weights = {tier: random.random() for tier in ("gpu", "cpu", "disk")}
     tokens = max(tiers.values(), default=0) + random.randrange(5)
     worth = 0.0
@@ -351,7 +351,7 @@ def test_each_token_counts_with_the_best_tier_that_holds_it(tiers: dict[str, int
     ("trust", "worker"), [("EXACT", "w0"), ("REPLAYING", "w0"), ("DEGRADED", "w1"), ("STALE", "w1"), ("?", "w1")]
 )
 def test_trust_scales_what_a_worker_holds(trust: str, worker: str) -> None:
-    """800 tokens of a doubtful worker against 500 of an exact one; an unknown state counts nothing."""
+    """800 tokens of a worker with this trust compete with 500 tokens of an EXACT one. An unknown state counts as 0."""
     assert chosen(policy("prefix-aware", 1), candidate(0, trust=trust, gpu=800), candidate(1, gpu=500)) == worker
 
 
@@ -367,7 +367,7 @@ def test_trust_scales_what_a_worker_holds(trust: str, worker: str) -> None:
     ],
 )
 def test_tokens_that_might_be_gone_cost_only_their_own_credit(trust: str, uncertain: int, saved: float) -> None:
-    """They count as those of a DEGRADED worker; the certain ones keep the weight of the stream."""
+    """Uncertain tokens count as tokens of a DEGRADED worker. Certain tokens have the weight of the stream."""
     one = candidate(0, trust=trust, uncertain=uncertain, gpu=800)
     assert policy("prefix-aware", 1).choose(PROMPT, [one]).scored[0].uncached == pytest.approx(1 - saved / 1000)
 
@@ -415,7 +415,7 @@ def test_one_worker_alone_is_never_hot() -> None:
 
 
 def test_ties_rotate() -> None:
-    """Equal holders are chosen in rotation, and so are workers that hold nothing; other ways are settings."""
+    """Workers with equally long matches are chosen in rotation. The other rules for ties are settings."""
     one, holders = policy("prefix-aware", 3), [candidate(place, gpu=500 * (place < 3)) for place in range(5)]
     taken = [chosen(one, *holders) for _ in range(9)]
     assert set(taken[:3]) == {"w0", "w1", "w2"}
@@ -424,19 +424,19 @@ def test_ties_rotate() -> None:
     assert len({chosen(policy("prefix-aware", seed, tie="random"), *holders) for seed in range(30)}) == 3
 
 
-def test_of_equal_scores_the_one_that_computes_less_is_chosen() -> None:
+def test_among_equal_scores_the_worker_that_computes_less_is_chosen() -> None:
     fleet = [candidate(0), candidate(1, waiting(500), gpu=500)]
     assert {chosen(policy("prefix-aware", seed), *fleet) for seed in range(9)} == {"w1"}
 
 
 def test_a_sample_contains_the_longest_holder_and_random_others() -> None:
-    """So many routers do not send prompts that no worker holds to the single least loaded worker."""
+    """Otherwise many routers would send prompts that no worker holds to the single least loaded worker."""
     one = policy("prefix-aware", 1, sample=2)
     fleet = [candidate(place, waiting(100 * place), gpu=900 * (place == 9)) for place in range(10)]
     for _ in range(50):
-        drawn = one.choose(PROMPT, fleet).scored
-        assert len({entry.worker for entry in drawn}) == 3
-        assert ("w9", 0) in {entry.worker for entry in drawn}
+        sampled = one.choose(PROMPT, fleet).scored
+        assert len({entry.worker for entry in sampled}) == 3
+        assert ("w9", 0) in {entry.worker for entry in sampled}
     unheld = [candidate(place, waiting(100 * place)) for place in range(10)]
     assert len({chosen(one, *unheld) for _ in range(200)}) > 4
     assert len(one.choose(PROMPT, fleet[:3]).scored) == 3
