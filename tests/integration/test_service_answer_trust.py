@@ -1,6 +1,6 @@
-"""One suite for every way to an answer: blocks that might be gone and tiers without removals are named in each.
+"""All ways to query name blocks that might be gone and tiers without removals.
 
-The data plane, the control plane and replicas with shares answer, each over HTTP and over gRPC.
+The data plane, the control plane and sharded replicas answer, each over HTTP and over gRPC.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Ask: TypeAlias = Callable[[str, dict[str, Any]], Any]
 """Sends a request to a method of `/v1`, and returns the answer as JSON."""
 
 
-class Held(NamedTuple):
-    """What one worker holds of the prompt, and the trust in that."""
+class WorkerMatch(NamedTuple):
+    """The matched tokens of one worker, and the trust in them."""
 
     tokens: int
     certain: int
@@ -65,8 +65,11 @@ def over_grpc(client: Client) -> Ask:
 
 @pytest.fixture(scope="module", name="clients", params=["data plane", "control plane", "shards"])
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Client]]:
-    """Three engines: one has announced four blocks twice and removed the last one once; one has announced two blocks; one has
-    announced a block in GPU memory and three in host memory, from where it announces no removals."""
+    """Return the clients of a deployment with three engines.
+
+    One engine has announced four blocks twice and removed the last one once. One has announced two blocks. One has announced
+    a block in GPU memory and three in host memory, from where it announces no removals.
+    """
     if request.param == "shards" and not NATS_SERVER:
         pytest.skip("no NATS server")
     with ExitStack() as stack:
@@ -99,8 +102,8 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")
         for client in found:
             until("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
-            until("loads", lambda: reported(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
-            until("all batches", lambda: certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
+            until("loads", lambda: read_loads(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
+            until("all batches", lambda: count_certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
         yield found
 
 
@@ -109,27 +112,27 @@ def are_exact(client: Client) -> bool:
     return [each["trust"]["state"] for each in client.get("/v1/sources").json["sources"]] == ["EXACT"] * 3
 
 
-def reported(client: Client) -> dict[str, int | None]:
+def read_loads(client: Client) -> dict[str, int | None]:
     loads = {each["instance"]: each["load"] for each in client.get("/v1/sources").json["sources"]}
     return {name: None if load is None else load["running"] + load["waiting"] for name, load in loads.items()}
 
 
-def certain_tokens(client: Client) -> dict[str, int]:
-    return {name: each.certain for name, each in held(over_http(client)).items()}
+def count_certain_tokens(client: Client) -> dict[str, int]:
+    return {name: each.certain for name, each in match_prompt(over_http(client)).items()}
 
 
-@pytest.fixture(name="ways", params=[over_http, over_grpc], ids=["http", "grpc"])
-def all_ways(request: pytest.FixtureRequest, clients: list[Client]) -> list[Ask]:
+@pytest.fixture(name="ask_functions", params=[over_http, over_grpc], ids=["http", "grpc"])
+def ask_each_client(request: pytest.FixtureRequest, clients: list[Client]) -> list[Ask]:
     return [request.param(client) for client in clients]
 
 
-def held(ask: Ask) -> dict[str, Held]:
-    return as_held(ask("match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})["workers"])
+def match_prompt(ask: Ask) -> dict[str, WorkerMatch]:
+    return parse_workers(ask("match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})["workers"])
 
 
-def as_held(rows: list[dict[str, Any]]) -> dict[str, Held]:
+def parse_workers(rows: list[dict[str, Any]]) -> dict[str, WorkerMatch]:
     return {
-        row["instance"]: Held(
+        row["instance"]: WorkerMatch(
             row["tokens"],
             row["certain"],
             row["tiers"]["gpu"],
@@ -141,35 +144,35 @@ def as_held(rows: list[dict[str, Any]]) -> dict[str, Held]:
 
 
 EXPECTED: Final = {
-    "twice": Held(4 * BLOCK, 3 * BLOCK, 4 * BLOCK, "DEGRADED", ["uncertain-copies"]),
-    "once": Held(2 * BLOCK, 2 * BLOCK, 2 * BLOCK, "EXACT", []),
-    "lmcache": Held(4 * BLOCK, 4 * BLOCK, BLOCK, "EXACT", ["stores-only"]),
+    "twice": WorkerMatch(4 * BLOCK, 3 * BLOCK, 4 * BLOCK, "DEGRADED", ["uncertain-copies"]),
+    "once": WorkerMatch(2 * BLOCK, 2 * BLOCK, 2 * BLOCK, "EXACT", []),
+    "lmcache": WorkerMatch(4 * BLOCK, 4 * BLOCK, BLOCK, "EXACT", ["stores-only"]),
 }
 
 
-def test_a_match_names_what_is_not_exact(ways: list[Ask]) -> None:
-    for ask in ways:
-        assert held(ask) == EXPECTED
+def test_a_match_reports_uncertain_blocks_and_tiers_without_removals(ask_functions: list[Ask]) -> None:
+    for ask in ask_functions:
+        assert match_prompt(ask) == EXPECTED
 
 
-def test_only_a_prompt_with_such_blocks_is_uncertain(ways: list[Ask]) -> None:
-    """Each prompt of several has the trust of its own blocks."""
-    for ask in ways:
+def test_only_a_prompt_with_uncertain_blocks_is_degraded(ask_functions: list[Ask]) -> None:
+    """Each of several prompts has the trust of its own blocks."""
+    for ask in ask_functions:
         field = {"model": MODEL, "whole_prompt": True}
         prompts: Any = [PROMPT, PROMPT[: 3 * BLOCK]]
         if ask.__qualname__.startswith(over_grpc.__name__):
             prompts = [{"tokens": each} for each in prompts]
-        whole, short = (as_held(each["holders"]) for each in ask("match_many", {**field, "prompts": prompts})["matches"])
+        whole, short = (parse_workers(each["holders"]) for each in ask("match_many", {**field, "prompts": prompts})["matches"])
         assert whole["twice"] == EXPECTED["twice"]
-        assert short["twice"] == Held(3 * BLOCK, 3 * BLOCK, 3 * BLOCK, "EXACT", [])
+        assert short["twice"] == WorkerMatch(3 * BLOCK, 3 * BLOCK, 3 * BLOCK, "EXACT", [])
         assert whole["lmcache"].reason_codes == short["lmcache"].reason_codes == ["stores-only"]
 
 
-def test_a_selection_believes_such_blocks_less(ways: list[Ask]) -> None:
+def test_a_selection_gives_uncertain_blocks_half_the_credit(ask_functions: list[Ask]) -> None:
     """A block that might be gone, and blocks on a tier without removals, have half the credit of exact ones."""
-    for ask in ways:
-        asked = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
-        considered = {row["instance"]: row for row in ask("select", asked)["considered"]}
+    for ask in ask_functions:
+        body = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
+        considered = {row["instance"]: row for row in ask("select", body)["considered"]}
         uncached = {name: row["uncached"] for name, row in considered.items()}
         host = 3 * BLOCK * 0.8 * 0.5
         assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.125})
@@ -181,11 +184,11 @@ def test_a_selection_believes_such_blocks_less(ways: list[Ask]) -> None:
         }
 
 
-def test_a_selection_counts_the_requests_of_engines(ways: list[Ask]) -> None:
-    """Two engines report their load; what a third one has is unknown, so it counts as their mean."""
-    for ask in ways:
-        asked = {"model": MODEL, "tokens": [1], "explain": True}
-        answer = ask("select", asked)
+def test_a_selection_counts_the_requests_that_engines_report(ask_functions: list[Ask]) -> None:
+    """Two engines report their load. The load of the third is unknown, so it counts as their mean."""
+    for ask in ask_functions:
+        body = {"model": MODEL, "tokens": [1], "explain": True}
+        answer = ask("select", body)
         assert answer["load_from"] == "engines"
         rows = {row["instance"]: row for row in answer["considered"]}
         assert rows["lmcache"].get("requests") is None
@@ -193,18 +196,18 @@ def test_a_selection_counts_the_requests_of_engines(ways: list[Ask]) -> None:
         assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
         assert rows["lmcache"]["load"] == pytest.approx(0.1)
         assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]
-        given = ask("select", {**asked, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
+        given = ask("select", {**body, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
         assert (given["instance"], given["load_from"]) == ("twice", "request")
 
 
 def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(clients: list[Client]) -> None:
     for client in clients:
         # Counts of blocks are refreshed every few seconds.
-        until("the count", lambda: doubtful(client) == ["twice"])  # noqa: B023
+        until("the count", lambda: find_uncertain_instances(client) == ["twice"])  # noqa: B023
         found = {each["instance"]: each for each in client.get("/v1/sources").json["sources"]}
         assert {name: each["stores_only"] for name, each in found.items()} == {"twice": [], "once": [], "lmcache": ["cpu"]}
-        assert found["twice"]["trust"]["state"] == "EXACT", "the stream is, the answer about these blocks is not"
+        assert found["twice"]["trust"]["state"] == "EXACT", "the stream is exact, the match of these blocks is not"
 
 
-def doubtful(client: Client) -> list[str]:
+def find_uncertain_instances(client: Client) -> list[str]:
     return [each["instance"] for each in client.get("/v1/sources").json["sources"] if each["uncertain"] == 1]

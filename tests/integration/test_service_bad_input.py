@@ -68,7 +68,7 @@ def witness_engine(service: Service) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def witness_is_unaffected(service: Service, witness: Engine) -> Iterator[None]:
-    """After each test: the other engine is EXACT, its newest blocks are found, and nothing was lost or restarted."""
+    """Check after each test that the witness is EXACT, its newest blocks are found, and nothing was lost or restarted."""
     before = service.source("witness")
     yield
     parent = witness.store(prompt(2, 1))
@@ -92,7 +92,7 @@ def witness_is_unaffected(service: Service, witness: Engine) -> Iterator[None]:
     [b"", b"null", b"[]", b"7", b'"text"', b"{", b"[" * 50_000, b'{"a":' * 20_000, b"\xff" * 100, b'{"model_name":"\\ud800"}'],
     ids=["empty", "null", "array", "number", "string", "cut", "deep", "deeper", "binary", "surrogate"],
 )
-def test_bodies_of_no_use(service: Service, path: str, body: bytes) -> None:
+def test_invalid_bodies_are_rejected(service: Service, path: str, body: bytes) -> None:
     for kind in ("application/json", "application/msgpack"):
         answer = service.ask("POST", path, body, content_type=kind)
         assert answer.status in {400, 422}
@@ -111,13 +111,13 @@ def test_bodies_of_no_use(service: Service, path: str, body: bytes) -> None:
     ],
     ids=["deep", "reserved", "no text", "endless map", "deep maps", "endless tokens"],
 )
-def test_malformed_msgpack(service: Service, body: bytes) -> None:
+def test_malformed_msgpack_is_rejected(service: Service, body: bytes) -> None:
     answer = service.ask("POST", "/v1/match", body, content_type="application/msgpack")
     assert answer.status in {400, 422}
     assert answer.reason in {"malformed-body", "bad-shape"}
 
 
-def test_huge_bodies_are_413_however_they_come(service: Service) -> None:
+def test_large_bodies_are_413_with_and_without_chunks(service: Service) -> None:
     body = b" " * 100_001
     answer = service.ask("POST", "/query", body, content_type="application/json")
     assert (answer.status, answer.reason) == (413, "too-large")
@@ -125,7 +125,7 @@ def test_huge_bodies_are_413_however_they_come(service: Service) -> None:
     raw = exchange(service, chunked + b"10000\r\n" + b" " * 0x10000 + b"\r\n10000\r\n" + b" " * 0x10000 + b"\r\n0\r\n\r\n")
     assert raw.startswith(b"HTTP/1.1 413 ")
     assert b'"too-large"' in raw
-    assert service.post("/query", model_name="witness", token_ids=[1]).status == 200  # the same connection goes on
+    assert service.post("/query", model_name="witness", token_ids=[1]).status == 200  # the same connection still works
 
 
 def test_too_many_tokens_are_413(service: Service) -> None:
@@ -165,7 +165,7 @@ def test_slow_bodies_are_408(service: Service, pause: float | None) -> None:
     assert 0.4 < time.monotonic() - began < 5
 
 
-def test_clients_that_leave_halfway_are_no_news(service: Service) -> None:
+def test_a_client_that_resets_its_connection_affects_no_others(service: Service) -> None:
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
     with socket.create_connection((service.host, service.port), DEADLINE) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -184,7 +184,7 @@ def test_clients_that_leave_halfway_are_no_news(service: Service) -> None:
     ],
     ids=["text", "line feed", "long header", "long path", "two lengths", "endless"],
 )
-def test_what_is_no_request(service: Service, sent: bytes, status: int) -> None:
+def test_malformed_requests_are_problem_details(service: Service, sent: bytes, status: int) -> None:
     answer = exchange(service, sent)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer
@@ -192,8 +192,8 @@ def test_what_is_no_request(service: Service, sent: bytes, status: int) -> None:
     assert msgspec.json.decode(body, type=Problem).status == status
 
 
-def test_what_never_becomes_a_request_ends(service: Service) -> None:
-    """A TLS handshake at a port without TLS."""
+def test_connections_without_a_complete_request_are_closed(service: Service) -> None:
+    """Unfinished heads, an empty connection and a TLS handshake get 400, 408 or no response."""
     for sent in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50,
         b"POST /query HTTP/1.1\r\nhost:",
@@ -246,7 +246,7 @@ def test_query_strings_are_bounded(service: Service) -> None:
         {"topic": "x" * 513},
     ],
 )
-def test_registrations_that_cannot_be_are_400(service: Service, more: dict[str, Any]) -> None:
+def test_invalid_registrations_are_400(service: Service, more: dict[str, Any]) -> None:
     answer = service.post("/register", {**registration("bad", "tcp://127.0.0.1:5557"), **more})
     assert (answer.status, answer.reason) == (400, "bad-registration")
 
@@ -271,7 +271,7 @@ def test_registrations_that_cannot_be_are_400(service: Service, more: dict[str, 
         "ipc://@abstract",
     ],
 )
-def test_registrations_open_no_forbidden_connection(service: Service, endpoint: str) -> None:
+def test_registrations_with_forbidden_endpoints_are_refused(service: Service, endpoint: str) -> None:
     for more in ({"endpoint": endpoint}, {"replay_endpoint": endpoint}):
         answer = service.post("/register", {**registration("forged", "tcp://127.0.0.1:5557"), **more})
         assert answer.status == 400
@@ -279,7 +279,7 @@ def test_registrations_open_no_forbidden_connection(service: Service, endpoint: 
     assert ("forged", 0) not in service.sources()
 
 
-def test_a_name_that_leads_to_a_forbidden_address_is_refused(service: Service, tmp_path: Path) -> None:
+def test_a_host_name_that_resolves_to_a_forbidden_address_is_refused(service: Service, tmp_path: Path) -> None:
     """`localhost` resolves to an allowed address by default, and not with a list of other networks."""
     config = write(tmp_path / "service.toml", 'allow = ["tcp://10.0.0.0/8:*"]\n')
     with serving("--config", config) as strict:
@@ -288,7 +288,7 @@ def test_a_name_that_leads_to_a_forbidden_address_is_refused(service: Service, t
         assert "which no pattern of the allow-list covers" in answer.json["error"]
 
 
-def test_sources_are_limited(service: Service) -> None:
+def test_the_number_of_sources_is_limited(service: Service) -> None:
     with refusing() as nowhere:
         answers = [service.register("many", nowhere, rank, model_name="many") for rank in range(40)]
         assert {answer.status for answer in answers} == {201, 413}
@@ -300,8 +300,8 @@ def test_sources_are_limited(service: Service) -> None:
 # --- engines
 
 
-def confirmed(service: Service, instance: str) -> tuple[str, str]:
-    """State and reason; the engine publishes a batch if a live one has to confirm what replay has brought."""
+def confirm_and_read_trust(service: Service, instance: str) -> tuple[str, str]:
+    """Return state and reason. The engine first publishes a batch if a live one must confirm the replayed batches."""
     confirm(service.source(instance))
     return service.trust(instance)
 
@@ -311,17 +311,17 @@ def test_an_engine_with_another_block_size_than_registered_is_degraded(service: 
         assert service.register("liar", made.publisher, block_size=16).status == 201
         made.store(prompt(20), block_size=32)
         until("all its blocks", lambda: service.source("liar")["blocks"] == 2)
-        complaint = ("DEGRADED", "it is registered with blocks of 16 tokens and sends blocks of 32")
-        until("nothing but the complaint", lambda: confirmed(service, "liar") == complaint)
+        mismatch = ("DEGRADED", "it is registered with blocks of 16 tokens and sends blocks of 32")
+        until("the mismatch alone", lambda: confirm_and_read_trust(service, "liar") == mismatch)
         found = service.source("liar")
         assert (found["declared_block_size"], found["block_sizes"]) == (16, [32])
-        # Blocks are looked up by their true size, so the answer is right all the same.
+        # Blocks are looked up by their true size, so the response is still right.
         assert service.held(prompt(20)) == {"liar": 64}
         assert service.query(prompt(20))["instances"]["liar"]["trust"] == {"0": "DEGRADED"}
         assert service.post("/unregister", instance_id="liar").status == 200
 
 
-def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> None:
+def test_an_engine_that_restarts_with_another_block_size_is_degraded(service: Service) -> None:
     with engine(seed=21) as made:
         place = {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "bind": True}
         assert service.register("back", made.publisher).status == 201
@@ -330,7 +330,7 @@ def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> 
     with engine(seed=22, **place) as again:
         again.store(prompt(21), block_size=32)
         until("all its blocks", lambda: service.source("back")["blocks"] == 2)
-        until("the complaint", lambda: "sends blocks of 32" in confirmed(service, "back")[1])
+        until("the mismatch", lambda: "sends blocks of 32" in confirm_and_read_trust(service, "back")[1])
         assert service.trust("back")[0] == "DEGRADED"
         assert service.held(prompt(21)) == {"back": 64}
     assert service.post("/unregister", instance_id="back").status == 200
@@ -342,7 +342,7 @@ def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> 
 
 
 @pytest.mark.parametrize("ts", [0.0, -1e300, 1e300, float("inf"), float("nan"), 4e9], ids=str)
-def test_clocks_of_engines_may_jump(service: Service, ts: float) -> None:
+def test_timestamps_of_batches_can_have_any_value(service: Service, ts: float) -> None:
     with engine(seed=24) as made:
         assert service.register("clock", made.publisher).status == 201
         service.exact("clock")
@@ -354,7 +354,7 @@ def test_clocks_of_engines_may_jump(service: Service, ts: float) -> None:
         assert service.post("/unregister", instance_id="clock").status == 200
 
 
-def test_whatever_an_engine_sends_is_set_aside(service: Service) -> None:
+def test_malformed_batches_are_rejected_and_valid_ones_are_applied(service: Service) -> None:
     good = encode_batch(EventBatch(time.time(), [BlockStored([1], None, prompt(26, 1), BLOCK, medium="GPU")]))
     bad = [
         b"",
@@ -385,8 +385,8 @@ def test_whatever_an_engine_sends_is_set_aside(service: Service) -> None:
         assert service.post("/unregister", instance_id="noise").status == 200
 
 
-def test_losses_of_an_engine_without_replay_have_a_face(service: Service) -> None:
-    """The log reports any number of them in a few lines."""
+def test_losses_of_an_engine_without_replay_are_reported(service: Service) -> None:
+    """The source reports their number and the newest gaps. The log reports all of them in a few lines."""
     with wire() as made:
         assert service.register("lossy", made.endpoint).status == 201
         made.wait()
@@ -403,7 +403,7 @@ def test_losses_of_an_engine_without_replay_have_a_face(service: Service) -> Non
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\\\n", "{}", "ünïcödé 車", "a,b=c", "../..", "<b>"])
-def test_names_may_have_any_characters_that_can_be_printed(service: Service, name: str) -> None:
+def test_names_can_have_any_printable_characters(service: Service, name: str) -> None:
     with engine(seed=27) as made, Stream(service) as stream:
         assert service.register(name, made.publisher, model_name=name, tenant_id=name).status == 201
         made.store(prompt(27, 1))
@@ -421,7 +421,7 @@ def test_names_may_have_any_characters_that_can_be_printed(service: Service, nam
         assert service.post("/unregister", instance_id=name, tenant_id=name).status == 200
 
 
-def test_everything_at_once(service: Service) -> None:
+def test_concurrent_registrations_and_queries_leave_the_service_intact(service: Service) -> None:
     """Many clients register, unregister, query and list the same few engines."""
     with engines(4) as made, ThreadPoolExecutor(8) as pool:
         for each in made:
@@ -433,17 +433,17 @@ def test_everything_at_once(service: Service) -> None:
             for _ in range(60):
                 number = dice.randrange(len(made))
                 name = {"instance_id": f"storm-{number}", "model_name": "storm"}
-                asked = dice.randrange(7)
-                if asked < 2:
+                choice = dice.randrange(7)
+                if choice < 2:
                     body = registration(f"storm-{number}", made[number].publisher, model_name="storm")
                     statuses[own.post("/register", body).status] += 1
-                elif asked == 2:
+                elif choice == 2:
                     statuses[own.post("/unregister", name).status] += 1
-                elif asked == 3:
+                elif choice == 3:
                     statuses[own.post("/v1/match_many", model="storm", prompts=[prompt(28)] * 3).status] += 1
-                elif asked == 4:
+                elif choice == 4:
                     statuses[own.get("/metrics").status] += 1
-                elif asked == 5:
+                elif choice == 5:
                     statuses[own.get(f"/v1/blocks?instance=storm-{number}").status] += 1
                 else:
                     statuses[own.post("/v1/select", model="storm", tokens=prompt(28), expect_seconds=1).status] += 1
@@ -460,11 +460,11 @@ def test_everything_at_once(service: Service) -> None:
             service.post("/unregister", instance_id=f"storm-{number}", model_name="storm")
 
 
-# --- what the configuration names
+# --- configured sources
 
 
-def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
-    """Engines follow the file; an invalid file is a fault, and the earlier engines stay."""
+def test_sources_follow_a_changed_configuration_file(tmp_path: Path) -> None:
+    """Sources follow the file. An invalid file is reported as a fault, and the earlier sources stay."""
     with engines(2) as (first, second):
 
         def table(name: str, made: Engine, more: str = "") -> str:
@@ -486,11 +486,11 @@ def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
             until("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
             service.says(f"INFO +resolved: {path}: ")
-            # What the configuration names, no client takes away for long, nor registers twice.
+            # A client cannot register a source of the configuration.
             assert service.register("b", second.publisher).status == 409
 
 
-def test_an_endpoint_that_cannot_be_listened_at_has_a_face(tmp_path: Path) -> None:
+def test_an_endpoint_that_cannot_be_bound_is_reported_as_a_fault(tmp_path: Path) -> None:
     with refusing() as taken, engine(seed=29) as made:
         text = f'[[sources]]\ninstance = "taken"\nmodel = "m"\nbind = true\nendpoint = "{taken}"\n'
         text += f'[[sources]]\ninstance = "good"\nmodel = "m"\nendpoint = "{made.endpoint}"\n'
@@ -505,7 +505,7 @@ def test_an_endpoint_that_cannot_be_listened_at_has_a_face(tmp_path: Path) -> No
 # --- the process
 
 
-def test_a_port_in_use_is_one_sentence(service: Service) -> None:
+def test_a_port_in_use_is_an_error_of_one_line(service: Service) -> None:
     ended = run("serve", "--port", service.port)
     assert ended.code == 1
     (line,) = ended.err.splitlines()
@@ -529,7 +529,7 @@ def test_a_port_in_use_is_one_sentence(service: Service) -> None:
         ("= nonsense", "cannot read"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_setting_is_an_error_of_one_line(tmp_path: Path, text: str, message: str) -> None:
     ended = run("serve", "--config", write(tmp_path / "service.toml", text))
     assert ended.code in {1, 2}
     (line,) = ended.err.splitlines()
@@ -539,17 +539,17 @@ def test_a_wrong_setting_is_one_sentence(tmp_path: Path, text: str, message: str
 # --- permissions
 
 
-def test_roles(tmp_path: Path) -> None:
+def test_each_request_needs_its_role(tmp_path: Path) -> None:
     lines = ",".join(f'{{ role = "{role}", token = "{token}" }}' for role, token in TOKENS.items())
     config = write(tmp_path / "service.toml", f"access = {{ tokens = [{lines}] }}\n")
     with serving("--config", config) as service, refusing() as nowhere:
-        public, asking, writing = ("/health", "/livez", "/readyz", "/", "/openapi.json"), "/v1/sources", "/register"
+        public, query_path, register_path = ("/health", "/livez", "/readyz", "/", "/openapi.json"), "/v1/sources", "/register"
 
         def statuses(token: str | None) -> tuple[set[int], int, int]:
             client = Client(service.url, token)
             try:
-                given = {client.get(path).status for path in public} - {503}  # not ready is public, too
-                return given, client.get(asking).status, client.post(writing, registration("r", nowhere)).status
+                given = {client.get(path).status for path in public} - {503}  # `/readyz` without readiness is public, too
+                return given, client.get(query_path).status, client.post(register_path, registration("r", nowhere)).status
             finally:
                 client.close()
 
@@ -557,11 +557,11 @@ def test_roles(tmp_path: Path) -> None:
         assert statuses("wrong-token-of-the-test") == ({200}, 401, 401)
         assert statuses(TOKENS["read"]) == ({200}, 200, 403)
         assert statuses(TOKENS["register"]) == ({200}, 200, 201)
-        refused = service.get(asking)
+        refused = service.get(query_path)
         assert (refused.reason, refused.headers["www-authenticate"]) == ("unauthorized", "Bearer")
         service.token = TOKENS["read"]
-        assert service.post(writing, {}).reason == "forbidden"
-        # No client without a token makes the service read its body: the answer comes before the body does.
+        assert service.post(register_path, {}).reason == "forbidden"
+        # The service does not read the body of a client without a token: it responds before the body arrives.
         service.token = None
         with socket.create_connection((service.host, service.port), DEADLINE) as connection:
             connection.sendall(b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16000000\r\n\r\n{")
@@ -580,7 +580,7 @@ def made_certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
-def trusting(folder: Path, client: str | None = None) -> ssl.SSLContext:
+def make_client_context(folder: Path, client: str | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=folder / "ca.pem")
     context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python does from 3.13 on
     if client is not None:
@@ -588,25 +588,25 @@ def trusting(folder: Path, client: str | None = None) -> ssl.SSLContext:
     return context
 
 
-def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path) -> None:
+def test_tls_and_mutual_tls_are_required_as_configured(certificates: Path, tmp_path: Path) -> None:
     tls = f'certificate = "{certificates}/server.pem", key = "{certificates}/server.key"'
     plain = write(tmp_path / "tls.toml", f"tls = {{ {tls} }}\n")
-    with serving("--config", plain, tls=trusting(certificates)) as service:
+    with serving("--config", plain, tls=make_client_context(certificates)) as service:
         assert service.url.startswith("https://")
         assert service.get("/health").status == 200
-        answer = exchange(service, b"GET /health HTTP/1.1\r\n\r\n", half=True)  # in clear: nothing
-        assert (answer[:1], len(answer)) in {(b"", 0), (b"\x15", 7)}, "an alert of TLS at most"
+        answer = exchange(service, b"GET /health HTTP/1.1\r\n\r\n", half=True)  # without TLS: no response
+        assert (answer[:1], len(answer)) in {(b"", 0), (b"\x15", 7)}, "at most a TLS alert"
     mutual = write(tmp_path / "mutual.toml", f'tls = {{ {tls}, client_ca = "{certificates}/ca.pem" }}\n')
-    with serving("--config", mutual, tls=trusting(certificates, "client")) as service:
+    with serving("--config", mutual, tls=make_client_context(certificates, "client")) as service:
         assert service.get("/health").status == 200
-        stranger = Client(service.url, tls=trusting(certificates))
+        stranger = Client(service.url, tls=make_client_context(certificates))
         with pytest.raises((ssl.SSLError, ConnectionError)):
             stranger.get("/health")
         stranger.close()
 
 
-def test_curve_towards_engines(tmp_path: Path) -> None:
-    """An engine with the configured key is followed, and engines without encryption or with another key are not."""
+def test_only_engines_with_the_configured_curve_key_are_followed(tmp_path: Path) -> None:
+    """Engines without encryption or with another key are not followed."""
     (server_public, server_secret), (public, secret) = (tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2))
     stranger_public, stranger_secret = (key.decode() for key in zmq.curve_keypair())
     config = write(
@@ -630,7 +630,7 @@ def test_curve_towards_engines(tmp_path: Path) -> None:
 
 
 def test_no_token_ids_are_in_the_log(tmp_path: Path) -> None:
-    """This holds for valid and invalid keys, at the most verbose log level."""
+    """This holds for valid and invalid events and requests, at the most verbose log level."""
     secret = [777_000_111 + place for place in range(4 * BLOCK)]
     with engine(seed=40) as made, serving("--log-level", "debug", "--state-dir", tmp_path / "state") as service:
         assert service.register("quiet", made.publisher).status == 201

@@ -36,15 +36,15 @@ PATIENT: Final[dict[str, Any]] = {**LIMITS, "request_seconds": 60.0, "idle_secon
 """Limits for tests with many clients at once."""
 
 
-def config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
+def write_config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
     fields = ", ".join(f"{name} = {value}" for name, value in limits.items())
     return write(folder / "service.toml", f"{more}\nlimits = {{ {fields} }}\n")
 
 
 @pytest.fixture(scope="module", name="service", params=["plain", "traced"])
 def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with short timeouts. With tracing, requests go through the control plane with the same limits."""
-    settings = config(tmp_path_factory.mktemp("limits"), LIMITS)
+    """Return a service with short timeouts. With tracing, requests go through the control plane with the same limits."""
+    settings = write_config(tmp_path_factory.mktemp("limits"), LIMITS)
     command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
     with serving("--config", settings, command=command) as service:
         yield service
@@ -52,25 +52,25 @@ def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module", name="one_patient")
 def patient_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving("--config", config(tmp_path_factory.mktemp("patient"), PATIENT)) as service:
+    with serving("--config", write_config(tmp_path_factory.mktemp("patient"), PATIENT)) as service:
         yield service
 
 
 @pytest.fixture(name="patient")
 def patient_and_idle_service(one_patient: Service) -> Iterator[Service]:
-    """A service that has no connections before each test."""
+    """Return a service that has no connections before each test."""
     yield one_patient
-    until("connections to end", lambda: sum(metrics(one_patient, "kvevents_http_connections").values()) == 1)
+    until("connections to end", lambda: sum(read_metrics(one_patient, "kvevents_http_connections").values()) == 1)
 
 
 @contextmanager
-def connected(service: Client, sent: bytes = b"") -> Iterator[socket.socket]:
+def connect_to(service: Client, sent: bytes = b"") -> Iterator[socket.socket]:
     with socket.create_connection((service.host, service.port), DEADLINE) as made:
         made.sendall(sent)
         yield made
 
 
-def everything(connection: socket.socket) -> bytes:
+def receive_all(connection: socket.socket) -> bytes:
     """Return everything that arrives until the service closes the connection, before the deadline."""
     connection.settimeout(DEADLINE)
     received = bytearray()
@@ -82,7 +82,7 @@ def everything(connection: socket.socket) -> bytes:
     return bytes(received)
 
 
-def one_answer(connection: socket.socket) -> bytes:
+def receive_response_head(connection: socket.socket) -> bytes:
     """Return the head of a complete response."""
     received = b""
     while (length := re.search(rb"content-length: (\d+).*\r\n\r\n", received, re.DOTALL)) is None or (
@@ -94,59 +94,60 @@ def one_answer(connection: socket.socket) -> bytes:
     return received.partition(b"\r\n\r\n")[0]
 
 
-def once(client: Client, path: str) -> int:
+def request_status(client: Client, path: str) -> int:
     """Return the status of a request on a new connection."""
-    asking = Client(f"http://{client.host}:{client.port}")
+    new_client = Client(f"http://{client.host}:{client.port}")
     try:
-        return asking.get(path).status
+        return new_client.get(path).status
     finally:
-        asking.close()
+        new_client.close()
 
 
 def probe(client: Service, tls: ssl.SSLContext | None = None) -> None:
-    """Send the probes of orchestrators, each on a new connection."""
+    """Send each probe of an orchestrator on a new connection."""
     for path, field in (("/livez", "status"), ("/health", "status"), ("/readyz", "ready")):
-        asking = Client(client.url, tls=tls)
+        new_client = Client(client.url, tls=tls)
         try:
-            answer = asking.get(path)
+            answer = new_client.get(path)
             assert (answer.status == 200 or path == "/readyz", field in answer.json) == (True, True), answer
         finally:
-            asking.close()
+            new_client.close()
 
 
-def metrics(service: Client, name: str) -> dict[str, float]:
+def read_metrics(service: Client, name: str) -> dict[str, float]:
     """Return a metric family by label text, over a new connection, because an old one may have been evicted."""
     service.close()
     text = service.get("/metrics").body.decode()
     return {found[1] or "": float(found[2]) for found in re.finditer(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)}
 
 
-def head(body: int, path: str = "/query", *more: str) -> bytes:
+def format_head(body: int, path: str = "/query", *more: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {body}", *more]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 PROBE: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
-QUESTION: Final = b'{"model_name": "m", "token_ids": [1]}'
+QUERY: Final = b'{"model_name": "m", "token_ids": [1]}'
 LONG_HEADER: Final = b"x-long: " + b"y" * 50_000 + b"\r\n"
 """Few requests with responses of this size exceed the buffers of sockets."""
 
 
 def test_probes_are_answered_beside_idle_connections(patient: Service) -> None:
-    """This holds for any number of idle connections, with and without an earlier request; other clients have responses too."""
+    """Idle connections are evicted, whether they had an earlier request or not. Other clients get responses, too."""
     with ExitStack() as stack:
         for number in range(4 * PATIENT["max_clients"]):
             made = stack.enter_context(
-                connected(patient, b"" if number % 2 else b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                connect_to(patient, b"" if number % 2 else b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
             )
             if not number % 2:
-                assert one_answer(made).startswith(b"HTTP/1.1 200 ")
+                assert receive_response_head(made).startswith(b"HTTP/1.1 200 ")
         probe(patient)
-        assert once(patient, "/v1/stats") == 200
+        assert request_status(patient, "/v1/stats") == 200
         assert (
-            sum(metrics(patient, "kvevents_http_connections").values()) <= PATIENT["max_clients"] + PATIENT["reserved_clients"]
+            sum(read_metrics(patient, "kvevents_http_connections").values())
+            <= PATIENT["max_clients"] + PATIENT["reserved_clients"]
         )
-        assert metrics(patient, "kvevents_http_connections_closed_total")['reason="evicted"'] >= 3 * PATIENT["max_clients"]
+        assert read_metrics(patient, "kvevents_http_connections_closed_total")['reason="evicted"'] >= 3 * PATIENT["max_clients"]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +155,14 @@ def test_probes_are_answered_beside_idle_connections(patient: Service) -> None:
     [("ulimit -S -n 256", False), ("ulimit -n 400", True), ("ulimit -n 64", True)],
     ids=["soft", "hard", "tiny"],
 )
-def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -> None:
+def test_connections_leave_file_descriptors_for_probes(command: str, lowered: bool) -> None:
     """Shells and systemd allow 1,024 open files by default, as many as the default of `max_clients`."""
     limited = ("sh", "-c", f'{command} && exec {sys.executable} -W error -m kvevents serve --port 0 "$@"', "sh")
     with ExitStack() as stack:
         service = stack.enter_context(serving(command=limited))
         for _ in range(450):
             connection = stack.enter_context(socket.create_connection((service.host, service.port), DEADLINE))
-            with suppress(OSError):  # it had to make room already
+            with suppress(OSError):  # it was evicted already
                 connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n")
         for path in ("/livez", "/readyz"):
             probe = Client(service.url)
@@ -174,14 +175,14 @@ def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -
 
 
 def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
-    """Each of them sends a body without end. Others receive a documented error that the service is full."""
+    """Each busy connection sends a body that never ends. Other requests get the documented error `too-many-clients`."""
     with ExitStack() as stack:
         for number in range(PATIENT["max_clients"]):
             path = "/query" if number % 2 else "/v1/match_many"
-            stack.enter_context(connected(patient, head(1000, path) + b"{"))
-        until("all to be busy", lambda: once(patient, "/v1/stats") == 503)
+            stack.enter_context(connect_to(patient, format_head(1000, path) + b"{"))
+        until("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
         for _ in range(5):
-            stack.enter_context(connected(patient))  # silent ones of the reserve
+            stack.enter_context(connect_to(patient))  # idle connections of the reserve
         probe(patient)
         other = Client(patient.url)
         refused = other.get("/v1/stats")
@@ -189,55 +190,55 @@ def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
         assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
         assert other.post("/query", model_name="m", token_ids=[1]).status == 503
         other.close()
-    until("room", lambda: once(patient, "/v1/stats") == 200)
-    assert metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
-    assert metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
+    until("room", lambda: request_status(patient, "/v1/stats") == 200)
+    assert read_metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
+    assert read_metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
 
 
 SLOW: Final = {
     "nothing": (b"", b""),
     "half a head": (b"GET /v1/stats HTT", b"408"),
     "half a head of a query": (b"POST /query HTTP/1.1\r\nhost: l", b"408"),
-    "half a body": (head(100) + b"{", b"408"),
-    "half a body of a general request": (head(100, "/register") + b"{", b"408"),
+    "half a body": (format_head(100) + b"{", b"408"),
+    "half a body of a general request": (format_head(100, "/register") + b"{", b"408"),
     "half a chunk": (b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{", b"408"),
 }
 BEFORE: Final = {
     "fresh": b"",
-    "after a question": head(len(QUESTION)) + QUESTION,
+    "after a query": format_head(len(QUERY)) + QUERY,
     "after a probe": PROBE,
 }
 
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_an_unfinished_request_times_out(service: Service, before: str) -> None:
-    """The service sends 408 if the request had begun, also in time on a reused connection, for many connections at once."""
+    """The service sends 408 if the request had begun, also on a reused connection and for many connections at once."""
     with ExitStack() as stack:
-        made = {slow: stack.enter_context(connected(service, BEFORE[before])) for slow in SLOW}
+        made = {slow: stack.enter_context(connect_to(service, BEFORE[before])) for slow in SLOW}
         if before != "fresh":
-            assert all(one_answer(connection).startswith(b"HTTP/1.1 ") for connection in made.values())
+            assert all(receive_response_head(connection).startswith(b"HTTP/1.1 ") for connection in made.values())
         began = time.monotonic()
         for slow, (sent, _) in SLOW.items():
             made[slow].sendall(sent)
-        answers = {slow: everything(connection) for slow, connection in made.items()}
+        answers = {slow: receive_all(connection) for slow, connection in made.items()}
         assert time.monotonic() - began < DEADLINE / 2
     assert {slow: answer[9:12] for slow, answer in answers.items()} == {slow: status for slow, (_, status) in SLOW.items()}
     bodies = [answer.partition(b"\r\n\r\n")[2] for answer in answers.values() if answer]
     assert [msgspec.json.decode(body)["reason"] for body in bodies] == ["too-slow"] * 5
 
 
-def test_an_empty_line_after_a_request_does_not_hold_a_connection(service: Service) -> None:
-    with connected(service, PROBE) as connection:
-        assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
+def test_an_empty_line_after_a_request_does_not_keep_a_connection_open(service: Service) -> None:
+    with connect_to(service, PROBE) as connection:
+        assert receive_response_head(connection).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"\r\n")
-        assert everything(connection)[9:12] in {b"", b"408"}
+        assert receive_all(connection)[9:12] in {b"", b"408"}
 
 
 REFUSED: Final = {
-    "no such path": (head(1_000_000, "/nope"), 404),
-    "no such method": (head(1_000_000, "/livez"), 405),
-    "too large": (head(100_000_000), 413),
-    "foreign host": (head(1_000_000).replace(b"localhost", b"evil.example"), 421),
+    "no such path": (format_head(1_000_000, "/nope"), 404),
+    "no such method": (format_head(1_000_000, "/livez"), 405),
+    "too large": (format_head(100_000_000), 413),
+    "foreign host": (format_head(1_000_000).replace(b"localhost", b"evil.example"), 421),
     "chunked": (b"POST /nope HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n", 404),
 }
 
@@ -246,12 +247,12 @@ REFUSED: Final = {
 def test_a_refused_request_is_answered_before_its_body(patient: Service, name: str) -> None:
     """The response announces the close and arrives although the client is still sending."""
     sent, status = REFUSED[name]
-    with connected(patient, sent + b"x") as connection:
+    with connect_to(patient, sent + b"x") as connection:
         connection.sendall(b"y")
-        answer = everything(connection)
+        answer = receive_all(connection)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"connection: close\r\n" in answer
-    until("it to end", lambda: sum(metrics(patient, "kvevents_http_connections").values()) == 1)
+    until("the connection to end", lambda: sum(read_metrics(patient, "kvevents_http_connections").values()) == 1)
 
 
 UNENDING: Final = {
@@ -266,124 +267,124 @@ UNENDING: Final = {
 @pytest.mark.parametrize("what", UNENDING)
 def test_a_probe_is_answered_before_its_body(patient: Service, what: str, path: str) -> None:
     """The service closes the connection, because it cannot find the beginning of the next request."""
-    with connected(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
-        answer = everything(connection)
+    with connect_to(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
+        answer = receive_all(connection)
     assert answer[9:12] in ({b"200"} if path != "/readyz" else {b"200", b"503"})
     assert b"connection: close\r\n" in answer
 
 
 def test_unfinished_probes_do_not_delay_others(patient: Service) -> None:
-    """All other connections are busy, and there are as many as allowed."""
+    """All other connections are busy, and their number is the maximum."""
     with ExitStack() as stack:
         for _ in range(PATIENT["max_clients"]):
-            stack.enter_context(connected(patient, head(1000) + b"{"))
-        until("all to be busy", lambda: once(patient, "/v1/stats") == 503)
+            stack.enter_context(connect_to(patient, format_head(1000) + b"{"))
+        until("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
         for _ in range(2 * PATIENT["reserved_clients"]):
-            stack.enter_context(connected(patient, b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"))
+            stack.enter_context(connect_to(patient, b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"))
         probe(patient)
 
 
 def test_a_refused_request_without_a_body_keeps_its_connection(service: Service) -> None:
-    with connected(service, b"GET /nope HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
-        assert b"connection: close" not in one_answer(connection)
+    with connect_to(service, b"GET /nope HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
+        assert b"connection: close" not in receive_response_head(connection)
         connection.sendall(PROBE)
-        assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
+        assert receive_response_head(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_client_that_never_reads_is_disconnected(service: Service) -> None:
     """The client requests long responses of both planes until the service stops reading."""
-    for question in (b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, (head(len(QUESTION)) + QUESTION) * 1000):
+    for burst in (b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, (format_head(len(QUERY)) + QUERY) * 1000):
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             connection.connect((service.host, service.port))
             connection.settimeout(0.05)
 
-            def pushed(connection: socket.socket = connection, question: bytes = question) -> bool:
+            def is_disconnected(connection: socket.socket = connection, burst: bytes = burst) -> bool:
                 try:
-                    connection.sendall(question)
+                    connection.sendall(burst)
                 except TimeoutError:
                     return False
                 except (BrokenPipeError, ConnectionResetError):
                     return True
                 return False
 
-            until("it to be cut off", pushed)
-    closed = metrics(service, "kvevents_http_connections_closed_total")
+            until("the disconnection", is_disconnected)
+    closed = read_metrics(service, "kvevents_http_connections_closed_total")
     assert closed['reason="unread"'] >= 1
 
 
 def test_pipelined_requests_are_bounded(service: Service) -> None:
     """Responses that a client does not read do not accumulate."""
-    asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
-    with connected(service) as connection:
+    requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
+    with connect_to(service) as connection:
         connection.settimeout(1.0)
-        with pytest.raises(OSError):  # noqa: PT011 - it has to wait in vain, or is cut off
-            connection.sendall(asked * 1_000)
-        everything(connection)
-    until("it to be gone", lambda: sum(metrics(service, "kvevents_http_connections").values()) == 1)
+        with pytest.raises(OSError):  # noqa: PT011 - the send times out, or the service closes the connection
+            connection.sendall(requests * 1_000)
+        receive_all(connection)
+    until("the connection to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
 
 
 def test_bodies_of_all_connections_are_bounded(patient: Service) -> None:
     """Large bodies reach the limit: some are rejected, and the memory is free again afterwards."""
     size = 7 << 20
     with ExitStack() as stack:
-        made = [stack.enter_context(connected(patient, head(size, path))) for path in ["/query", "/register"] * 2]
+        made = [stack.enter_context(connect_to(patient, format_head(size, path))) for path in ["/query", "/register"] * 2]
         for connection in made:
             connection.settimeout(2.0)
             with suppress(OSError):  # refused
                 connection.sendall(b" " * (size - 1))
         until(
             "refusals",
-            lambda: metrics(patient, "kvevents_http_rejected_requests_total").get('reason="too-much-at-once"', 0) >= 2,
+            lambda: read_metrics(patient, "kvevents_http_rejected_requests_total").get('reason="too-much-at-once"', 0) >= 2,
         )
-        assert metrics(patient, "kvevents_http_request_buffer_bytes")[""] <= PATIENT["max_received_bytes"]
-        assert once(patient, "/v1/stats") == 200
-        assert patient.post("/query", model_name="m", token_ids=[1] * 10_000).status == 404  # a small one is always taken
-    until("room", lambda: metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
+        assert read_metrics(patient, "kvevents_http_request_buffer_bytes")[""] <= PATIENT["max_received_bytes"]
+        assert request_status(patient, "/v1/stats") == 200
+        assert patient.post("/query", model_name="m", token_ids=[1] * 10_000).status == 404  # a small one is always accepted
+    until("room", lambda: read_metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
 
 
 def test_pipelined_requests_are_not_read() -> None:
-    """A pipelined request waits behind a response without end, and the client cannot send more."""
+    """A pipelined request waits behind a response that never ends, and the client cannot send more."""
     queued = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
     events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with serving() as service, connected(service, events) as connection:
+    with serving() as service, connect_to(service, events) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         connection.settimeout(1.0)
         with pytest.raises(TimeoutError):
             connection.sendall(queued * 1_000)
-        assert metrics(service, "kvevents_http_request_buffer_bytes")[""] < 1 << 20
-        assert once(service, "/v1/stats") == 200
+        assert read_metrics(service, "kvevents_http_request_buffer_bytes")[""] < 1 << 20
+        assert request_status(service, "/v1/stats") == 200
 
 
 def test_a_malformed_request_keeps_earlier_responses(service: Service) -> None:
     """A malformed request behind a slow one is rejected after the slow one's response."""
     metrics_and = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with connected(service, metrics_and + b"no http at all\r\n\r\n") as connection:
-        answer = everything(connection)
+    with connect_to(service, metrics_and + b"no http at all\r\n\r\n") as connection:
+        answer = receive_all(connection)
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert answer.count(b"HTTP/1.1 ") == 2
         assert b"malformed-request" in answer.rpartition(b"HTTP/1.1 400 ")[2]
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_unfinished_tls_handshakes_time_out(tmp_path: Path, silent: bool) -> None:
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_unfinished_tls_handshakes_time_out(tmp_path: Path, is_silent: bool) -> None:
     """Unfinished TLS handshakes count as connections: they can be evicted for probes and have a timeout."""
     certificates = make_certificates(tmp_path)
     tls = f'tls = {{ certificate = "{certificates}/server.pem", key = "{certificates}/server.key" }}'
     context = ssl.create_default_context(cafile=certificates / "ca.pem")
-    with serving("--config", config(tmp_path, LIMITS, tls), tls=context) as service, ExitStack() as stack:
-        hello = b"" if silent else b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50
-        made = [stack.enter_context(connected(service, hello)) for _ in range(2 * LIMITS["max_clients"])]
+    with serving("--config", write_config(tmp_path, LIMITS, tls), tls=context) as service, ExitStack() as stack:
+        hello = b"" if is_silent else b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50
+        made = [stack.enter_context(connect_to(service, hello)) for _ in range(2 * LIMITS["max_clients"])]
         probe(service, context)
         for connection in made:
-            everything(connection)
-        counted = metrics(service, "kvevents_http_connections")
-        until("all to be gone", lambda: sum(metrics(service, "kvevents_http_connections").values()) == 1)
+            receive_all(connection)
+        counted = read_metrics(service, "kvevents_http_connections")
+        until("all connections to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
         assert set(counted) == {f'state="{state}"' for state in ("new", "reading", "answering", "idle", "closing")}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
-async def test_more_silent_connections_than_the_default_limit(tmp_path: Path) -> None:
+async def test_a_probe_is_answered_beside_more_idle_connections_than_the_default_limit(tmp_path: Path) -> None:
     """With 1,200 connections and default limits, a probe has its response within kubelet's timeout of a second."""
     with serving() as service:
         made = [await asyncio.open_connection(service.host, service.port) for _ in range(1_200)]

@@ -14,14 +14,15 @@ from service_cases import BLOCK, Answer, Service, engines, prompt, serving, unti
 
 PROMPT: Final = prompt(1)
 FORWARDED: Final = {"sec_fetch_site": "none"}
-"""A header that routes a request to the control plane, as a browser sends it for its user."""
+"""A header of browsers, which routes a request to the control plane."""
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 
 
 @pytest.fixture(scope="module", name="service")
 def fleet() -> Iterator[Service]:
-    """Engines that hold parts of a prompt on several tiers, with a LoRA and with a salt, and an unreachable engine."""
+    """Return a service with engines that hold parts of a prompt on several tiers, with a LoRA and a salt, and an unreachable
+    engine."""
     with engines(6) as made, serving() as service:
         for number, each in enumerate(made[:3]):
             service.register(f"e{number}", each.publisher)
@@ -47,13 +48,13 @@ SCOPES: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "a LoRA": {"lora_name": "sql"},
     "an adapter of events": {"lora": "own"},
-    "its number": {"lora_id": 7},
+    "an adapter number": {"lora_id": 7},
     "a salt": {"cache_salt": "s3cret"},
     "another tenant": {"tenant": "acme"},
     "empty names": {"lora": "", "salt": ""},
     "a contradiction": {"lora": "a", "lora_name": "b"},
     "a misspelling": {"tenantid": "x"},
-    "whole": {"whole_prompt": True},
+    "whole prompt": {"whole_prompt": True},
     "null": {"lora": None, "tenant": None},
 }
 BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -94,20 +95,23 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "load_weight": 0.3,
         },
     ),
-    "select twice": ("/v1/select", {"model": "m", "tokens": [], "candidates": [{"instance": "e0"}, {"instance": "e0"}]}),
-    "select none": ("/v1/select", {"model": "m", "tokens": [], "candidates": []}),
-    "select too heavy": ("/v1/select", {"model": "m", "tokens": [], "load_weight": 1001}),
+    "select with duplicate candidates": (
+        "/v1/select",
+        {"model": "m", "tokens": [], "candidates": [{"instance": "e0"}, {"instance": "e0"}]},
+    ),
+    "select without candidates": ("/v1/select", {"model": "m", "tokens": [], "candidates": []}),
+    "select with a large load weight": ("/v1/select", {"model": "m", "tokens": [], "load_weight": 1001}),
     "select by array": ("/v1/select", {"model": "m", "tokens": [], "candidates": [["e0", 0, 0.0]]}),
 }
 
 
-def both(service: Service, path: str, body: bytes, kind: str, accept: str) -> tuple[Answer, Answer]:
+def send_to_both_planes(service: Service, path: str, body: bytes, kind: str, accept: str) -> tuple[Answer, Answer]:
     """Return the responses of both planes."""
     headers = {"content_type": kind, "accept": accept}
     return service.ask("POST", path, body, **headers), service.ask("POST", path, body, **headers, **FORWARDED)
 
 
-def plain(answer: Answer) -> tuple[int, dict[str, str], bytes]:
+def without_date(answer: Answer) -> tuple[int, dict[str, str], bytes]:
     """Return a response without the parts that change with each request."""
     return answer.status, {name: value for name, value in answer.headers.items() if name != "date"}, answer.body
 
@@ -115,12 +119,12 @@ def plain(answer: Answer) -> tuple[int, dict[str, str], bytes]:
 @pytest.mark.parametrize("accept", ["*/*", MSGPACK])
 @pytest.mark.parametrize("kind", [JSON, MSGPACK])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_both_planes_answer_alike(service: Service, scope: str, kind: str, accept: str) -> None:
+def test_both_planes_send_equal_responses(service: Service, scope: str, kind: str, accept: str) -> None:
     for name, (path, fields) in BODIES.items():
         value = {**fields, **SCOPES[scope]}
         body = msgspec.json.encode(value) if kind == JSON else msgspec.msgpack.encode(value)
-        native, forwarded = both(service, path, body, kind, accept)
-        assert plain(native) == plain(forwarded), name
+        native, forwarded = send_to_both_planes(service, path, body, kind, accept)
+        assert without_date(native) == without_date(forwarded), name
 
 
 @pytest.mark.parametrize(
@@ -137,10 +141,10 @@ def test_both_planes_answer_alike(service: Service, scope: str, kind: str, accep
         "model",
     ],
 )
-def test_raw_prompts_are_answered_alike(service: Service, query: str) -> None:
+def test_both_planes_send_equal_responses_to_raw_prompts(service: Service, query: str) -> None:
     for body in (struct.pack(f"<{len(PROMPT)}I", *PROMPT), b"", b"odd"):
-        native, forwarded = both(service, f"/v1/match?{query}", body, "application/octet-stream", "*/*")
-        assert plain(native) == plain(forwarded)
+        native, forwarded = send_to_both_planes(service, f"/v1/match?{query}", body, "application/octet-stream", "*/*")
+        assert without_date(native) == without_date(forwarded)
 
 
 MALFORMED: Final = (
@@ -164,19 +168,19 @@ MALFORMED: Final = (
 
 
 @pytest.mark.parametrize("path", ["/v1/match", "/v1/select"])
-def test_unusual_requests_are_answered_alike(service: Service, path: str) -> None:
+def test_both_planes_send_equal_responses_to_unusual_requests(service: Service, path: str) -> None:
     for body in MALFORMED:
-        native, forwarded = both(service, path, body, JSON, "*/*")
-        if native.status == 200 and path == "/v1/select":  # equal workers take turns
+        native, forwarded = send_to_both_planes(service, path, body, JSON, "*/*")
+        if native.status == 200 and path == "/v1/select":  # equal workers are selected in turn
             assert forwarded.status == 200
         else:
-            assert plain(native) == plain(forwarded), body
+            assert without_date(native) == without_date(forwarded), body
 
 
 def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
     before = service.get("/v1/stats").json["lookups"]
     body = msgspec.json.encode({"model_name": "m", "token_ids": PROMPT})
-    both(service, "/query", body, JSON, "*/*")
+    send_to_both_planes(service, "/query", body, JSON, "*/*")
     assert service.get("/v1/stats").json["lookups"] == before + 2
     hot = service.get("/v1/hot?model=m").json
     assert hot["sampled"] > 0

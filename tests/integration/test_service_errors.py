@@ -40,25 +40,27 @@ class _Received:
 
 
 def exchange(service: Service, sent: bytes, *others: bytes) -> Answer:
-    """Return the response to some bytes, on a connection that opens after connections that send `others`."""
-    held = [socket.create_connection((service.host, service.port), DEADLINE) for _ in others]
+    """Send bytes on a new connection and return the response. Connections that have sent `others` stay open meanwhile."""
+    connections = [socket.create_connection((service.host, service.port), DEADLINE) for _ in others]
     try:
-        for connection, bytes_of in zip(held, others, strict=True):
-            connection.sendall(bytes_of)
+        for connection, unfinished in zip(connections, others, strict=True):
+            connection.sendall(unfinished)
         with socket.create_connection((service.host, service.port), DEADLINE) as connection:
             connection.sendall(sent)
             received = bytearray()
             while piece := connection.recv(1 << 16):
                 received += piece
     finally:
-        for connection in held:
+        for connection in connections:
             connection.close()
-    response = http.client.HTTPResponse(_Received(bytes(received)))  # type: ignore[arg-type]  # all that it uses
+    response = http.client.HTTPResponse(_Received(bytes(received)))  # type: ignore[arg-type]  # it uses only this method
     response.begin()
     return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
 
 
-def asking(method: str, path: str, body: bytes | None = None, token: str | None = TOKENS["register"], **headers: str) -> Any:
+def make_request(
+    method: str, path: str, body: bytes | None = None, token: str | None = TOKENS["register"], **headers: str
+) -> Any:
     def ask(service: Service) -> Answer:
         client = Client(service.url, token)
         try:
@@ -69,37 +71,37 @@ def asking(method: str, path: str, body: bytes | None = None, token: str | None 
     return ask
 
 
-def posting(path: str, value: Any, token: str | None = TOKENS["register"]) -> Any:
-    return asking("POST", path, msgspec.json.encode(value), token, content_type=JSON)
+def make_post(path: str, value: Any, token: str | None = TOKENS["register"]) -> Any:
+    return make_request("POST", path, msgspec.json.encode(value), token, content_type=JSON)
 
 
-def crowded(service: Service) -> Answer:
-    """Unfinished requests on as many connections as allowed."""
+def exceed_max_clients(service: Service) -> Answer:
+    """Return the response to a request while unfinished requests use all allowed connections."""
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\n" % TOKENS["read"].encode()
     busy = head + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 
-    def look() -> Answer | None:
+    def try_request() -> Answer | None:
         answer = exchange(service, b"GET /v1/stats HTTP/1.1\r\nhost: localhost\r\n\r\n", *[busy] * 4)
         return answer if answer.status == 503 else None
 
-    return until("no room for a request", look)
+    return until("a refused request", try_request)
 
 
 HEAD: Final = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer reading-0123456789\r\n"
 QUERY: Final = {"model_name": "m", "token_ids": [1, 2]}
 ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Service], Answer]]]] = {
-    # Status, reason, the operation of the document (None for a request outside of it), and the request.
-    "malformed": (400, "malformed-body", ("post", "/query"), asking("POST", "/query", b"{", content_type=JSON)),
+    # Status, reason, the operation of the document (None for a request that it does not describe), and the request.
+    "malformed": (400, "malformed-body", ("post", "/query"), make_request("POST", "/query", b"{", content_type=JSON)),
     "not http": (400, "malformed-request", None, lambda service: exchange(service, b"no http at all\r\n\r\n")),
-    "endpoint": (400, "bad-endpoint", ("post", "/register"), posting("/register", registration(7, "tcp://x"))),
-    "no token": (401, "unauthorized", ("post", "/query"), posting("/query", QUERY, token=None)),
-    "wrong token": (401, "unauthorized", ("post", "/v1/match"), posting("/v1/match", {}, token="x" * 20)),
-    "role": (403, "forbidden", ("post", "/register"), posting("/register", {}, token=TOKENS["read"])),
-    "origin": (403, "foreign-origin", ("get", "/v1/stats"), asking("GET", "/v1/stats", origin="http://evil.example")),
-    "model": (404, "unknown-model", ("post", "/query"), posting("/query", {**QUERY, "model_name": "x"})),
-    "model in /v1": (404, "unknown-model", ("post", "/v1/select"), posting("/v1/select", {"model": "x", "tokens": [1]})),
-    "path": (404, "no-such-path", None, asking("GET", "/nothing")),
-    "method": (405, "method-not-allowed", None, asking("DELETE", "/query")),
+    "endpoint": (400, "bad-endpoint", ("post", "/register"), make_post("/register", registration(7, "tcp://x"))),
+    "no token": (401, "unauthorized", ("post", "/query"), make_post("/query", QUERY, token=None)),
+    "wrong token": (401, "unauthorized", ("post", "/v1/match"), make_post("/v1/match", {}, token="x" * 20)),
+    "role": (403, "forbidden", ("post", "/register"), make_post("/register", {}, token=TOKENS["read"])),
+    "origin": (403, "foreign-origin", ("get", "/v1/stats"), make_request("GET", "/v1/stats", origin="http://evil.example")),
+    "model": (404, "unknown-model", ("post", "/query"), make_post("/query", {**QUERY, "model_name": "x"})),
+    "model in /v1": (404, "unknown-model", ("post", "/v1/select"), make_post("/v1/select", {"model": "x", "tokens": [1]})),
+    "path": (404, "no-such-path", None, make_request("GET", "/nothing")),
+    "method": (405, "method-not-allowed", None, make_request("DELETE", "/query")),
     "slow head": (408, "too-slow", None, lambda service: exchange(service, b"GET /health HTTP/1.1\r\nhost:")),
     "slow body": (
         408,
@@ -107,19 +109,24 @@ ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Servic
         ("post", "/query"),
         lambda service: exchange(service, HEAD + b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{"),
     ),
-    "conflict": (409, "registered", ("post", "/register"), posting("/register", registration("e", "tcp://127.0.0.1:2"))),
-    "large": (413, "too-large", ("post", "/query"), asking("POST", "/query", b" " * 100_001, content_type=JSON)),
-    "tokens": (413, "too-many-tokens", ("post", "/v1/match"), posting("/v1/match", {"model": "m", "tokens": [1] * 101})),
-    "type": (415, "unsupported-media-type", ("post", "/query"), asking("POST", "/query", b"{}", content_type="text/plain")),
-    "shape": (422, "bad-shape", ("post", "/query"), posting("/query", {**QUERY, "token_ids": "x"})),
-    "no shard": (409, "no-shard", ("post", "/v1/shard/match"), posting("/v1/shard/match", {})),
+    "conflict": (409, "registered", ("post", "/register"), make_post("/register", registration("e", "tcp://127.0.0.1:2"))),
+    "large": (413, "too-large", ("post", "/query"), make_request("POST", "/query", b" " * 100_001, content_type=JSON)),
+    "tokens": (413, "too-many-tokens", ("post", "/v1/match"), make_post("/v1/match", {"model": "m", "tokens": [1] * 101})),
+    "type": (
+        415,
+        "unsupported-media-type",
+        ("post", "/query"),
+        make_request("POST", "/query", b"{}", content_type="text/plain"),
+    ),
+    "shape": (422, "bad-shape", ("post", "/query"), make_post("/query", {**QUERY, "token_ids": "x"})),
+    "no shard": (409, "no-shard", ("post", "/v1/shard/match"), make_post("/v1/shard/match", {})),
     "headers": (
         431,
         "headers-too-large",
         None,
         lambda service: exchange(service, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000),
     ),
-    "crowd": (503, "too-many-clients", ("get", "/v1/stats"), crowded),
+    "too many clients": (503, "too-many-clients", ("get", "/v1/stats"), exceed_max_clients),
 }
 
 
@@ -129,8 +136,8 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
     status, reason, operation, ask = ERRORS[name]
     answer = ask(service)
     assert (answer.status, answer.reason) == (status, reason), answer
-    described = asking("GET", "/openapi.json")
-    document = until("room", lambda: (answer := described(service)).status == 200 and answer.json)
+    get_document = make_request("GET", "/openapi.json")
+    document = until("an accepted request", lambda: (answer := get_document(service)).status == 200 and answer.json)
     schema = document["components"]["schemas"]["Problem"]
     jsonschema_rs.validate(schema, answer.json)
     assert set(schema["required"]) == set(answer.json)
@@ -140,8 +147,8 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
         assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
-def test_an_unknown_host_is_a_problem() -> None:
-    """This holds while requests need no token."""
+def test_requests_for_an_unknown_host_are_421() -> None:
+    """Host names are verified if requests need no token."""
     with serving() as service:
         answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
         assert (answer.status, answer.reason) == (421, "unknown-host")
@@ -150,5 +157,5 @@ def test_an_unknown_host_is_a_problem() -> None:
 @pytest.mark.parametrize("accept", ["*/*", "application/msgpack"])
 def test_errors_are_json_for_any_accept_header(service: Service, accept: str) -> None:
     body = msgspec.msgpack.encode({"model": "x", "tokens": [1]})
-    ask = asking("POST", "/v1/match", body, content_type="application/msgpack", accept=accept)
+    ask = make_request("POST", "/v1/match", body, content_type="application/msgpack", accept=accept)
     assert ask(service).reason == "unknown-model"

@@ -1,4 +1,5 @@
-"""`native/server/src/grpc.rs`: a real gRPC client has the same responses as over HTTP, on the same port and limits."""
+"""`native/server/src/grpc.rs`: a gRPC client gets the same responses as over HTTP, on the same port and with the same
+limits."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def proto_messages() -> Any:
 
 @pytest.fixture(scope="module", name="service", params=["plain", "traced"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """Engines that hold different parts of a prompt. With tracing the control plane answers."""
+    """Return a service with engines that hold different parts of a prompt. With tracing, the control plane answers."""
     command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
     with engines(3) as made, serving(command=command) as service:
         service.register("e0", made[0].publisher)
@@ -57,13 +58,13 @@ def channel_to(service: Service, credentials: Any = None, **options: Any) -> Ite
 
 
 def call(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **more: Any) -> Any:
-    asked = ParseDict(fields, getattr(messages, f"{method}Request")())
+    message = ParseDict(fields, getattr(messages, f"{method}Request")())
     read = getattr(messages, f"{method}Response").FromString
-    return channel.unary_unary(f"/{QUERY}/{method}", type(asked).SerializeToString, read)(asked, timeout=DEADLINE, **more)
+    return channel.unary_unary(f"/{QUERY}/{method}", type(message).SerializeToString, read)(message, timeout=DEADLINE, **more)
 
 
-def failed(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **more: Any) -> tuple[str, str]:
-    """Return code and reason of a call that must fail."""
+def call_and_fail(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **more: Any) -> tuple[str, str]:
+    """Make a call that must fail, and return its code and reason."""
     with pytest.raises(grpc.RpcError) as caught:
         call(channel, messages, method, fields, **more)
     error: Any = caught.value
@@ -71,20 +72,20 @@ def failed(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], 
     return error.code().name, dict(error.trailing_metadata()).get("kvevents-reason", "")
 
 
-def as_message(value: Any, parsed: Any) -> Any:
-    """An answer of HTTP as a message."""
+def parse_as_message(value: Any, parsed: Any) -> Any:
+    """Return an HTTP response as a protobuf message."""
 
-    def named(part: Any) -> Any:
+    def add_prefixes(part: Any) -> Any:
         if isinstance(part, dict):
-            return {name: f"STATE_{each}" if name == "state" else named(each) for name, each in part.items()}
-        return [named(each) for each in part] if isinstance(part, list) else part
+            return {name: f"STATE_{each}" if name == "state" else add_prefixes(each) for name, each in part.items()}
+        return [add_prefixes(each) for each in part] if isinstance(part, list) else part
 
-    return ParseDict(named(value), parsed())
+    return ParseDict(add_prefixes(value), parsed())
 
 
 ITEM: Final = {"start": 0, "length": 3}
 CALLS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
-    # The method, the path, the fields of both, and those of the message where they differ.
+    # Method, path, fields of the HTTP request, and fields of the message that differ.
     "match": ("Match", "/v1/match", {"model": MODEL, "tokens": PROMPT}, {}),
     "whole": ("Match", "/v1/match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True}, {}),
     "lora": ("Match", "/v1/match", {"model": MODEL, "tokens": PROMPT, "lora": "sql", "expected": True}, {}),
@@ -126,28 +127,28 @@ CALLS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_answered_as_http_is(service: Service, messages: Any, name: str) -> None:
+def test_grpc_responses_equal_http_responses(service: Service, messages: Any, name: str) -> None:
     method, path, fields, more = CALLS[name]
     answer = service.post(path, fields)
     assert answer.status == 200
-    expected = as_message(answer.json, getattr(messages, f"{method}Response"))
+    expected = parse_as_message(answer.json, getattr(messages, f"{method}Response"))
     with channel_to(service) as channel:
         assert call(channel, messages, method, {**fields, **more}) == expected
 
 
-def test_a_message_is_not_empty_by_accident(service: Service, messages: Any) -> None:
-    """What the comparison with HTTP would not notice if both were read wrongly."""
+def test_responses_have_the_expected_values(service: Service, messages: Any) -> None:
+    """The comparison with HTTP would not detect values that both protocols omit."""
     with channel_to(service) as channel:
         found = call(channel, messages, "Match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
-    held = {(each.instance, each.rank): each for each in found.workers}
-    assert (found.prompt_tokens, held["e0", 0].tokens, held["e1", 1].tokens) == (4 * BLOCK, 4 * BLOCK, BLOCK)
-    assert dict(held["e0", 0].tiers) == {"gpu": 2 * BLOCK, "cpu": 4 * BLOCK, "disk": 4 * BLOCK}
-    assert held["e0", 0].trust.state == messages.STATE_EXACT
-    assert held["gone", 0].trust.state != messages.STATE_EXACT
-    assert held["gone", 0].trust.reason_codes
+    rows = {(each.instance, each.rank): each for each in found.workers}
+    assert (found.prompt_tokens, rows["e0", 0].tokens, rows["e1", 1].tokens) == (4 * BLOCK, 4 * BLOCK, BLOCK)
+    assert dict(rows["e0", 0].tiers) == {"gpu": 2 * BLOCK, "cpu": 4 * BLOCK, "disk": 4 * BLOCK}
+    assert rows["e0", 0].trust.state == messages.STATE_EXACT
+    assert rows["gone", 0].trust.state != messages.STATE_EXACT
+    assert rows["gone", 0].trust.reason_codes
 
 
-def test_errors_have_codes_and_our_reasons(service: Service, messages: Any) -> None:
+def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -> None:
     ours = {"model": MODEL, "tokens": PROMPT}
     with channel_to(service) as channel:
         for method, fields, expected in (
@@ -158,7 +159,7 @@ def test_errors_have_codes_and_our_reasons(service: Service, messages: Any) -> N
             ("Select", {**ours, "load_weight": "NaN"}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "candidates": [{"instance": "a"}] * 2}, ("INVALID_ARGUMENT", "duplicate-candidate")),
         ):
-            assert failed(channel, messages, method, fields) == expected
+            assert call_and_fail(channel, messages, method, fields) == expected
         for path, body, code in (
             (f"/{QUERY}/Nothing", b"", "UNIMPLEMENTED"),
             ("/kvevents.v2.Query/Match", b"", "UNIMPLEMENTED"),
@@ -167,31 +168,34 @@ def test_errors_have_codes_and_our_reasons(service: Service, messages: Any) -> N
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(path)(body, timeout=DEADLINE)
             assert caught.value.code().name == code
-        assert failed(channel, messages, "Match", ours, compression=grpc.Compression.Gzip)[0] == "UNIMPLEMENTED"
-        assert call(channel, messages, "Match", ours).prompt_tokens == len(PROMPT)  # the same connection goes on
+        assert call_and_fail(channel, messages, "Match", ours, compression=grpc.Compression.Gzip)[0] == "UNIMPLEMENTED"
+        assert call(channel, messages, "Match", ours).prompt_tokens == len(PROMPT)  # the same connection still works
 
 
-def test_bounds_and_hosts_are_those_of_http(messages: Any, tmp_path: Path) -> None:
+def test_limits_and_allowed_hosts_are_those_of_http(messages: Any, tmp_path: Path) -> None:
     config = write(tmp_path / "c.toml", "limits = { max_body_bytes = 10_000, max_tokens = 100 }\n")
     with serving("--config", config) as service:
         service.register("e", "tcp://127.0.0.1:1")
         with channel_to(service) as channel:
             for tokens, reason in (([1] * 101, "too-many-tokens"), ([1 << 30] * 4_000, "too-large")):
-                failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": tokens})
+                failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": tokens})
                 assert failure == ("RESOURCE_EXHAUSTED", reason)
         with channel_to(service, grpc__default_authority="evil.example") as channel:
-            failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
+            failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
             assert failure == ("PERMISSION_DENIED", "unknown-host")
 
 
-def test_tokens_and_metrics(messages: Any, tmp_path: Path) -> None:
+def test_calls_need_a_token_and_are_counted_in_metrics(messages: Any, tmp_path: Path) -> None:
     config = write(tmp_path / "c.toml", 'access = { tokens = [{ role = "register", token = "register-0123456789" }] }\n')
     with serving("--config", config, token="register-0123456789") as service:  # noqa: S106 - the test's own
         service.register("e", "tcp://127.0.0.1:1")
         fields = {"model": MODEL, "tokens": [1]}
         with channel_to(service) as channel:
             for metadata in ((), (("authorization", "Bearer wrong-0123456789"),)):
-                assert failed(channel, messages, "Match", fields, metadata=metadata) == ("UNAUTHENTICATED", "unauthorized")
+                assert call_and_fail(channel, messages, "Match", fields, metadata=metadata) == (
+                    "UNAUTHENTICATED",
+                    "unauthorized",
+                )
             good = (("authorization", "Bearer register-0123456789"),)
             assert call(channel, messages, "Match", fields, metadata=good).prompt_tokens == 1
             assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=DEADLINE) in {SERVING, NOT_SERVING}
@@ -202,32 +206,32 @@ def test_tokens_and_metrics(messages: Any, tmp_path: Path) -> None:
         assert f'kvevents_http_requests_total{{path="/{QUERY}/Match",status="200"}} 1' in service.get("/metrics").body.decode()
 
 
-def test_deadlines(messages: Any) -> None:
+def test_a_call_to_a_suspended_service_exceeds_its_deadline(messages: Any) -> None:
     with serving() as service, channel_to(service) as channel:
         service.register("e", "tcp://127.0.0.1:1")
         fields = {"model": MODEL, "tokens": [1]}
         assert call(channel, messages, "Match", fields).prompt_tokens == 1
         suspend(service.program.process)
-        asked = ParseDict(fields, messages.MatchRequest())
+        message = ParseDict(fields, messages.MatchRequest())
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/{QUERY}/Match")(asked.SerializeToString(), timeout=0.1)
+            channel.unary_unary(f"/{QUERY}/Match")(message.SerializeToString(), timeout=0.1)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         service.program.process.send_signal(signal.SIGCONT)
         assert call(channel, messages, "Match", fields).prompt_tokens == 1
 
 
-def test_tls(messages: Any, tmp_path: Path) -> None:
+def test_calls_over_tls_are_answered(messages: Any, tmp_path: Path) -> None:
     folder = make_certificates(tmp_path)
     files = {name: str(folder / name) for name in ("server.pem", "server.key", "ca.pem")}
     text = f'tls = {{ certificate = "{files["server.pem"]}", key = "{files["server.key"]}" }}\nsources = []\n'
     with serving("--config", write(tmp_path / "c.toml", text)) as service:
         credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
         with channel_to(service, credentials) as channel:
-            failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
+            failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
             assert failure == ("NOT_FOUND", "unknown-model")
 
 
-def test_health(tmp_path: Path) -> None:
+def test_the_health_service_has_the_state_of_readyz(tmp_path: Path) -> None:
     """The health service has the state of `/readyz` until the service stops."""
     config = write(tmp_path / "c.toml", "ready = { grace_seconds = 1 }\n")
     with serving("--config", config) as service, channel_to(service) as channel:
@@ -237,7 +241,7 @@ def test_health(tmp_path: Path) -> None:
         )
         service.ready()
         known = b"\n\x11" + QUERY.encode()
-        assert [check(asked, timeout=DEADLINE) for asked in (b"", known)] == [SERVING] * 2
+        assert [check(message, timeout=DEADLINE) for message in (b"", known)] == [SERVING] * 2
         with pytest.raises(grpc.RpcError) as caught:
             check(b"\n\x01x", timeout=DEADLINE)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

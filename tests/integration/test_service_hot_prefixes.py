@@ -36,21 +36,21 @@ def hot(clock: VirtualClock | None = None, **limits: int) -> HotPrefixes:
     return HotPrefixes(clock=clock or VirtualClock(1000), **{"per_second": 1_000_000, **limits})
 
 
-def shown(counted: HotPrefixes, scope: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
+def read_top(counted: HotPrefixes, scope: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
     """Return parent, tokens and lookups by key."""
     return {node.key: (node.parent, node.tokens, node.lookups) for node in counted.top(scope, limit)}
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------------
+# --- examples ---------------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_part() -> None:
-    """A node is where two prompts diverge and where one ends; a chain is one node."""
+def test_a_node_is_where_prompts_diverge_or_one_ends() -> None:
+    """A chain of blocks without a branch is one node."""
     counted = hot()
     for blocks, times in (([1, 2, 3, 4], 3), ([1, 2, 5], 2), ([9], 1)):
         for _ in range(times):
             counted.record("m", prompt(blocks), BLOCK)
-    assert shown(counted) == {
+    assert read_top(counted) == {
         key(1, 2): (None, 8, 5),
         key(1, 2, 3, 4): (key(1, 2), 16, 3),
         key(1, 2, 5): (key(1, 2), 12, 2),
@@ -59,41 +59,41 @@ def test_prompts_that_part() -> None:
     assert counted.sampled("m") == 6
 
 
-def test_a_chat_that_grows() -> None:
+def test_counts_fall_along_a_growing_chat() -> None:
     """Each prompt extends the previous one, so counts fall along the path, and every end is a node."""
     counted = hot()
     for end in (1, 2, 3):
         counted.record("m", prompt(range(end)), BLOCK)
-    assert shown(counted) == {key(0): (None, 4, 3), key(0, 1): (key(0), 8, 2), key(0, 1, 2): (key(0, 1), 12, 1)}
+    assert read_top(counted) == {key(0): (None, 4, 3), key(0, 1): (key(0), 8, 2), key(0, 1, 2): (key(0, 1), 12, 1)}
     assert [node.tokens for node in counted.top("m", 2)] == [4, 8]
 
 
-def test_a_shorter_prompt_later() -> None:
-    """The edge is split, and both parts keep their counts."""
+def test_a_later_shorter_prompt_splits_an_edge() -> None:
+    """Both parts of the edge keep their counts."""
     counted = hot()
     counted.record("m", prompt([1, 2, 3]), BLOCK)
-    assert shown(counted) == {key(1, 2, 3): (None, 12, 1)}
+    assert read_top(counted) == {key(1, 2, 3): (None, 12, 1)}
     counted.record("m", prompt([1], rest=3), BLOCK)
-    assert shown(counted) == {key(1): (None, 4, 2), key(1, 2, 3): (key(1), 12, 1)}
+    assert read_top(counted) == {key(1): (None, 4, 2), key(1, 2, 3): (key(1), 12, 1)}
 
 
-def test_what_a_node_says() -> None:
-    """Its path is what `PrefixIndex.match_keys` takes."""
+def test_a_node_has_the_keys_of_its_path() -> None:
+    """The path is an argument of `PrefixIndex.match_keys`."""
     counted = hot()
     counted.record("m", prompt([1, 2, 3], rest=1), BLOCK)
     path = tuple(block_keys(prompt([1, 2, 3]), BLOCK))
     assert counted.top("m", 10) == [HotNode(path[-1], None, 12, 1, path, BLOCK)]
 
 
-def test_prompts_shorter_than_a_block_are_looked_at() -> None:
-    """They have no prefix, but count as sampled."""
+def test_prompts_shorter_than_a_block_are_sampled() -> None:
+    """They have no prefix, but they are counted."""
     counted = hot()
     assert counted.record("m", [], BLOCK)
     assert counted.record("m", [1, 2, 3], BLOCK)
     assert (counted.sampled("m"), counted.top("m", 10), counted.nodes) == (2, [], 0)
 
 
-def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
+def test_scopes_namespaces_and_block_sizes_are_separate() -> None:
     """The same tokens with another model, LoRA or block size are another prefix."""
     counted = hot()
     counted.record("m", prompt([1, 2]), BLOCK)
@@ -105,7 +105,7 @@ def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
         (8, 4, 1),
         (8, 4, 1),
     ]
-    assert shown(counted, "n") == {key(1, 2): (None, 8, 1)}
+    assert read_top(counted, "n") == {key(1, 2): (None, 8, 1)}
     assert counted.top("unknown", 10) == []
     assert counted.sampled("unknown") == 0
     counted.forget("m")
@@ -116,23 +116,23 @@ def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
 @pytest.mark.parametrize(
     "kind", [list, tuple, lambda tokens: array("I", tokens), lambda tokens: memoryview(array("I", tokens))]
 )
-def test_tokens_in_any_form(kind: type[list[int]]) -> None:
-    """`record` accepts lists and buffers of 32-bit integers, as `block_keys` does."""
+def test_record_accepts_lists_and_buffers(kind: type[list[int]]) -> None:
+    """Buffers hold 32-bit integers, as for `block_keys`."""
     counted = hot(max_depth=2)
     counted.record("m", kind(prompt([1, 2, 3])), BLOCK)
-    assert shown(counted) == {key(1, 2): (None, 8, 1)}
+    assert read_top(counted) == {key(1, 2): (None, 8, 1)}
 
 
-def test_only_so_many_blocks_are_looked_at() -> None:
+def test_blocks_beyond_the_maximum_depth_are_ignored() -> None:
     """Prompts that differ after the maximum depth count as the same prefix."""
     counted = hot(max_depth=3)
     for end in range(1, 40):
         counted.record("m", prompt([0, 1, 2, *range(end, 40)]), BLOCK)
-    assert shown(counted) == {key(0, 1, 2): (None, 12, 39)}
+    assert read_top(counted) == {key(0, 1, 2): (None, 12, 39)}
 
 
-def test_only_so_many_prompts_a_second_are_looked_at() -> None:
-    """The limit is for each scope and each second."""
+def test_prompts_per_second_are_limited() -> None:
+    """The limit applies to each scope and each second."""
     clock = VirtualClock(1000)
     counted = hot(clock, per_second=3)
     assert [counted.record("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
@@ -153,25 +153,25 @@ def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
     counted.record("m", prompt([2]), BLOCK)
     seen = []
     for _ in range(8):
-        seen.append(tuple(lookups for _, _, lookups in shown(counted).values()))
+        seen.append(tuple(lookups for _, _, lookups in read_top(counted).values()))
         clock.advance(HALF_LIFE_SECONDS)
     assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1,), (1,), (1,), ()]
     assert (counted.nodes, counted.sampled("m"), repr(counted)) == (0, 0, "<HotPrefixes 0 scopes, 0 nodes>")
 
 
-def test_a_long_pause_costs_nothing() -> None:
-    """After a long sleep of the process, the tree is empty."""
+def test_a_long_pause_empties_the_tree() -> None:
+    """After a long sleep of the process, no counts are left."""
     clock = VirtualClock(1000)
     counted = hot(clock)
     counted.record("m", prompt([1, 2]), BLOCK)
     clock.advance(365 * 86_400)
     assert counted.top("m", 10) == []
     assert counted.record("m", prompt([3]), BLOCK)
-    assert shown(counted) == {key(3): (None, 4, 1)}
+    assert read_top(counted) == {key(3): (None, 4, 1)}
 
 
-def test_no_caller_waits_to_be_counted() -> None:
-    """While another thread records a prompt, others are skipped."""
+def test_record_does_not_wait_for_another_thread() -> None:
+    """While another thread records a prompt, other prompts are skipped."""
     counted = hot()
     with counted._lock:
         assert not counted.record("m", prompt([1]), BLOCK)
@@ -179,7 +179,7 @@ def test_no_caller_waits_to_be_counted() -> None:
 
 
 @contextmanager
-def changing_threads_often() -> Iterator[None]:
+def switch_threads_often() -> Iterator[None]:
     """Switch threads after a few instructions."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -189,23 +189,23 @@ def changing_threads_often() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def count_at_once(counted: HotPrefixes, scopes: str, prompts: int) -> None:
-    """One thread for each letter records and reads prompts of that scope; all scopes share the nodes."""
+def record_concurrently(counted: HotPrefixes, scopes: str, prompts: int) -> None:
+    """Record and read prompts with one thread for each letter of `scopes`. All scopes share the nodes."""
 
     def work(scope: str) -> None:
-        taken = 0
-        while taken < prompts:
-            taken += counted.record(scope, prompt([1, taken % 50]), BLOCK)
+        recorded = 0
+        while recorded < prompts:
+            recorded += counted.record(scope, prompt([1, recorded % 50]), BLOCK)
             counted.top(scope, 3)
 
-    with changing_threads_often(), ThreadPoolExecutor(len(scopes)) as pool:
+    with switch_threads_often(), ThreadPoolExecutor(len(scopes)) as pool:
         list(pool.map(work, scopes))
 
 
-def test_threads_may_count_and_ask_at_once() -> None:
+def test_threads_can_record_and_read_at_once() -> None:
     """The counts add up for any order of threads, within one scope and across scopes."""
     counted = hot(max_nodes=32)
-    count_at_once(counted, "aabb", 2_000)
+    record_concurrently(counted, "aabb", 2_000)
     assert [counted.sampled(scope) for scope in "ab"] == [4_000] * 2
     assert 0 < counted.nodes <= 32
     for tree in counted._trees.values():
@@ -217,21 +217,21 @@ def test_threads_may_count_and_ask_at_once() -> None:
 # --- bounds -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_hot_prefix_survives_a_flood_of_others() -> None:
+def test_a_hot_prefix_survives_many_other_prompts() -> None:
     """Every prompt has its own tail; the shared prefix and the newest tails stay."""
     counted = hot(max_nodes=64)
     for number in range(1_000):
         counted.record("m", prompt([1, 2, 3, 1_000 + number]), BLOCK)
         assert counted.nodes <= 64
-    found = shown(counted)
+    found = read_top(counted)
     assert found[key(1, 2, 3)] == (None, 12, 1_000)
     assert key(1, 2, 3, 1_999) in found
     assert key(1, 2, 3, 1_000) not in found
     assert counted.sampled("m") == 1_000
 
 
-def test_a_flood_of_one_scope_leaves_the_others_theirs() -> None:
-    """The largest trees lose nodes."""
+def test_many_prompts_of_one_scope_do_not_evict_those_of_others() -> None:
+    """Nodes of the largest trees are evicted."""
     counted = hot(max_nodes=64)
     for number in range(10):
         counted.record("quiet", prompt([number]), BLOCK)
@@ -254,7 +254,8 @@ def test_scopes_are_bounded() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """About 1 kB a node with every limit reached, edges of 64 blocks in 64 scopes: 4 MB for the nodes there are by default."""
+    """A node needs about 1 kB with all limits reached: edges of 64 blocks in 64 scopes. The default number of nodes needs 4
+    MB."""
     counted = hot(max_nodes=512)
     numbers = count()
     tracemalloc.start()
@@ -282,33 +283,39 @@ scopes = st.sampled_from("mno")
 
 
 class Model(RuleBasedStateMachine):
-    """The model keeps all prompts with their weights; a prefix counts the weights of the prompts that begin with it."""
+    """The model stores all prompts with their weights. The count of a prefix is the weight of the prompts that begin with
+    it."""
 
     @initialize(nodes=st.sampled_from([1, 2, 3, 7, 40, 4096]), scopes=st.sampled_from([1, 2, 64]), depth=st.integers(1, 6))
     def begin(self, nodes: int, scopes: int, depth: int) -> None:
         self.clock = VirtualClock(1000)
         self.depth = depth
-        self.roomy = nodes == 4096 and scopes == 64
+        self.is_unlimited = nodes == 4096 and scopes == 64
         self.bounds = nodes, scopes
         self.hot = hot(self.clock, max_nodes=nodes, max_scopes=scopes, max_depth=depth)
-        self.looked: dict[str, list[tuple[tuple[int, ...], float]]] = {}
-        self.patient = True
+        self.recorded_prompts: dict[str, list[tuple[tuple[int, ...], float]]] = {}
+        self.has_not_waited = True
 
     @rule(scope=scopes, blocks=prompts, rest=st.integers(0, BLOCK - 1))
-    def look(self, scope: str, blocks: list[int], rest: int) -> None:
+    def record_prompt(self, scope: str, blocks: list[int], rest: int) -> None:
         assert self.hot.record(scope, prompt(blocks, rest), BLOCK)
-        self.looked.setdefault(scope, []).append((tuple(blocks[: self.depth]), 1.0))
+        self.recorded_prompts.setdefault(scope, []).append((tuple(blocks[: self.depth]), 1.0))
 
     @rule(minutes=st.integers(1, 6))
     def wait(self, minutes: int) -> None:
         self.clock.advance(minutes * HALF_LIFE_SECONDS)
-        self.patient = False
-        self.looked = {
-            scope: [(blocks, weight * 0.5**minutes) for blocks, weight in looked] for scope, looked in self.looked.items()
+        self.has_not_waited = False
+        self.recorded_prompts = {
+            scope: [(blocks, weight * 0.5**minutes) for blocks, weight in recorded_prompts]
+            for scope, recorded_prompts in self.recorded_prompts.items()
         }
 
     def weight(self, scope: str, blocks: tuple[int, ...]) -> float:
-        return sum(weight for looked, weight in self.looked.get(scope, []) if looked[: len(blocks)] == blocks)
+        return sum(
+            weight
+            for recorded_prompts, weight in self.recorded_prompts.get(scope, [])
+            if recorded_prompts[: len(blocks)] == blocks
+        )
 
     @invariant()
     @precondition(lambda self: hasattr(self, "hot"))
@@ -317,7 +324,7 @@ class Model(RuleBasedStateMachine):
         for scope in "mno":
             names = {
                 key(*blocks[:end]): blocks[:end]
-                for blocks, _ in self.looked.get(scope, [])
+                for blocks, _ in self.recorded_prompts.get(scope, [])
                 for end in range(1, len(blocks) + 1)
             }
             seen: dict[int, HotNode] = {}
@@ -330,19 +337,19 @@ class Model(RuleBasedStateMachine):
                 )
                 weight = self.weight(scope, blocks)
                 assert node.lookups <= max(1, round(weight))
-                assert not self.roomy or node.lookups >= max(1, round(weight - 2 * MIN_COUNT))
+                assert not self.is_unlimited or node.lookups >= max(1, round(weight - 2 * MIN_COUNT))
                 if node.parent is not None:
                     parent = seen[node.parent]
                     assert parent.path == node.path[: len(parent.path)]
                     assert parent.lookups >= node.lookups
                 assert node.key not in seen
                 seen[node.key] = node
-            if self.roomy and self.patient:
+            if self.is_unlimited and self.has_not_waited:
                 assert {names[known] for known in seen} == self.ends(scope)
 
     def ends(self, scope: str) -> set[tuple[int, ...]]:
-        """Prefixes of which some prompt ended or went on otherwise: those that have no child with all of their prompts."""
-        prefixes = {blocks[:end] for blocks, _ in self.looked.get(scope, []) for end in range(1, len(blocks) + 1)}
+        """Return the prefixes at which a prompt ended or diverged: no child of them has all of their prompts."""
+        prefixes = {blocks[:end] for blocks, _ in self.recorded_prompts.get(scope, []) for end in range(1, len(blocks) + 1)}
         chained = {one[:-1] for one in prefixes if self.weight(scope, one) == self.weight(scope, one[:-1])}
         return prefixes - chained
 
@@ -357,7 +364,7 @@ class Model(RuleBasedStateMachine):
         assert all(1 <= len(node.keys) <= self.depth for tree in trees for node in tree.descendants())
 
     @rule(scope=scopes, limit=st.integers(0, 5))
-    def the_top_is_the_beginning_of_the_whole(self, scope: str, limit: int) -> None:
+    def a_limited_top_is_the_beginning_of_the_whole(self, scope: str, limit: int) -> None:
         whole = [node.lookups for node in self.hot.top(scope, 10_000)]
         assert [node.lookups for node in self.hot.top(scope, limit)] == whole[:limit] == sorted(whole, reverse=True)[:limit]
 
@@ -367,8 +374,8 @@ TestModel.settings = settings(stateful_step_count=30)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 100))
-def test_nodes_are_shared_out_fairly(sizes: list[int], total: int) -> None:
-    """No tree has less than any larger one may keep, and together they have no more than there are."""
-    kept = [min(size, _node_limit(sizes, total)) for size in sizes]
-    assert sum(kept) <= max(total, 0)
-    assert kept == sizes or sum(kept) > total - len(sizes)
+def test_nodes_are_distributed_fairly(sizes: list[int], total: int) -> None:
+    """Each tree keeps at most the limit. All trees together keep at most the total, and use it except for rounding."""
+    shares = [min(size, _node_limit(sizes, total)) for size in sizes]
+    assert sum(shares) <= max(total, 0)
+    assert shares == sizes or sum(shares) > total - len(sizes)

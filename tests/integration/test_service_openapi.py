@@ -1,4 +1,4 @@
-"""schemathesis compares the OpenAPI document with a real server, with valid and invalid requests."""
+"""schemathesis compares the OpenAPI document with a real server by valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from service_cases import Service, engine, prompt, serving
 
 RAW = "application/octet-stream"
 SEMANTIC = {"POST /register", "POST /v1/select"}
-"""Values of the right shape that can still be refused: an endpoint that is invalid or not allowed, candidates named twice."""
+"""Operations that can refuse requests of the right shape: an endpoint is invalid or not allowed, or a candidate is named
+twice."""
 EXAMPLES = {GenerationMode.POSITIVE: 25, GenerationMode.NEGATIVE: 25}
 OPERATIONS: dict[str, Any] = {
     found.label: found
     for result in schemathesis.openapi.from_dict(openapi_document()).get_all_operations()
     if (found := cast("Any", result).ok())
 }
-ASKED = sorted(set(OPERATIONS) - {"GET /v1/events"})
-"""Without the stream that has no end, which tests/integration/test_service_v1.py reads."""
+TESTED = sorted(set(OPERATIONS) - {"GET /v1/events"})
+"""All operations except the endless stream, which tests/integration/test_service_v1.py reads."""
 
 
 @pytest.fixture(scope="module", name="service")
@@ -41,12 +42,12 @@ def one_service() -> Iterator[Service]:
     ("label", "mode"),
     [
         pytest.param(label, mode, id=f"{label} {mode.value}")
-        for label in ASKED
+        for label in TESTED
         for mode in EXAMPLES
         if mode is GenerationMode.POSITIVE or OPERATIONS[label].query or OPERATIONS[label].body
     ],
 )
-def test_answers_are_as_described(service: Service, label: str, mode: GenerationMode) -> None:
+def test_responses_match_the_document(service: Service, label: str, mode: GenerationMode) -> None:
     """Responses have documented statuses, types and bodies, invalid requests are rejected, and nothing fails with 5xx."""
     operation = OPERATIONS[label]
     excluded = [positive_data_acceptance] if label in SEMANTIC else []
@@ -62,24 +63,24 @@ def test_answers_are_as_described(service: Service, label: str, mode: Generation
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         if mode is GenerationMode.POSITIVE:
-            case.body = _integral(case.body)
-            if case.media_type == RAW:  # numbers of 32 bits each, which no schema can say, and a model beside them
+            case.body = _with_integers(case.body)
+            if case.media_type == RAW:  # a schema cannot describe 32-bit numbers
                 case.body = b"\1\0\0\0\2\0\0\0"
                 case.query = {**(case.query or {}), "model": "m"}
-            elif case.media_type:  # parameters are of raw bodies alone, which no schema can say either
+            elif case.media_type:  # a schema cannot say that only raw bodies have parameters
                 case.query = {}
         case.call_and_validate(base_url=service.url, timeout=20, excluded_checks=excluded)
 
     ask()
 
 
-def _integral(value: Any) -> Any:
-    """Numbers such as 1.0, which are integers for JSON Schema alone, as such."""
+def _with_integers(value: Any) -> Any:
+    """Replace numbers such as 1.0, which only JSON Schema takes for integers, by integers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_integral(each) for each in value]
-    return {name: _integral(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [_with_integers(each) for each in value]
+    return {name: _with_integers(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def test_every_endpoint_is_described(service: Service) -> None:
