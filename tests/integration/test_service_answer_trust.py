@@ -192,7 +192,7 @@ def test_a_selection_counts_the_requests_that_engines_report(ask_functions: list
         assert answer["load_from"] == "engines"
         rows = {row["instance"]: row for row in answer["considered"]}
         assert rows["lmcache"].get("requests") is None
-        # Selections of this suite since the newest report count too, so there may be more than reported.
+        # Selections of this suite since the newest report count too, so there can be more than reported.
         assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
         assert rows["lmcache"]["load"] == pytest.approx(0.1)
         assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]

@@ -1,4 +1,4 @@
-"""Malformed input of clients and engines: it gives an error or a state, and others do not notice."""
+"""Malformed input of clients and engines: the result is an error or a state, and others are not affected."""
 
 from __future__ import annotations
 

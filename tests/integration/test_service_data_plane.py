@@ -111,7 +111,7 @@ def send_to_both_planes(service: Service, path: str, body: bytes, kind: str, acc
     return service.ask("POST", path, body, **headers), service.ask("POST", path, body, **headers, **FORWARDED)
 
 
-def without_date(answer: Answer) -> tuple[int, dict[str, str], bytes]:
+def remove_date(answer: Answer) -> tuple[int, dict[str, str], bytes]:
     """Return a response without the parts that change with each request."""
     return answer.status, {name: value for name, value in answer.headers.items() if name != "date"}, answer.body
 
@@ -124,7 +124,7 @@ def test_both_planes_send_equal_responses(service: Service, scope: str, kind: st
         value = {**fields, **SCOPES[scope]}
         body = msgspec.json.encode(value) if kind == JSON else msgspec.msgpack.encode(value)
         native, forwarded = send_to_both_planes(service, path, body, kind, accept)
-        assert without_date(native) == without_date(forwarded), name
+        assert remove_date(native) == remove_date(forwarded), name
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_both_planes_send_equal_responses(service: Service, scope: str, kind: st
 def test_both_planes_send_equal_responses_to_raw_prompts(service: Service, query: str) -> None:
     for body in (struct.pack(f"<{len(PROMPT)}I", *PROMPT), b"", b"odd"):
         native, forwarded = send_to_both_planes(service, f"/v1/match?{query}", body, "application/octet-stream", "*/*")
-        assert without_date(native) == without_date(forwarded)
+        assert remove_date(native) == remove_date(forwarded)
 
 
 MALFORMED: Final = (
@@ -174,7 +174,7 @@ def test_both_planes_send_equal_responses_to_unusual_requests(service: Service, 
         if native.status == 200 and path == "/v1/select":  # equal workers are selected in turn
             assert forwarded.status == 200
         else:
-            assert without_date(native) == without_date(forwarded), body
+            assert remove_date(native) == remove_date(forwarded), body
 
 
 def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:

@@ -50,7 +50,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Service]:
 
 
 @contextmanager
-def channel_to(service: Service, credentials: Any = None, **options: Any) -> Iterator[Any]:
+def open_channel(service: Service, credentials: Any = None, **options: Any) -> Iterator[Any]:
     place, given = f"{service.host}:{service.port}", [(name.replace("__", "."), value) for name, value in options.items()]
     made = grpc.insecure_channel(place, given) if credentials is None else grpc.secure_channel(place, credentials, given)
     with made as channel:
@@ -132,13 +132,13 @@ def test_grpc_responses_equal_http_responses(service: Service, messages: Any, na
     answer = service.post(path, fields)
     assert answer.status == 200
     expected = parse_as_message(answer.json, getattr(messages, f"{method}Response"))
-    with channel_to(service) as channel:
+    with open_channel(service) as channel:
         assert call(channel, messages, method, {**fields, **more}) == expected
 
 
 def test_responses_have_the_expected_values(service: Service, messages: Any) -> None:
     """The comparison with HTTP would not detect values that both protocols omit."""
-    with channel_to(service) as channel:
+    with open_channel(service) as channel:
         found = call(channel, messages, "Match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
     rows = {(each.instance, each.rank): each for each in found.workers}
     assert (found.prompt_tokens, rows["e0", 0].tokens, rows["e1", 1].tokens) == (4 * BLOCK, 4 * BLOCK, BLOCK)
@@ -150,7 +150,7 @@ def test_responses_have_the_expected_values(service: Service, messages: Any) -> 
 
 def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -> None:
     ours = {"model": MODEL, "tokens": PROMPT}
-    with channel_to(service) as channel:
+    with open_channel(service) as channel:
         for method, fields, expected in (
             ("Match", {"model": "x", "tokens": [1]}, ("NOT_FOUND", "unknown-model")),
             ("Match", {"tokens": [1]}, ("INVALID_ARGUMENT", "missing-model")),
@@ -176,11 +176,11 @@ def test_limits_and_allowed_hosts_are_those_of_http(messages: Any, tmp_path: Pat
     config = write(tmp_path / "c.toml", "limits = { max_body_bytes = 10_000, max_tokens = 100 }\n")
     with serving("--config", config) as service:
         service.register("e", "tcp://127.0.0.1:1")
-        with channel_to(service) as channel:
+        with open_channel(service) as channel:
             for tokens, reason in (([1] * 101, "too-many-tokens"), ([1 << 30] * 4_000, "too-large")):
                 failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": tokens})
                 assert failure == ("RESOURCE_EXHAUSTED", reason)
-        with channel_to(service, grpc__default_authority="evil.example") as channel:
+        with open_channel(service, grpc__default_authority="evil.example") as channel:
             failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
             assert failure == ("PERMISSION_DENIED", "unknown-host")
 
@@ -190,7 +190,7 @@ def test_calls_need_a_token_and_are_counted_in_metrics(messages: Any, tmp_path: 
     with serving("--config", config, token="register-0123456789") as service:  # noqa: S106 - the test's own
         service.register("e", "tcp://127.0.0.1:1")
         fields = {"model": MODEL, "tokens": [1]}
-        with channel_to(service) as channel:
+        with open_channel(service) as channel:
             for metadata in ((), (("authorization", "Bearer wrong-0123456789"),)):
                 assert call_and_fail(channel, messages, "Match", fields, metadata=metadata) == (
                     "UNAUTHENTICATED",
@@ -207,7 +207,7 @@ def test_calls_need_a_token_and_are_counted_in_metrics(messages: Any, tmp_path: 
 
 
 def test_a_call_to_a_suspended_service_exceeds_its_deadline(messages: Any) -> None:
-    with serving() as service, channel_to(service) as channel:
+    with serving() as service, open_channel(service) as channel:
         service.register("e", "tcp://127.0.0.1:1")
         fields = {"model": MODEL, "tokens": [1]}
         assert call(channel, messages, "Match", fields).prompt_tokens == 1
@@ -226,7 +226,7 @@ def test_calls_over_tls_are_answered(messages: Any, tmp_path: Path) -> None:
     text = f'tls = {{ certificate = "{files["server.pem"]}", key = "{files["server.key"]}" }}\nsources = []\n'
     with serving("--config", write(tmp_path / "c.toml", text)) as service:
         credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
-        with channel_to(service, credentials) as channel:
+        with open_channel(service, credentials) as channel:
             failure = call_and_fail(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
             assert failure == ("NOT_FOUND", "unknown-model")
 
@@ -234,7 +234,7 @@ def test_calls_over_tls_are_answered(messages: Any, tmp_path: Path) -> None:
 def test_the_health_service_has_the_state_of_readyz(tmp_path: Path) -> None:
     """The health service has the state of `/readyz` until the service stops."""
     config = write(tmp_path / "c.toml", "ready = { grace_seconds = 1 }\n")
-    with serving("--config", config) as service, channel_to(service) as channel:
+    with serving("--config", config) as service, open_channel(service) as channel:
         check, watch = (
             channel.unary_unary("/grpc.health.v1.Health/Check"),
             channel.unary_stream("/grpc.health.v1.Health/Watch"),

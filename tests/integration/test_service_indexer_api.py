@@ -1,7 +1,7 @@
-"""The field's contract over real sockets: what clients of Dynamo's standalone indexer and of Mooncake Conductor rely on.
+"""The HTTP API of Dynamo's standalone indexer and of Mooncake Conductor, over real sockets.
 
-Rows are those measured with `python -m dynamo.indexer` of ai-dynamo-runtime 1.6.1. Where an answer differs on purpose, the test
-says why. Every test has an instance, model or tenant of its own, so that all share one service.
+Expected responses were measured with `python -m dynamo.indexer` of ai-dynamo-runtime 1.6.1. If a response differs on purpose,
+the test says why. Every test has its own instance, model or tenant, so that all tests share one service.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def one_service() -> Iterator[Service]:
 
 @pytest.fixture(name="fresh")
 def fresh_engine(service: Service) -> Iterator[tuple[int, str, Engine]]:
-    """A registered engine with a unique id and model, which is unregistered afterwards."""
+    """Return a registered engine with a unique id and model, and unregister it afterwards."""
     number = next(NUMBERS)
     model = f"model-{number}"
     with engine(seed=number) as made:
@@ -62,10 +62,10 @@ def fresh_engine(service: Service) -> Iterator[tuple[int, str, Engine]]:
         service.post("/unregister", instance_id=number, model_name=model)
 
 
-# --- registration, as Dynamo has it
+# --- registration, as in Dynamo
 
 
-def test_register_answers_201_and_ok_for_whatever_is_well_formed(service: Service) -> None:
+def test_well_formed_registrations_are_201_and_ok(service: Service) -> None:
     with refusing() as nowhere:
         cases: tuple[dict[str, Any], ...] = (
             {},
@@ -85,11 +85,11 @@ def test_register_answers_201_and_ok_for_whatever_is_well_formed(service: Servic
             expected = {"warnings": ["ignored unknown field 'some_field'"]} if "some_field" in more else {}
             assert (answer.status, answer.json) == (201, {"status": "ok"} | expected), more
             assert answer.headers["content-type"] == "application/json"
-            gone = {name: body[name] for name in ("instance_id", "model_name", "routing_group") if name in body}
-            assert service.post("/unregister", gone).status == 200
+            unregistered = {name: body[name] for name in ("instance_id", "model_name", "routing_group") if name in body}
+            assert service.post("/unregister", unregistered).status == 200
 
 
-def test_what_contradicts_a_registration_is_409(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_a_registration_that_contradicts_another_is_409(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     body = registration(number, made.publisher, model_name=model)
     for more in ({}, {"endpoint": "tcp://127.0.0.1:1"}):
@@ -100,16 +100,16 @@ def test_what_contradicts_a_registration_is_409(service: Service, fresh: tuple[i
 
 
 def test_one_id_in_two_routing_groups_is_two_instances(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """Dynamo rejects this, because its ids are unique in the fleet. Here ids are unique in a group."""
+    """Dynamo rejects this, because its ids are unique in the fleet. Here ids are unique in a routing group."""
     number, model, made = fresh
     body = registration(number, made.publisher, model_name=model, routing_group="second")
     assert service.post("/register", body).status == 201
     assert service.post("/unregister", instance_id=number, model_name=model, routing_group="second").status == 200
 
 
-def test_block_sizes_stand_side_by_side(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """Dynamo refuses another block size for the same model. Here each engine is looked up by its own: a fleet that changes its
-    block size does so engine by engine."""
+def test_engines_of_one_model_can_have_different_block_sizes(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    """Dynamo rejects another block size for the same model. Here each engine is looked up by its own block size, because a
+    fleet changes its block size engine by engine."""
     number, model, made = fresh
     tokens = prompt(1)
     made.store(tokens)
@@ -149,7 +149,7 @@ def test_invalid_endpoints_are_400(service: Service, more: dict[str, Any], reaso
         ("tcp://8.8.8.8:5559", "endpoint-refused"),
     ],
 )
-def test_a_load_that_cannot_be_read_or_is_not_allowed_is_refused(service: Service, load: str, reason: str) -> None:
+def test_an_invalid_or_forbidden_load_url_is_refused(service: Service, load: str, reason: str) -> None:
     """A client cannot make the service request any URL."""
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", load=load))
     assert answer.reason == reason
@@ -163,7 +163,7 @@ def test_draft_groups_that_no_engine_can_have_are_400(service: Service, drafts: 
 
 
 @pytest.mark.parametrize("tier", ["gpu", "CPU", "Disk", "", "cpuu"])
-def test_a_tier_without_removals_that_could_never_match_is_400(service: Service, tier: str) -> None:
+def test_an_invalid_tier_without_removals_is_400(service: Service, tier: str) -> None:
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", stores_only=[tier]))
     assert (answer.status, answer.reason) == (400, "bad-registration")
     assert answer.json["detail"] == (
@@ -185,14 +185,14 @@ def test_a_tier_without_removals_that_could_never_match_is_400(service: Service,
         {"model_name": ""},
     ],
 )
-def test_another_shape_is_422(service: Service, more: dict[str, Any]) -> None:
+def test_registrations_of_the_wrong_shape_are_422(service: Service, more: dict[str, Any]) -> None:
     """The status is Dynamo's. Dynamo's body is plain text; here it is problem details."""
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557") | more)
     assert answer.status == 422
     assert answer.reason in {"bad-shape", "missing-model"}
 
 
-def test_strings_are_ids_too(service: Service) -> None:
+def test_an_instance_id_can_be_a_string(service: Service) -> None:
     """Dynamo accepts numbers and Mooncake strings. The service accepts both, and a string of digits equals the number."""
     with refusing() as nowhere:
         assert service.register("77", nowhere, model_name="ids").status == 201
@@ -202,13 +202,13 @@ def test_strings_are_ids_too(service: Service) -> None:
         assert service.post("/unregister", instance_id=77, model_name="ids").status == 200
 
 
-def test_unregister(service: Service) -> None:
+def test_unregister_removes_only_a_matching_instance(service: Service) -> None:
     with refusing() as nowhere:
         assert service.register(600, nowhere, model_name="going").status == 201
         assert service.post("/unregister", instance_id=600, model_name="another").reason == "other-model"
         assert service.post("/unregister", instance_id=600, model_name="going", routing_group="g").status == 404
-        gone = service.post("/unregister", instance_id=600, model_name="going")
-        assert (gone.status, gone.body) == (200, b'{"status":"ok"}')
+        unregistered = service.post("/unregister", instance_id=600, model_name="going")
+        assert (unregistered.status, unregistered.body) == (200, b'{"status":"ok"}')
         again = service.post("/unregister", instance_id=600, model_name="going")
         assert (again.status, again.reason) == (404, "not-registered")
         assert "instance 600 not found" in again.json["error"]
@@ -227,7 +227,7 @@ def test_unregister_respects_the_rank(service: Service) -> None:
         assert service.get("/workers?model_name=ranks").json == []
 
 
-def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_an_engine_that_registers_again_is_restored_by_replay(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     tokens = prompt(2)
     made.store(tokens)
@@ -235,14 +235,14 @@ def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Ser
     assert service.post("/unregister", instance_id=number, model_name=model).status == 200
     assert service.post("/query", model_name=model, token_ids=tokens).status == 404
     assert service.register(number, made.publisher, model_name=model).status == 201
-    service.holds(number, tokens, model_name=model)  # by replay
+    service.holds(number, tokens, model_name=model)  # its batches are replayed
 
 
-# --- listing, as Dynamo has it
+# --- listings, as in Dynamo
 
 
 def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(service: Service) -> None:
-    """Each client has a response about the ranks that it unregistered, and the audit log has each rank once."""
+    """Each client gets a response about the ranks that it unregistered, and the audit log has each rank once."""
     ranks, clients = 4, 8
     with refusing() as nowhere:
         for number in range(10):
@@ -256,7 +256,7 @@ def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(se
                 try:
                     client.get("/livez")
                     together.wait(DEADLINE)
-                    # Every other one ends the first rank alone.
+                    # Every other client unregisters only the first rank.
                     which = {"dp_rank": 0} if client_number % 2 else {}
                     return client.post("/unregister", instance_id=name, model=MODEL, **which)
                 finally:
@@ -269,11 +269,11 @@ def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(se
             expected = [f"{name}|default|{rank}" for rank in range(ranks)]
             assert sorted(removed) == expected
             line = f"unregistered {name} rank"
-            until("every one in the log", lambda line=line: len(service.log_lines(line)) >= ranks)  # type: ignore[misc]
+            until("every rank in the log", lambda line=line: len(service.log_lines(line)) >= ranks)  # type: ignore[misc]
             assert len(service.log_lines(line)) == ranks
 
 
-def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_workers_lists_an_instance_with_its_listeners(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     service.exact(number)
     answer = service.get(f"/workers?model_name={model}&routing_group=default&tenant_id=default")
@@ -289,29 +289,29 @@ def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     }
     assert found["endpoints"] == {"0": made.endpoint}
     assert (listener["endpoint"], listener["status"]) == (made.endpoint, "active")
-    # Absent without one, as with Dynamo; `trust` and `blocks` are ours.
+    # `last_error` is absent without an error, as in Dynamo. `trust` and `blocks` are additions.
     assert "last_error" not in listener
     assert listener["trust"] == {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
 
 
-def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:
-    """Their status is active, as in Dynamo."""
+def test_workers_reports_why_an_engine_cannot_be_reached(service: Service) -> None:
+    """The status is pending, and `last_error` has the reason."""
     with refusing() as nowhere:
         assert service.register(602, nowhere, model_name="unreached").status == 201
 
-        def error() -> str:
+        def read_error() -> str:
             (found,) = service.get("/workers?model_name=unreached").json
             assert found["status"] == "pending"
             return str(found["listeners"]["0"].get("last_error", ""))
 
         try:
-            until("the reason", lambda: error().startswith(f"nothing listens at {nowhere}"))
+            until("the reason", lambda: read_error().startswith(f"nothing listens at {nowhere}"))
         finally:
             service.post("/unregister", instance_id=602, model_name="unreached")
 
 
 @pytest.mark.parametrize("query", ["model_name=absent", "model_name=", "routing_group=nowhere"])
-def test_workers_that_fit_no_filter_are_an_empty_list(service: Service, fresh: object, query: str) -> None:
+def test_workers_is_empty_if_no_instance_matches_the_filter(service: Service, fresh: object, query: str) -> None:
     assert service.get(f"/workers?{query}").json == []
 
 
@@ -340,8 +340,8 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     assert keys[0] == local_hashes(tokens, BLOCK)[0]  # a root's key is its local hash, as Dynamo's tokens_hash is
 
 
-def test_zeros_of_an_unreachable_engine_are_not_taken_for_an_empty_cache(service: Service) -> None:
-    """Each response about a worker's blocks has its trust, also if it has no blocks."""
+def test_responses_about_an_unreachable_engine_have_its_trust(service: Service) -> None:
+    """Without trust, zero blocks would mean an empty cache."""
     with refusing() as nowhere:
         assert service.register("unreached", nowhere, model_name="unreached").status == 201
         until("the fault", lambda: "refused" in service.source("unreached")["trust"]["reason_codes"])
@@ -358,11 +358,11 @@ def test_zeros_of_an_unreachable_engine_are_not_taken_for_an_empty_cache(service
         assert service.post("/unregister", instance_id="unreached").status == 200
 
 
-# --- queries, as Dynamo has them
+# --- queries, as in Dynamo
 
 
 def test_a_query_counts_tokens_of_each_tier_cumulatively(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """64 tokens on the GPU, 32 more in host memory and 16 more on disk, with real media names."""
+    """The engine holds 64 tokens on the GPU, 32 more in host memory and 16 more on disk, with real media names."""
     number, model, made = fresh
     tokens = prompt(4, 7)
     first = made.store(tokens[:64])
@@ -376,7 +376,7 @@ def test_a_query_counts_tokens_of_each_tier_cumulatively(service: Service, fresh
             service.exact(name, blocks=blocks)
         found = service.query(tokens, model_name=model)
         own = found["instances"][str(number)]
-        # `trust` is ours: how far each rank's counts can be believed.
+        # `trust` is an addition: the trust in the counts of each rank.
         assert own == {
             "longest_matched": 112,
             "gpu": 64,
@@ -393,7 +393,7 @@ def test_a_query_counts_tokens_of_each_tier_cumulatively(service: Service, fresh
         service.post("/unregister", instance_id="short")
 
 
-def test_what_is_only_in_host_memory_has_no_score(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_blocks_that_are_only_in_host_memory_have_no_score(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     tokens = prompt(5, 1)
     made.store(tokens, medium="CPU")
@@ -420,7 +420,9 @@ def test_ranks_are_merged_into_their_instance(service: Service, fresh: tuple[int
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3], prompt(99)], ids=["none", "less than a block", "others"])
-def test_nothing_found_is_an_empty_answer(service: Service, fresh: tuple[int, str, Engine], tokens: list[int]) -> None:
+def test_a_query_without_matches_has_an_empty_response(
+    service: Service, fresh: tuple[int, str, Engine], tokens: list[int]
+) -> None:
     service.exact(fresh[0])
     answer = service.post("/query", model_name=fresh[1], token_ids=tokens)
     assert (answer.status, answer.body) == (200, b'{"scores":{},"frequencies":[],"instances":{}}')
@@ -464,7 +466,7 @@ def test_invalid_token_ids_are_422(service: Service, wrong: object) -> None:
     assert (answer.status, answer.reason) == (422, "bad-shape")
 
 
-def test_a_million_tokens_and_unknown_fields_are_taken(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_a_million_tokens_and_unknown_fields_are_accepted(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     tokens = prompt(11)
     made.store(tokens)
@@ -472,7 +474,7 @@ def test_a_million_tokens_and_unknown_fields_are_taken(service: Service, fresh: 
     until("the prompt", lambda: service.post("/query", body).json["scores"] == {str(number): {"0": 64}})
 
 
-# --- the scope of a prompt, under every name
+# --- scope fields, under every name
 
 
 SCOPES: dict[str, tuple[str, ...]] = {
@@ -484,8 +486,8 @@ SCOPES: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_every_name_of_a_scope_is_respected(service: Service) -> None:
-    """Registration, queries and unregistration accept the scope under every name."""
+def test_scope_fields_are_accepted_under_every_name(service: Service) -> None:
+    """Registration, queries and unregistration accept each scope field under every name."""
     values = {"model": "scoped", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
     plain = {"model_name": "scoped", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
     tokens = prompt(40, 1)
@@ -500,13 +502,13 @@ def test_every_name_of_a_scope_is_respected(service: Service) -> None:
                 del body["model_name"]
                 assert service.post("/register", body | scope).status in {200, 201}
                 service.exact("scoped", blocks=1)
-                asked = {**scope, "whole_prompt": True}
-                found = service.post("/query", {**asked, "token_ids": tokens}).json
+                requested = {**scope, "whole_prompt": True}
+                found = service.post("/query", {**requested, "token_ids": tokens}).json
                 assert "scoped" in found.get("instances", found.get("acme"))
-                held = service.post("/v1/match", {**asked, "tokens": tokens}).json["workers"]
+                held = service.post("/v1/match", {**requested, "tokens": tokens}).json["workers"]
                 assert [row["tokens"] for row in held] == [16], scope
-                assert service.post("/v1/select", {**asked, "tokens": tokens}).json["instance"] == "scoped"
-                # Without any one field nothing of it is seen.
+                assert service.post("/v1/select", {**requested, "tokens": tokens}).json["instance"] == "scoped"
+                # If one field is missing, no block of the scope is found.
                 for missing in plain.keys() - {"model_name"}:
                     less = {key: value for key, value in plain.items() if key != missing}
                     answer = service.post("/v1/match", {**less, "tokens": tokens})
@@ -560,7 +562,7 @@ def test_two_values_of_one_field_are_400(service: Service, path: str) -> None:
         "LoRA",
     ],
 )
-def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, str, Engine], name: str) -> None:
+def test_a_misspelled_scope_field_is_400(service: Service, fresh: tuple[int, str, Engine], name: str) -> None:
     """If the field were ignored, one tenant's prompt could match another tenant's blocks."""
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/register", registration("misspelled", "tcp://127.0.0.1:1", model_name=fresh[1])),
@@ -578,7 +580,7 @@ def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, 
     assert fresh[0] in {int(instance) for instance, _ in service.sources() if instance.isdecimal()}
 
 
-def test_more_unknown_fields_than_any_client_has_are_400(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_too_many_unknown_fields_are_400(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """Their number is checked before any of them is compared with known fields."""
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/register", registration("many", "tcp://127.0.0.1:1", model_name=fresh[1])),
@@ -597,8 +599,8 @@ def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple
     long = "x" * 100_000
     tolerant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], long: 0})
     assert tolerant.status == 200
-    meant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], f"{long}_tenant": 0})
-    assert (meant.status, meant.reason) == (400, "unknown-field")
+    misspelled = service.post("/query", {"model_name": fresh[1], "token_ids": [1], f"{long}_tenant": 0})
+    assert (misspelled.status, misspelled.reason) == (400, "unknown-field")
     strict = service.post("/v1/match", {"model": fresh[1], "tokens": [], long: 0})
     assert (strict.status, strict.reason) == (422, "bad-shape")
     endpoint = service.post("/register", registration("long", f"http://{long}", model_name=fresh[1]))
@@ -607,12 +609,12 @@ def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple
         warned = service.post("/register", {**registration("long", made.publisher, model_name=fresh[1]), long: 0})
         assert warned.status == 201
         service.post("/unregister", instance_id="long")
-    assert max(len(answer.body) for answer in (meant, strict, endpoint, warned)) < 2_000
+    assert max(len(answer.body) for answer in (misspelled, strict, endpoint, warned)) < 2_000
 
 
 @pytest.mark.parametrize("field", ["model", "tenant", "group"])
-def test_an_empty_name_is_a_value_too(service: Service, field: str) -> None:
-    """An empty LoRA or salt means none. An empty tenant is a value that differs from other tenants."""
+def test_an_empty_scope_field_contradicts_another_value(service: Service, field: str) -> None:
+    """An empty LoRA or salt means that there is no value. An empty model, tenant or group is a value."""
     body = registration("empty", "tcp://127.0.0.1:1")
     body.pop("model_name")
     names = SCOPES[field]
@@ -621,7 +623,7 @@ def test_an_empty_name_is_a_value_too(service: Service, field: str) -> None:
         assert (answer.status, answer.reason) == (400, "contradiction")
 
 
-READ: dict[str, set[str]] = {
+SCOPE_PARAMETERS: dict[str, set[str]] = {
     "/workers": {"model", "tenant", "group"},
     "/services": {"model", "tenant", "group"},
     "/global_view": {"model", "tenant", "group"},
@@ -636,13 +638,13 @@ READ: dict[str, set[str]] = {
 """Scope parameters of each GET endpoint."""
 
 
-@pytest.mark.parametrize("path", READ)
-def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> None:
-    """This holds for every name, because an ignored parameter would reveal blocks of other tenants."""
+@pytest.mark.parametrize("path", SCOPE_PARAMETERS)
+def test_unknown_query_parameters_are_400(service: Service, path: str) -> None:
+    """This holds for every name of a scope field, because an ignored parameter would reveal blocks of other tenants."""
     needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=absent&"}.get(path, "")
     for field, names in SCOPES.items():
-        for name in (*names, name_of_no_field(names[0])):
-            if field in READ[path] and name in names:
+        for name in (*names, misspell(names[0])):
+            if field in SCOPE_PARAMETERS[path] and name in names:
                 continue
             answer = service.get(f"{path}?{needed}{name}=acme")
             assert (answer.status, answer.reason) == (400, "unknown-field"), name
@@ -651,12 +653,13 @@ def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> 
     assert answer.json["hint"].startswith("it takes ")
 
 
-POSTED = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST")
+POST_PATHS = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST")
 
 
-@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize("path", POST_PATHS)
 def test_query_strings_beside_a_body_are_refused(service: Service, path: str) -> None:
-    """The scope is in the body, so a tenant in the query string is rejected. Raw bodies have the scope in the query string."""
+    """The scope is in the body, so a tenant in the query string is rejected. Only raw bodies have the scope in the query
+    string."""
     body = {"model": "m", "tokens": [], "token_ids": [], "instance_id": "absent"}
     for query in ("tenant=acme", "tenant_id=acme", "model=m", "cache_salt=s", "nonsense=1", "mm=x"):
         answer = service.post(f"{path}?{query}", body)
@@ -667,11 +670,11 @@ def test_query_strings_beside_a_body_are_refused(service: Service, path: str) ->
     assert b"unknown-field" not in service.post(f"{path}?", body).body
 
 
-def name_of_no_field(name: str) -> str:
+def misspell(name: str) -> str:
     return name.replace("_", "") + "s"
 
 
-def test_listings_are_of_the_tenant_and_group_that_they_name(service: Service) -> None:
+def test_listings_contain_only_the_requested_tenant_and_group(service: Service) -> None:
     with refusing() as nowhere, Stream(service, "?tenant_id=b&routing_group=g") as stream:
         for tenant in ("a", "b"):
             more: dict[str, Any] = {"model_name": f"of-{tenant}", "tenant_id": tenant, "routing_group": "g"}
@@ -690,20 +693,20 @@ def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Servic
     """This holds for JSON with and without native decoding, and for msgpack."""
     service.exact(fresh[0])
 
-    def ignored() -> float:
+    def count_ignored_fields() -> float:
         found = re.search(rb'kvevents_http_ignored_fields_total{path="/query"} (\d+)', service.get("/metrics").body)
         return float(found[1]) if found else 0.0
 
-    before = ignored()
+    before = count_ignored_fields()
     body = {"model_name": fresh[1], "token_ids": [1, 2], "mode": "fast", "nested": {"token_ids": [9]}, "load": 1, "n": None}
     assert service.post("/query", body).json == EMPTY
     assert service.ask("POST", "/query", msgspec.msgpack.encode(body), content_type="application/msgpack").json == EMPTY
-    assert ignored() - before == 8
+    assert count_ignored_fields() - before == 8
     wrong = service.post("/query", {**body, "token_ids": "x"})
     assert (wrong.status, wrong.reason) == (422, "bad-shape")
 
 
-def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_a_lora_can_be_given_by_its_number(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """vLLM before 0.14 has no LoRA name in events. A prompt with a LoRA number never matches blocks of the base model."""
     number, model, made = fresh
     base, adapted = prompt(41), prompt(42)
@@ -723,7 +726,7 @@ def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, 
     assert (refused.status, refused.reason) == (400, "lora-id")
 
 
-def test_a_model_may_be_the_name_of_an_adapter(service: Service) -> None:
+def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
     """OpenAI requests to vLLM name the adapter as model. It resolves to the base model with that LoRA."""
     tokens, base = prompt(43), prompt(44)
     with engines(3, replay_endpoint=None) as made, refusing() as nowhere:
@@ -736,8 +739,8 @@ def test_a_model_may_be_the_name_of_an_adapter(service: Service) -> None:
         made[1].store(base)
         made[1].store(tokens, lora_name="sql")
 
-        def held(model: str, asked: list[int], **scope: Any) -> dict[str, int]:
-            return service.held(asked, model_name=model, **scope)
+        def held(model: str, requested: list[int], **scope: Any) -> dict[str, int]:
+            return service.held(requested, model_name=model, **scope)
 
         until("all", lambda: held("base-a", tokens, lora_name="sql") == {"x": 64, "y": 64})
         assert held("sql", tokens) == held("sql", tokens, lora_name="sql") == {"x": 64, "y": 64}
@@ -754,21 +757,21 @@ def test_a_model_may_be_the_name_of_an_adapter(service: Service) -> None:
         answer = service.post("/query", model_name="sql", token_ids=tokens)
         assert (answer.status, answer.reason) == (409, "ambiguous-adapter")
         assert "base-a, base-b" in answer.json["error"]
-        # A model of that name is meant before an adapter is.
+        # A model takes precedence over an adapter of the same name.
         assert service.register("own", nowhere, model_name="sql").status == 201
         assert held("sql", tokens) == {}
-        for gone in ("x", "y", "z", "two", "own"):
-            assert service.post("/unregister", instance_id=gone).status == 200
+        for unregistered in ("x", "y", "z", "two", "own"):
+            assert service.post("/unregister", instance_id=unregistered).status == 200
 
 
-# --- by hash
+# --- queries by hash
 
 
-def signed(value: int) -> int:
+def to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def test_local_hashes_are_dynamos() -> None:
+def test_local_hashes_equal_those_of_dynamo() -> None:
     """The expected values come from `compute_block_hash_for_seq`."""
     tokens = [
         81644,
@@ -793,19 +796,19 @@ def test_local_hashes_are_dynamos() -> None:
     assert local_hashes([9] * 16, 16, Namespace(lora="ad1")) == [12025202042331314230]
 
 
-def test_local_hashes_are_taken_in_every_notation(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_local_hashes_are_accepted_in_every_notation(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """Dynamo accepts signed numbers only, and rejects half of the hashes that its own tools print."""
     number, model, made = fresh
     tokens = prompt(12)
     made.store(tokens)
     service.holds(number, tokens, model_name=model)
     hashes = local_hashes(tokens, BLOCK)
-    for written in (list(map(signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
+    for written in (list(map(to_signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
         answer = service.post("/query_by_hash", model_name=model, block_hashes=written)
         assert answer.json["scores"] == {str(number): {"0": 64}}
 
 
-def test_hashes_from_the_middle_or_unknown_find_nothing(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_unknown_hashes_and_hashes_from_the_middle_match_nothing(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     tokens = prompt(13)
     made.store(tokens)
@@ -825,13 +828,13 @@ def test_invalid_hashes_are_422(service: Service, fresh: tuple[int, str, Engine]
     assert len(answer.body) < 1000
 
 
-def test_hashes_of_one_kind_are_wanted(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_a_query_by_hash_needs_exactly_one_kind_of_hashes(service: Service, fresh: tuple[int, str, Engine]) -> None:
     for given in ({}, {"block_hashes": [1], "seq_hashes": [1]}):
         assert service.post("/query_by_hash", {"model_name": fresh[1], **given}).status == 422
     assert service.post("/query_by_hash", model_name="absent", block_hashes=[1]).status == 404
 
 
-# --- HTTP, as Dynamo has it
+# --- HTTP, as in Dynamo
 
 
 def test_head_is_get_without_its_body(service: Service) -> None:
@@ -840,7 +843,7 @@ def test_head_is_get_without_its_body(service: Service) -> None:
         assert (answer.status, answer.body) == (200, b"")
 
 
-def test_other_methods_are_405_and_the_right_one_is_named(service: Service) -> None:
+def test_other_methods_are_405_with_the_allowed_ones(service: Service) -> None:
     for method, path, allowed in (
         ("GET", "/query", "POST"),
         ("OPTIONS", "/query", "POST"),
@@ -857,7 +860,7 @@ def test_other_paths_are_404(service: Service) -> None:
         assert (service.get(path).status, service.get(path).reason) == (404, "no-such-path")
 
 
-def test_bodies_say_that_they_are_json(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_bodies_must_have_a_json_content_type(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """Other content types are rejected with 415, as by Dynamo, because pages of other sites can make a browser send them."""
     service.exact(fresh[0])
     body = json.dumps({"model_name": fresh[1], "token_ids": []}).encode()
@@ -874,13 +877,13 @@ def test_bodies_say_that_they_are_json(service: Service, fresh: tuple[int, str, 
     [b"", b'{"token_ids":', b"{1: 2}", b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"model_name":"m","token_ids":[]} x'],
     ids=["none", "cut", "key", "utf16", "bom", "more"],
 )
-def test_what_is_no_json_is_400(service: Service, body: bytes) -> None:
+def test_malformed_json_is_400(service: Service, body: bytes) -> None:
     """Dynamo ignores text after the object; here it is malformed."""
     answer = service.ask("POST", "/query", body, content_type="application/json")
     assert (answer.status, answer.reason) == (400, "malformed-body")
 
 
-# --- tiny clients of both, as others have written them
+# --- small clients of both APIs
 
 
 class DynamoClient:
@@ -894,9 +897,9 @@ class DynamoClient:
         try:
             with urlopen(request, timeout=20) as answer:  # noqa: S310
                 return answer.status, json.load(answer)
-        except HTTPError as error:
-            with error:
-                return error.code, json.load(error)
+        except HTTPError as read_error:
+            with read_error:
+                return read_error.code, json.load(read_error)
 
     def best(self, model: str, tokens: list[int]) -> tuple[int, int, int] | None:
         """Return instance, rank and tokens of the best score."""
@@ -917,7 +920,7 @@ class MooncakeClient(DynamoClient):
         return found
 
 
-def test_a_client_of_dynamo(service: Service) -> None:
+def test_a_client_of_dynamo_finds_the_best_instance(service: Service) -> None:
     client = DynamoClient(service.url)
     tokens = prompt(20)
     longer = [*tokens, 1]  # an engine recomputes the last token, so that the last whole block counts if one more follows
@@ -946,7 +949,7 @@ def test_a_client_of_dynamo(service: Service) -> None:
         assert client.post("/query", model_name="dynamo", token_ids=tokens)[0] == 404
 
 
-def test_a_client_of_mooncake(service: Service) -> None:
+def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> None:
     client = MooncakeClient(service.url)
     tokens = prompt(21)
     rolling = block_keys(tokens, BLOCK)
@@ -969,15 +972,15 @@ def test_a_client_of_mooncake(service: Service) -> None:
             assert answer == (200, {"status": "registered successfully", "instance_id": "vllm-0"})
         first = made["a"].store(tokens[:32])
         made["a"].store(tokens[32:], parent=first, medium="CPU")
-        asked = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
-        until("the prompt", lambda: client.query("a", **asked).get("vllm-0", {}).get("CPU") == 64)
-        (found,) = client.query("a", **asked).values()
+        requested = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
+        until("the prompt", lambda: client.query("a", **requested).get("vllm-0", {}).get("CPU") == 64)
+        (found,) = client.query("a", **requested).values()
         service.exact("vllm-0", 1)
         # Both tenants have an instance of this name, and each waits for a live batch of its own.
 
         def is_exact() -> bool:
             service.confirm()
-            return bool(client.query("a", **asked)["vllm-0"]["trust"] == {"1": "EXACT"})
+            return bool(client.query("a", **requested)["vllm-0"]["trust"] == {"1": "EXACT"})
 
         until("trust", is_exact)
         assert {name: found[name] for name in ("longest_matched", "GPU", "DP", "CPU", "DISK")} == {
@@ -987,24 +990,24 @@ def test_a_client_of_mooncake(service: Service) -> None:
             "CPU": 64,
             "DISK": 64,
         }
-        # Tenants are scopes, though they share instance, model and tokens. With Dynamo, which ignores the field, B sees A's.
-        until("nothing held by the other tenant's", lambda: client.query("b", **asked) == {})
-        assert client.post("/query", tenant_id="c", **asked)[0] == 404
-        assert client.query("a", **asked, instance_id="another") == {}
-        assert client.query("a", **asked, instance_id="vllm-0") == client.query("a", **asked)
+        # Tenants are separate, although they share instance, model and tokens. Dynamo ignores the field.
+        until("nothing held by the other tenant's", lambda: client.query("b", **requested) == {})
+        assert client.post("/query", tenant_id="c", **requested)[0] == 404
+        assert client.query("a", **requested, instance_id="another") == {}
+        assert client.query("a", **requested, instance_id="vllm-0") == client.query("a", **requested)
         for name in ("seq_hashes", "block_hash"):
-            for written in (rolling, list(map(signed, rolling)), list(map(hex, rolling))):
+            for written in (rolling, list(map(to_signed, rolling)), list(map(hex, rolling))):
                 status, answer = client.post(
                     "/query_by_hash", model="mooncake", block_size=BLOCK, tenant_id="a", **{name: written}
                 )
                 assert (status, answer["a"]["vllm-0"]["longest_matched"]) == (200, 64)
-        gone = client.post("/unregister", instance_id="vllm-0", modelname="mooncake", tenant_id="a", dp_rank=1)
-        assert gone == (200, {"status": "unregistered successfully", "removed_instances": ["vllm-0|a|1"]})
-        assert client.query("b", **asked) == {}
+        unregistered = client.post("/unregister", instance_id="vllm-0", modelname="mooncake", tenant_id="a", dp_rank=1)
+        assert unregistered == (200, {"status": "unregistered successfully", "removed_instances": ["vllm-0|a|1"]})
+        assert client.query("b", **requested) == {}
         assert client.post("/unregister", instance_id="vllm-0", tenant_id="b")[0] == 200
 
 
-def test_groups_are_scopes_too(service: Service) -> None:
+def test_routing_groups_are_separate(service: Service) -> None:
     tokens = prompt(22)
     with engine(seed=40) as made, refusing() as nowhere:
         assert service.register("one", made.publisher, model_name="grouped", routing_group="one").status == 201
@@ -1018,7 +1021,7 @@ def test_groups_are_scopes_too(service: Service) -> None:
             assert service.post("/unregister", instance_id=name, routing_group=name).status == 200
 
 
-def test_services_and_global_view(service: Service) -> None:
+def test_services_and_global_view_list_each_rank(service: Service) -> None:
     with engine(seed=50) as made, refusing() as nowhere:
         for name, rank, where in (("x", 0, made.publisher), ("x", 1, nowhere), ("y", 0, nowhere)):
             assert service.register(name, where, rank, model_name="viewed", tenant_id="t").status == 201

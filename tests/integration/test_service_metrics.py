@@ -29,13 +29,13 @@ BLOCK = 16
 
 
 @pytest.fixture(name="service")
-def service_that_follows_nothing() -> Iterator[Service]:
-    with service_with(FleetTiming()) as service:
+def service_without_sources() -> Iterator[Service]:
+    with make_service(FleetTiming()) as service:
         yield service
 
 
 @contextmanager
-def service_with(timing: FleetTiming) -> Iterator[Service]:
+def make_service(timing: FleetTiming) -> Iterator[Service]:
     service = Service(ServiceConfig(), timing=timing)
     yield service
     service.fleet.follower.subscriber.close()
@@ -47,7 +47,7 @@ def register(service: Service, instance: str = "engine-0", **more: object) -> Me
     return service.fleet.members[registration.key]
 
 
-def look(service: Service) -> None:
+def refresh_fleet(service: Service) -> None:
     """Refresh the members that received events, as the ingest thread does."""
     service.fleet.refresh()
 
@@ -56,7 +56,7 @@ def store(service: Service, member: Member, *media: str) -> None:
     """Store a block on each of these media."""
     events = [BlockStored([1], None, list(range(BLOCK)), BLOCK, medium=medium) for medium in media]
     service.index.apply(RawBatch(*member.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, list(events)))))
-    look(service)
+    refresh_fleet(service)
 
 
 def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -79,7 +79,7 @@ def value(service: Service, name: str, **wanted: str) -> float | None:
 def test_each_source_is_in_one_state(service: Service) -> None:
     for number in range(3):
         register(service, f"engine-{number}")
-    look(service)
+    refresh_fleet(service)
     for number in range(3):
         states = {state: value(service, "kvevents_source_state", engine=f"engine-{number}", state=state) for state in STATES}
         assert states == {**dict.fromkeys(STATES, 0), "CONNECTING": 1}
@@ -90,7 +90,7 @@ def test_each_source_is_in_one_state(service: Service) -> None:
 
 
 def test_unknown_values_are_absent(service: Service) -> None:
-    """Zero would be a time, a number and a limit."""
+    """Zero would be a valid time, number or limit."""
     member = register(service)
     for name in (
         "kvevents_source_last_batch_timestamp_seconds",
@@ -101,8 +101,10 @@ def test_unknown_values_are_absent(service: Service) -> None:
     ):
         assert value(service, name) is None
     assert value(service, "kvevents_source_batches_total") is None
-    look(service)
-    assert value(service, "kvevents_source_batches_total") == 0, "before there are any: else the first increase is not seen"
+    refresh_fleet(service)
+    assert value(service, "kvevents_source_batches_total") == 0, (
+        "without a first sample of 0, `increase()` misses the first batches"
+    )
     assert value(service, "kvevents_source_last_seq") is None
     member.last_event, member.lag = 1_700_000_000.5, 0.25
     assert value(service, "kvevents_source_last_batch_timestamp_seconds") == 1_700_000_000.5
@@ -112,7 +114,7 @@ def test_unknown_values_are_absent(service: Service) -> None:
     assert value(service, "kvevents_source_last_seq") == 0
 
 
-def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
+def test_unknown_media_are_counted_as_other(service: Service) -> None:
     store(service, register(service), "GPU", "CPU", "PMEM", "TAPE")
     tiers = {tier: value(service, "kvevents_index_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
     assert tiers == {"gpu": 1, "cpu": 1, "disk": 0, "other": 2}
@@ -123,7 +125,6 @@ def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
 
 
 def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
-    """The codes of faults that a member really has."""
     member = register(service, block_size=2 * BLOCK, replay_endpoint="tcp://127.0.0.1:2")
     store(service, member, "GPU")
     assert member.info
@@ -149,7 +150,7 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
 def test_matches_that_the_index_estimates_are_not_exact(
     service: Service, estimate: str | None, block_sizes: list[int], codes: tuple[str, ...]
 ) -> None:
-    """Blocks of several sizes alone are no fault: hybrid models have groups of several block sizes."""
+    """Blocks of several sizes are not a fault: hybrid models have groups of several block sizes."""
     member = register(service, block_size=BLOCK, replay_endpoint="tcp://127.0.0.1:2")
     store(service, member, "GPU")
     assert member.info
@@ -161,13 +162,13 @@ def test_matches_that_the_index_estimates_are_not_exact(
     assert member.trust_status.reason_codes == codes
 
 
-def test_each_doubt_has_a_word(service: Service) -> None:
+def test_each_degraded_reason_has_a_code(service: Service) -> None:
     member = register(service)
-    look(service)
+    refresh_fleet(service)
     assert member.status
     member.status = replace(member.status, degraded_reasons=frozenset(DegradedReason))
     member.update_trust(Trust.DEGRADED.with_reason("..."), 0.0)
-    assert list(member.trust_status.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in DegradedReason)
+    assert list(member.trust_status.reason_codes) == sorted(reason.name.lower().replace("_", "-") for reason in DegradedReason)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_every_source_that_is_not_exact_has_a_reason(
 # --- requests ----------------------------------------------------------------------------------------------------------------
 
 
-def test_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
+def test_buckets_are_cumulative_and_include_their_bounds() -> None:
     histogram = Histogram((1.0, 2.0))
     for each in (0.5, 1.0, 1.5, 2.0, 99.0):
         histogram.observe(each)
@@ -226,18 +227,18 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
         assert value(service, name, **wanted) == pytest.approx(count), name
 
 
-def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_can_be_counted_while_metrics_are_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop counts requests while another thread writes the page."""
     metrics = service.metrics
     metrics.record_request("/query", 200, 0.0003)
     statuses = iter(range(400, 500))
 
-    def interrupted(**values: object) -> str:
+    def record_and_format(**values: object) -> str:
         status = next(statuses)
         metrics.record_request(f"/{status}", status, 0.0003)
         return labels(**values)
 
-    monkeypatch.setattr("kvevents.service.exposition.labels", interrupted)
+    monkeypatch.setattr("kvevents.service.exposition.labels", record_and_format)
     samples(service)
     monkeypatch.undo()
     assert len(metrics.requests) > 1
@@ -264,16 +265,16 @@ def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
 
 @given(st.text(min_size=1, max_size=50))
 def test_any_engine_name_is_one_label(name: str) -> None:
-    """prometheus_client reads the same value, except for lone surrogates, which no encoding has."""
+    """prometheus_client reads the same value, except for lone surrogates, which cannot be encoded."""
     text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
     ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]
     assert sample.labels == {"engine": name.encode(errors="replace").decode(), "rank": "0"}
 
 
 @pytest.mark.parametrize("sources", [1, 16, 47])
-def test_a_refresh_reaches_every_source_whichever_joins_or_leaves(sources: int) -> None:
+def test_refreshes_reach_every_source_while_sources_join_and_leave(sources: int) -> None:
     timing = FleetTiming(refresh_seconds=0.0)
-    with service_with(timing) as service:
+    with make_service(timing) as service:
         refresh_members(service, sources, 2 * timing.refreshes_per_round)
 
 
@@ -300,14 +301,14 @@ def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
     """Queries wait while the page is written. prometheus_client takes several times as long for the same page."""
     for number in range(200):
         register(service, f"engine-{number}", rank=number % 8)
-    look(service)
+    refresh_fleet(service)
     text = exposition(service)
     assert len(text.splitlines()) > 5_000
-    page = Parsed(list(text_string_to_metric_families(text.decode())))
-    assert quickest(lambda: exposition(service)) < 0.5 * quickest(lambda: generate_latest(page))
+    page = ParsedFamilies(list(text_string_to_metric_families(text.decode())))
+    assert measure_fastest(lambda: exposition(service)) < 0.5 * measure_fastest(lambda: generate_latest(page))
 
 
-class Parsed(CollectorRegistry):
+class ParsedFamilies(CollectorRegistry):
     """A collector that returns parsed families."""
 
     def __init__(self, families: list[Metric]) -> None:
@@ -318,11 +319,11 @@ class Parsed(CollectorRegistry):
         return iter(self._families)
 
 
-def quickest(work: Callable[[], object]) -> float:
+def measure_fastest(work: Callable[[], object]) -> float:
     """Return the CPU seconds of the fastest of ten runs."""
-    taken = []
+    durations = []
     for _ in range(10):
         began = time.thread_time()
         work()
-        taken.append(time.thread_time() - began)
-    return min(taken)
+        durations.append(time.thread_time() - began)
+    return min(durations)

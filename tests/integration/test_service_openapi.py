@@ -63,7 +63,7 @@ def test_responses_match_the_document(service: Service, label: str, mode: Genera
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         if mode is GenerationMode.POSITIVE:
-            case.body = _with_integers(case.body)
+            case.body = _convert_to_integers(case.body)
             if case.media_type == RAW:  # a schema cannot describe 32-bit numbers
                 case.body = b"\1\0\0\0\2\0\0\0"
                 case.query = {**(case.query or {}), "model": "m"}
@@ -74,13 +74,13 @@ def test_responses_match_the_document(service: Service, label: str, mode: Genera
     ask()
 
 
-def _with_integers(value: Any) -> Any:
+def _convert_to_integers(value: Any) -> Any:
     """Replace numbers such as 1.0, which only JSON Schema takes for integers, by integers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_with_integers(each) for each in value]
-    return {name: _with_integers(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [_convert_to_integers(each) for each in value]
+    return {name: _convert_to_integers(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def test_every_endpoint_is_described(service: Service) -> None:

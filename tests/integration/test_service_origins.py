@@ -29,11 +29,11 @@ def one_service() -> Iterator[Service]:
         yield service
 
 
-def refusal(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> int:
+def refusal_status(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> int:
     """Return the status of the error for a request with these headers; 0 if it is accepted."""
-    given = Headers([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()])
+    request_headers = Headers([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()])
     try:
-        policy.check(given, is_read=is_read)
+        policy.check(request_headers, is_read=is_read)
     except ServiceError as error:
         return error.code
     return 0
@@ -66,15 +66,15 @@ def refusal(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> i
     ],
 )
 def test_a_host_name_of_another_site_is_refused(listens: str, host: str, status: int) -> None:
-    """Addresses are accepted, because a rebound name stays a name; only loopback if the service listens on loopback."""
+    """Addresses are accepted, because DNS rebinding needs a name. A service on loopback accepts only loopback addresses."""
     policy = OriginPolicy(listens, ["kv.example.com", "*.svc.cluster.local"], checks_host=True)
-    assert refusal(policy, host=host) == status
+    assert refusal_status(policy, host=host) == status
 
 
-def test_host_is_free_where_every_request_needs_a_token() -> None:
-    """Configured names are accepted, and requests without the header, as in HTTP 1.0."""
-    assert refusal(OriginPolicy("0.0.0.0", [], checks_host=False), host="any.example") == 0  # noqa: S104
-    assert refusal(OriginPolicy("127.0.0.1", [], checks_host=True)) == 0
+def test_any_host_is_accepted_if_every_request_needs_a_token() -> None:
+    """A request without the header is always accepted, as in HTTP 1.0."""
+    assert refusal_status(OriginPolicy("0.0.0.0", [], checks_host=False), host="any.example") == 0  # noqa: S104
+    assert refusal_status(OriginPolicy("127.0.0.1", [], checks_host=True)) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,21 @@ def test_host_is_free_where_every_request_needs_a_token() -> None:
     ],
 )
 def test_only_own_origins_are_accepted(origin: str, status: int) -> None:
-    """The origin of `Host` with any scheme, since a proxy may end TLS, and origins of configured names are accepted."""
+    """The origin of `Host` is accepted with any scheme, because a proxy can end TLS. Origins of configured names are accepted,
+    too."""
     policy = OriginPolicy("127.0.0.1", ["kv.example.com"], checks_host=True)
-    assert refusal(policy, host="127.0.0.1:8090", origin=origin) == status
-    assert refusal(policy, host="127.0.0.1:8090", origin=origin, is_read=True) == status
+    assert refusal_status(policy, host="127.0.0.1:8090", origin=origin) == status
+    assert refusal_status(policy, host="127.0.0.1:8090", origin=origin, is_read=True) == status
 
 
 def test_cross_site_requests_without_an_origin_are_refused() -> None:
     """Images, scripts and frames of another page send no `Origin`. A link to the page works, and a form does not."""
     policy = OriginPolicy("127.0.0.1", [], checks_host=True)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 0), ("none", 0)):
-        assert refusal(policy, sec_fetch_site=site, is_read=True) == status
-        assert refusal(policy, sec_fetch_site=site, sec_fetch_mode="no-cors", is_read=True) == status
-        assert refusal(policy, sec_fetch_site=site, sec_fetch_mode="navigate") == status
-    assert refusal(policy, sec_fetch_site="cross-site", sec_fetch_mode="navigate", is_read=True) == 0
+        assert refusal_status(policy, sec_fetch_site=site, is_read=True) == status
+        assert refusal_status(policy, sec_fetch_site=site, sec_fetch_mode="no-cors", is_read=True) == status
+        assert refusal_status(policy, sec_fetch_site=site, sec_fetch_mode="navigate") == status
+    assert refusal_status(policy, sec_fetch_site="cross-site", sec_fetch_mode="navigate", is_read=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_host_of_removes_port_and_brackets(place: str, host: str) -> None:
 
 @pytest.mark.parametrize("name", ["*", "a:80", "http://a", "a b", "", "*.", "a*"])
 def test_invalid_host_names_are_rejected(name: str) -> None:
-    """The error comes when settings are read, and has the setting's name."""
+    """Settings with this name cannot be created, and the error names the setting."""
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
         HostPatterns([name], "allowed_hosts")
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
@@ -131,7 +132,7 @@ def test_invalid_host_names_are_rejected(name: str) -> None:
 # --- a service on real sockets
 
 
-def forged(service: Service, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
+def send_as_browser(service: Service, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
     """Send a request as a browser does, with a given `Host`."""
     sent = {"host": f"{service.host}:{service.port}", **headers}
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items())
@@ -142,8 +143,8 @@ def forged(service: Service, method: str, path: str, body: bytes = b"", **header
     return Answer(int(first.split()[1]), {name.lower(): value for name, _, value in lines_back}, content)
 
 
-def kept(service: Service, path: str, body: bytes, **headers: str) -> Answer:
-    """Send a request as a browser does, on a reused connection."""
+def send_on_open_connection(service: Service, path: str, body: bytes, **headers: str) -> Answer:
+    """Send a request as a browser does, on a connection that stays open."""
     with socket.create_connection((service.host, service.port), 20) as connection:
         sent = {"host": f"{service.host}:{service.port}", "content-length": str(len(body)), **headers}
         lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items())
@@ -175,33 +176,35 @@ QUERY = msgspec.json.encode({"model": "m", "tokens": [1]})
     ],
     ids=["host", "origin", "site", "text", "form", "no type"],
 )
-def test_no_page_can_register_or_query(service: Service, headers: dict[str, str], status: int, reason: str) -> None:
+def test_pages_of_other_sites_cannot_register_or_query(
+    service: Service, headers: dict[str, str], status: int, reason: str
+) -> None:
     """This holds for every request that a browser sends without a preflight request, in both planes."""
     for answer in (
-        forged(service, "POST", "/register", REGISTRATION, **headers),
-        kept(service, "/register", REGISTRATION, **headers),
-        forged(service, "POST", "/unregister", b'{"instance_id": 1}', **headers),
-        forged(service, "POST", "/v1/match", QUERY, **headers),
-        kept(service, "/v1/match", QUERY, **headers),
+        send_as_browser(service, "POST", "/register", REGISTRATION, **headers),
+        send_on_open_connection(service, "/register", REGISTRATION, **headers),
+        send_as_browser(service, "POST", "/unregister", b'{"instance_id": 1}', **headers),
+        send_as_browser(service, "POST", "/v1/match", QUERY, **headers),
+        send_on_open_connection(service, "/v1/match", QUERY, **headers),
     ):
         assert (answer.status, answer.reason) == (status, reason)
     assert service.sources() == {}
 
 
-def test_no_page_can_read(service: Service) -> None:
-    """Neither DNS rebinding nor another port of this machine works; probes have responses under any name."""
+def test_pages_of_other_sites_cannot_read(service: Service) -> None:
+    """Neither DNS rebinding nor another port of this machine works. Probes are answered for any host name."""
     for path in ("/dump", "/v1/sources", "/metrics", "/", "/v1/events", "/openapi.json"):
-        assert forged(service, "GET", path, host="evil.example").reason == "unknown-host"
-        assert forged(service, "GET", path, origin="http://localhost:3000").reason == "foreign-origin"
+        assert send_as_browser(service, "GET", path, host="evil.example").reason == "unknown-host"
+        assert send_as_browser(service, "GET", path, origin="http://localhost:3000").reason == "foreign-origin"
     for path in ("/livez", "/health", "/readyz"):
-        assert forged(service, "GET", path, host="evil.example", origin=EVIL).status == 200
+        assert send_as_browser(service, "GET", path, host="evil.example", origin=EVIL).status == 200
 
 
-def test_programs_and_the_own_page_are_answered(service: Service) -> None:
-    """A client without these headers, and a browser on the service's page, have responses."""
+def test_programs_and_the_service_page_are_answered(service: Service) -> None:
+    """A client without these headers and a browser on the service's own page get responses."""
     own = f"http://{service.host}:{service.port}"
     for headers in ({}, {"origin": own, "sec_fetch_site": "same-origin"}, {"host": f"localhost:{service.port}"}):
-        answer = kept(service, "/v1/match", QUERY, content_type="application/json", **headers)
+        answer = send_on_open_connection(service, "/v1/match", QUERY, content_type="application/json", **headers)
         assert answer.reason == "unknown-model"
 
 
@@ -210,36 +213,36 @@ def test_with_tokens_a_page_still_needs_its_own_origin(tmp_path: Path) -> None:
     text = f'allowed_hosts = ["kv.example.com"]\naccess = {{ tokens = [{{ role = "read", token = "{TOKEN}" }}] }}\n'
     with serving("--config", write(tmp_path / "service.toml", text)) as service:
         sent = {"host": "kv.internal:8090", "authorization": f"Bearer {TOKEN}"}
-        assert forged(service, "GET", "/v1/sources", b"", **sent).status == 200
+        assert send_as_browser(service, "GET", "/v1/sources", b"", **sent).status == 200
         for origin, status in (("http://kv.internal:8090", 200), ("https://kv.example.com", 200), (EVIL, 403)):
-            assert forged(service, "GET", "/v1/sources", b"", **sent, origin=origin).status == status
+            assert send_as_browser(service, "GET", "/v1/sources", b"", **sent, origin=origin).status == status
 
 
 # --- addresses that other machines reach
 
 
-def settings(**more: Any) -> ServiceConfig:
+def make_settings(**more: Any) -> ServiceConfig:
     return ServiceConfig(host="0.0.0.0", **more)  # noqa: S104 - a setting, nothing listens
 
 
 def test_without_any_access_control_only_loopback_is_served() -> None:
-    """It starts with tokens, a role for anonymous callers, client certificates, or `insecure`."""
+    """Other hosts need tokens, a role for anonymous callers, client certificates, or `insecure`."""
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reachable from other machines and requests need no token"):
-        settings()
+        make_settings()
     tokens = (TokenConfig(role="read", token=TOKEN),)
     for more in (
         {"access": AccessConfig(tokens=tokens)},
         {"access": AccessConfig(anonymous="read")},
         {"tls": Tls(certificate="c", key="k", client_ca="ca")},
     ):
-        assert not settings(**more).is_open
+        assert not make_settings(**more).is_open
     with pytest.raises(ConfigError, match="--insecure"):
-        settings(tls=Tls(certificate="c", key="k"))
-    assert settings(insecure=True).is_open
+        make_settings(tls=Tls(certificate="c", key="k"))
+    assert make_settings(insecure=True).is_open
 
 
-def test_flags_and_file_agree_about_it(tmp_path: Path) -> None:
-    """The host may come from the file and `insecure` from the flag."""
+def test_flags_and_file_are_checked_together(tmp_path: Path) -> None:
+    """The host can be in the file, and `insecure` can be a flag."""
     file = write(tmp_path / "service.toml", 'host = "0.0.0.0"\n')
     for args, code in (
         (("--config", file), 1),

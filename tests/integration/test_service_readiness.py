@@ -1,4 +1,4 @@
-"""`/readyz`: not before there is anything to serve, not while the service ends, and never later than its deadline otherwise."""
+"""`/readyz` fails without expected sources, while the service ends, and until a deadline while sources are not EXACT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service_cases import Client, engine, prompt, serving, until, write
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -33,8 +33,8 @@ class Clock:
 
 
 @contextmanager
-def service_of(clock: Clock, watched: Path | None = None, **tables: Any) -> Iterator[Service]:
-    """A service that follows nothing: only its own word on readiness is asked for."""
+def make_service(clock: Clock, watched: Path | None = None, **tables: Any) -> Iterator[Service]:
+    """Return a service that follows no engines. Only its readiness is tested."""
     service = Service(convert(tables, ServiceConfig, "test"), watched, clock=clock)
     try:
         yield service
@@ -55,12 +55,12 @@ def readiness(service: Service) -> tuple[bool, str]:
     return answer.ready, answer.why
 
 
-def test_where_no_engine_is_expected_it_is_ready_at_once() -> None:
-    with service_of(Clock()) as service:
+def test_a_service_without_expected_engines_is_ready_at_once() -> None:
+    with make_service(Clock()) as service:
         assert readiness(service) == (True, "0 of 0 sources are EXACT")
 
 
-def watched_file(home: Path) -> Path:
+def write_watched_file(home: Path) -> Path:
     return write(home / "w.toml", '[[sources]]\nbase_url = "http://127.0.0.1:1"\n')
 
 
@@ -74,11 +74,12 @@ EXPECTING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", EXPECTING)
-def test_it_is_not_ready_without_a_single_engine_where_some_are_expected(case: str, tmp_path: Path) -> None:
-    """Whatever the deadline: an answer about nothing sends every prompt anywhere. One engine, exact or not, ends it."""
+def test_a_service_is_not_ready_before_the_first_expected_engine(case: str, tmp_path: Path) -> None:
+    """The deadline does not matter before. After the first engine is registered, the deadline applies, also if it is not
+    EXACT."""
     clock = Clock()
-    watched = watched_file(tmp_path) if case == "a watched file" else None
-    with service_of(clock, watched, **EXPECTING[case]) as service:
+    watched = write_watched_file(tmp_path) if case == "a watched file" else None
+    with make_service(clock, watched, **EXPECTING[case]) as service:
         empty = (False, "engines are expected, and none is registered or found so far")
         assert readiness(service) == empty
         clock.now += 3_600
@@ -91,21 +92,21 @@ def test_it_is_not_ready_without_a_single_engine_where_some_are_expected(case: s
 
 
 def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> None:
-    """Though the first of them is refused now, and no engine is left."""
+    """The stored registration is refused after the restart, so no engine is left."""
     state_store = StateStore(tmp_path / "state")
     state_store.save_registrations(lambda: [Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m")])
     state_store.close()
     clock = Clock()
-    with service_of(clock, state_dir=str(tmp_path / "state")) as service:
+    with make_service(clock, state_dir=str(tmp_path / "state")) as service:
         service._register_remembered()
         assert not service.fleet.members
         clock.now += 3_600
         assert not readiness(service)[0]
 
 
-def test_so_many_are_expected_before_the_deadline_and_fewer_after_it() -> None:
+def test_fewer_sources_than_expected_suffice_only_after_the_deadline() -> None:
     clock = Clock()
-    with service_of(clock, ready={"expected": 2}) as service:
+    with make_service(clock, ready={"expected": 2}) as service:
         register(service, "a", Trust.EXACT)
         assert readiness(service) == (False, "1 of 2 expected sources are registered")
         clock.now += 30
@@ -115,16 +116,17 @@ def test_so_many_are_expected_before_the_deadline_and_fewer_after_it() -> None:
         )
 
 
-def test_so_many_that_are_expected_are_enough() -> None:
-    with service_of(Clock(), ready={"expected": 2}) as service:
+def test_a_service_with_all_expected_sources_is_ready() -> None:
+    with make_service(Clock(), ready={"expected": 2}) as service:
         register(service, "a", Trust.EXACT)
         register(service, "b", Trust.EXACT)
         assert readiness(service) == (True, "2 of 2 sources are EXACT")
 
 
-def test_idle_engines_do_not_delay_it() -> None:
-    """Nothing is known to be missing of an engine whose replay no live batch has confirmed yet; with another doubt there is."""
-    with service_of(Clock()) as service:
+def test_idle_engines_do_not_delay_readiness() -> None:
+    """If replay only waits for a confirming live batch, nothing is known to be missing. Another degraded reason delays
+    readiness."""
+    with make_service(Clock()) as service:
         register(service)
         (member,) = service.fleet.members.values()
         member.set_trust(Trust.DEGRADED, (Reason.LOST, Reason.REPLAY_UNPROVEN), 0.0)
@@ -133,9 +135,9 @@ def test_idle_engines_do_not_delay_it() -> None:
         assert readiness(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
 
 
-def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
-    """Every question is 503 then, whatever was ready before: a router must be sent elsewhere until the process is restarted."""
-    with service_of(Clock()) as service:
+def test_a_service_that_no_longer_receives_events_is_not_ready() -> None:
+    """Every query is 503 then. A router must use other services until the process is restarted."""
+    with make_service(Clock()) as service:
         register(service, trust=Trust.EXACT)
         assert readiness(service)[0]
         service.fleet.on_failure(RuntimeError("it broke"))
@@ -144,10 +146,10 @@ def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
         assert readiness(service) == (False, "the service is ending")
 
 
-def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
-    """The answer says that the deadline has passed, and later doubts do not take it back."""
+def test_engines_that_are_not_exact_delay_readiness_until_the_deadline() -> None:
+    """The response says that the deadline has passed, and readiness is not revoked later."""
     clock = Clock()
-    with service_of(clock) as service:
+    with make_service(clock) as service:
         register(service)
         assert readiness(service) == (False, "0 of 1 sources are EXACT")
         clock.now += 29.9
@@ -158,8 +160,8 @@ def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
         assert readiness(service)[0]
 
 
-def test_it_is_not_ready_while_it_ends() -> None:
-    with service_of(Clock()) as service:
+def test_a_service_that_is_ending_is_not_ready() -> None:
+    with make_service(Clock()) as service:
         assert readiness(service)[0]
         service.is_ending = True
         assert readiness(service) == (False, "the service is ending")
@@ -167,14 +169,14 @@ def test_it_is_not_ready_while_it_ends() -> None:
 
 
 @pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])
-def test_what_cannot_be_is_refused(ready: dict[str, float]) -> None:
+def test_invalid_readiness_settings_are_refused(ready: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="ready"):
         convert({"ready": ready}, ServiceConfig, "test")
     assert ServiceConfig().ready.grace_seconds == 0
 
 
-def test_after_sigterm_it_answers_for_the_grace_and_is_not_ready() -> None:
-    """On new connections too. The second signal ends the grace, which is far longer than this test."""
+def test_after_sigterm_a_service_answers_during_its_grace_period_and_is_not_ready() -> None:
+    """New connections are answered, too. The second signal ends the grace period, which is far longer than this test."""
     with ExitStack() as stack:
         made = stack.enter_context(engine())
         service = stack.enter_context(serving("--grace-seconds", 600))
@@ -193,7 +195,7 @@ def test_after_sigterm_it_answers_for_the_grace_and_is_not_ready() -> None:
         assert service.end(signal.SIGTERM).code == 0
 
 
-def test_the_grace_comes_to_an_end() -> None:
+def test_a_service_ends_after_its_grace_period() -> None:
     with serving("--grace-seconds", 0.3) as service:
         assert service.end(signal.SIGTERM).code == 0
         service.says("not ready any more; ending in 0.3 s")

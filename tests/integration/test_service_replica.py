@@ -1,4 +1,4 @@
-"""Replicas of a real service, built from the log of a real NATS server."""
+"""The service as a replica, which builds its index from the log of a real NATS server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = needs_nats
 T = TypeVar("T")
 
 
-def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsServer) -> None:
-    """What it holds, and how far it is to be trusted; engines join, publish and restart."""
+def test_a_replica_answers_like_a_service_that_follows_the_engines(server: NatsServer) -> None:
+    """The replica has the blocks and the trust of all engines, also of those that publish later."""
     plane = plane_at(server.url, name="answers")
     with engines(2) as (one, two), bridging(plane, watch_of("one", one), watch_of("two", two)):
         one.store(range(64))
@@ -38,14 +38,14 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
 
 
 def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(server: NatsServer) -> None:
-    """The second snapshot lets what the first one stands for go; a replica that comes then has all of it."""
+    """The second snapshot purges the pages that the first one replaces. A replica that starts later has all blocks."""
     plane = plane_at(server.url, name="snapshots", partitions=1)
     flags = ("--nats", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)):
         with serving(*flags, "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
-            first = until("two snapshots", lambda: first_page(server, "KVEVENTS_snapshots_0") > 3)
+            first = until("two snapshots", lambda: read_first_page(server, "KVEVENTS_snapshots_0") > 3)
             one.store(range(100, 132))
             service.exact("one", blocks=6)
         with serving(*flags, "--replica-name", "b") as service:
@@ -55,31 +55,31 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
             assert first
 
 
-def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: NatsServer) -> None:
-    """It would wait without end for what the servers have lost, and says what it has passed over."""
+def test_a_replica_skips_a_damaged_snapshot_and_uses_the_previous_one(server: NatsServer) -> None:
+    """A replica must not wait for chunks that the servers have lost. It reports the snapshot that it skips."""
     plane = plane_at(server.url, name="damaged", partitions=1)
     flags = ("--nats", server.url, "--plane", "damaged", "--snapshot-seconds")
     with engine() as one, bridging(plane, watch_of("one", one)):
         with serving(*flags, "0.3", "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
-            until("two snapshots", lambda: first_page(server, "KVEVENTS_damaged_0") > 3)
-        name = asked(server, lambda js: lose_chunks(js, Layout("damaged", 1)))
+            until("two snapshots", lambda: read_first_page(server, "KVEVENTS_damaged_0") > 3)
+        name = call_jetstream(server, lambda js: delete_chunks(js, Layout("damaged", 1)))
         with serving(*flags, "60", "--replica-name", "b") as service:
             service.exact("one", blocks=4)
             service.says("begun with snapshot")
             assert any(name in warning for warning in service.get("/health").json["warnings"])
 
 
-async def lose_chunks(js: JetStreamContext, layout: Layout) -> str:
-    """The chunks of the newest snapshot's index, whose name is returned."""
-    kept, _ = await Snapshots(js, layout).list_valid(0)
-    info = await (await js.object_store(layout.snapshots)).get_info(f"{kept.name}.index")
+async def delete_chunks(js: JetStreamContext, layout: Layout) -> str:
+    """Delete the chunks of the index in the newest snapshot, and return its name."""
+    newest, _ = await Snapshots(js, layout).list_valid(0)
+    info = await (await js.object_store(layout.snapshots)).get_info(f"{newest.name}.index")
     await js.purge_stream(f"OBJ_{layout.snapshots}", subject=f"$O.{layout.snapshots}.C.{info.nuid}")
-    return kept.name
+    return newest.name
 
 
-def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
+def test_replicas_of_one_plane_have_equal_blocks(server: NatsServer) -> None:
     plane = plane_at(server.url, name="agree")
     flags = ("--nats", server.url, "--plane", "agree")
     with (
@@ -98,7 +98,7 @@ def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) ->
 
 
 def test_the_index_is_rebuilt_after_a_partition_was_deleted(server: NatsServer) -> None:
-    """The bridge writes it again from the engines' history, and the replica answers from another generation."""
+    """The bridge writes the partition again from the replay of the engine, and the replica rebuilds its index."""
     plane = plane_at(server.url, name="deleted", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url, "--plane", "deleted") as service:
         one.store(range(64))
@@ -109,35 +109,35 @@ def test_the_index_is_rebuilt_after_a_partition_was_deleted(server: NatsServer) 
         service.says("the index is rebuilt")
 
 
-def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
-    """Before the first connection, and in the middle: nothing is EXACT meanwhile, and all is there afterwards."""
+def test_sources_are_stale_while_the_nats_server_is_down(tmp_path: Path) -> None:
+    """All blocks are there after the server has restarted."""
     with nats_server(tmp_path) as server:
         plane = plane_at(server.url, partitions=1)
         with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url) as service:
             one.store(range(64))
             service.exact("one", blocks=4)
             server.kill()
-            until("doubt", lambda: service.trust("one")[0] == "STALE")
+            until("a stale source", lambda: service.trust("one")[0] == "STALE")
             one.store(range(100, 132))
             server.start()
             service.exact("one", blocks=6)
 
 
-def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> None:
-    """As when they are renewed: the process lives, and tries again."""
+def test_an_invalid_ca_file_is_reported_until_it_is_valid_again(tmp_path: Path) -> None:
+    """Files are replaced when certificates are renewed. The process continues and retries."""
     authority = make_certificates(tmp_path) / "ca.pem"
     right = authority.read_text()
     with serving("--nats", "tls://127.0.0.1:1", "--tls-ca", authority) as service:
 
-        def why() -> str:
+        def read_why() -> str:
             assert service.get("/livez").status == 200
             return str(service.get("/readyz").json["why"])
 
-        until("the servers to be away", lambda: "cannot use the NATS server" in why())
+        until("a failed connection", lambda: "cannot use the NATS server" in read_why())
         authority.write_text("no certificate")
-        until("the file to be wrong", lambda: "is not a valid PEM file" in why())
+        until("the invalid file", lambda: "is not a valid PEM file" in read_why())
         authority.write_text(right)
-        until("the file to be right", lambda: "cannot use the NATS server" in why())
+        until("the valid file", lambda: "cannot use the NATS server" in read_why())
 
 
 def test_no_source_is_exact_without_a_bridge(server: NatsServer) -> None:
@@ -147,11 +147,11 @@ def test_no_source_is_exact_without_a_bridge(server: NatsServer) -> None:
         with bridging(plane, watch_of("one", one)):
             one.store(range(64))
             service.exact("one", blocks=4)
-        until("doubt", lambda: service.trust("one")[0] == "STALE")
+        until("a stale source", lambda: service.trust("one")[0] == "STALE")
         assert "no bridge" in service.trust("one")[1]
 
 
-def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsServer) -> None:
+def test_an_engine_that_restarts_has_another_incarnation_in_a_replica(server: NatsServer) -> None:
     plane = plane_at(server.url, name="restart", partitions=1)
     with (
         engine() as one,
@@ -169,21 +169,21 @@ def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsS
             assert bridge.status().invalid_records == 0
 
 
-def test_a_replica_takes_no_registrations(server: NatsServer) -> None:
+def test_a_replica_refuses_registrations(server: NatsServer) -> None:
     with serving("--nats", server.url, "--plane", "refuses") as service:
         answer = service.register("one", "tcp://127.0.0.1:5557")
         assert answer.status == 409
         assert "bridges" in answer.body.decode()
 
 
-def test_missing_pages_hide_a_replica_until_a_bridge_writes_them_again(server: NatsServer) -> None:
-    """Without a snapshot no process could say what was in them."""
+def test_a_replica_with_missing_pages_is_not_ready_until_a_bridge_rewrites_them(server: NatsServer) -> None:
+    """Without a snapshot, no process knows the content of the missing pages."""
     plane = plane_at(server.url, name="hole", partitions=1)
     with engine() as one:
         with bridging(plane, watch_of("one", one)):
             one.store(range(64))
-            until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
-        asked(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
+            until("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
+        call_jetstream(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
         with serving("--nats", server.url, "--plane", "hole") as service:
             until("a reason", lambda: b"are missing" in service.get("/readyz").body)
             assert service.get("/readyz").status == 503
@@ -191,29 +191,32 @@ def test_missing_pages_hide_a_replica_until_a_bridge_writes_them_again(server: N
                 service.exact("one", blocks=4)
 
 
-def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
-    """No replica has read them and no snapshot replaces them: a new one knows everything without help of an operator."""
+def test_a_running_bridge_rewrites_a_purged_partition(server: NatsServer) -> None:
+    """No replica has read the pages, and no snapshot replaces them. A new replica is EXACT without help of an operator."""
     plane = plane_at(server.url, name="purged", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
         one.store(range(64))
-        until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
-        asked(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
+        until("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
+        call_jetstream(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
         with serving("--nats", server.url, "--plane", "purged") as service:
             service.exact("one", blocks=4)
         assert bridge.status().invalid_records == 0
 
 
-def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
-    """Its pages are gone because the snapshot stands for them."""
+def test_a_purged_partition_with_a_snapshot_is_not_rewritten(server: NatsServer) -> None:
+    """Its pages are purged because the snapshot replaces them."""
     plane = plane_at(server.url, name="held", partitions=1)
     flags = ("--nats", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, heartbeat_seconds=0.02):
         one.store(range(64))
         with serving(*flags) as service:
             service.exact("one", blocks=4)
-            until("a snapshot", lambda: first_page(server, "KVEVENTS_held_0") > 1)
-        before = asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
-        until("beats", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50)
+            until("a snapshot", lambda: read_first_page(server, "KVEVENTS_held_0") > 1)
+        before = call_jetstream(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
+        until(
+            "heartbeats",
+            lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50,
+        )
         assert not any(isinstance(record, ResetRecord) for page in Log(plane).read().pages for record in page.records)
 
 
@@ -224,14 +227,17 @@ def test_metrics_show_how_the_log_is_read(server: NatsServer) -> None:
         one.store(range(64))
         service.exact("one", blocks=4)
 
-        def partition_metrics() -> dict[str, float]:
+        def read_partition_metrics() -> dict[str, float]:
             lines = [
                 line.rsplit(" ", 1) for line in service.get("/metrics").body.decode().splitlines() if "kvevents_plane" in line
             ]
             return {name: float(value) for name, value in lines if not name.startswith("#")}
 
-        until("a snapshot", lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in partition_metrics())
-        found = partition_metrics()
+        until(
+            "a snapshot",
+            lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in read_partition_metrics(),
+        )
+        found = read_partition_metrics()
         assert found["kvevents_plane_synced"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
         assert found["kvevents_plane_index_builds_total"] == 1
         assert found["kvevents_plane_divergences_total"] == found["kvevents_plane_invalid_records_total"] == 0
@@ -240,17 +246,17 @@ def test_metrics_show_how_the_log_is_read(server: NatsServer) -> None:
         assert found['kvevents_plane_partition_lag_pages{partition="0"}'] >= 0
 
 
-def first_page(server: NatsServer, stream: str) -> int:
-    found: int = asked(server, lambda js: js.stream_info(stream)).state.first_seq
+def read_first_page(server: NatsServer, stream: str) -> int:
+    found: int = call_jetstream(server, lambda js: js.stream_info(stream)).state.first_seq
     return found
 
 
 def delete_stream(server: NatsServer, stream: str) -> None:
-    asked(server, lambda js: js.delete_stream(stream))
+    call_jetstream(server, lambda js: js.delete_stream(stream))
 
 
-def asked(server: NatsServer, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    """One request to JetStream."""
+def call_jetstream(server: NatsServer, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """Return the result of one JetStream request."""
 
     async def main() -> T:
         client = await nats.connect(server.url)

@@ -37,8 +37,8 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_replica_in_the_wrong_rebuilds_its_state(server: NatsServer, count: int) -> None:
-    """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
+def test_a_replica_that_differs_from_others_rebuilds_its_index(server: NatsServer, count: int) -> None:
+    """Two other replicas outvote it. With one other replica, the two rebuild in turn. Then all have the right digest."""
     plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER, replicas=TIMERS)
     with engine() as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
@@ -53,14 +53,14 @@ def test_the_replica_in_the_wrong_rebuilds_its_state(server: NatsServer, count: 
                 assert [each.replica.builds for each in found[1:]] == [1, 1]
 
 
-def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
-    """Its heartbeats have digests; a replica alone in the world finds out by them."""
+def test_a_replica_that_differs_from_the_engine_rebuilds_its_index(server: NatsServer) -> None:
+    """Heartbeats of the engine have digests, by which a single replica detects the difference."""
     plane = plane_at(server.url, name="heartbeat", partitions=1, reader=READER, replicas=TIMERS)
     with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, 1) as (only,):
             right = until("the block", lambda: only.digest)
             only.spoil()
-            until("doubt, or another generation", lambda: not only.is_exact or only.replica.builds > 1)
+            until("a degraded source or another generation", lambda: not only.is_exact or only.replica.builds > 1)
             until("another generation", lambda: only.replica.builds > 1)
             until("what the engine holds", lambda: only.digest == right and only.is_exact)

@@ -36,25 +36,25 @@ from service_cases import (
 FLAGS = ("--snapshot-seconds", "0.2")
 
 
-class Publishing:
-    """An engine that goes on: it stores prompts and removes some of them, and knows what it must hold."""
+class PublishingEngine:
+    """An engine that stores prompts and removes some of them, and records the blocks that it must hold."""
 
     def __init__(self, made: Engine, seed: int) -> None:
         self.engine = made
         self._random = Random(seed)
         self._first = seed * 100_000
         self._prompts: dict[int, list[int]] = {}
-        self.truth: set[tuple[str, str]] = set()
+        self.expected: set[tuple[str, str]] = set()
 
     def step(self) -> None:
         if len(self._prompts) > 30 or (self._prompts and self._random.random() < 0.3):
             number = self._random.choice(list(self._prompts))
             self.engine.remove(self._prompts.pop(number))
-            self.truth -= self._keys(number)
+            self.expected -= self._keys(number)
             return
         self._first += 1
         self._prompts[self._first] = self.engine.store(self._tokens(self._first))
-        self.truth |= self._keys(self._first)
+        self.expected |= self._keys(self._first)
 
     def _tokens(self, number: int) -> list[int]:
         return [number * 64 % 2**31 + place for place in range(3 * BLOCK)]
@@ -64,8 +64,8 @@ class Publishing:
 
 
 @contextmanager
-def going_on(streams: Sequence[Publishing]) -> Iterator[None]:
-    """Meanwhile each of them publishes, some hundred batches a second."""
+def publish_meanwhile(streams: Sequence[PublishingEngine]) -> Iterator[None]:
+    """Publish some hundred batches a second in a thread."""
     ended = threading.Event()
 
     def work() -> None:
@@ -82,37 +82,37 @@ def going_on(streams: Sequence[Publishing]) -> Iterator[None]:
         thread.join()
 
 
-def knows_the_truth(service: Service, streams: dict[str, Publishing]) -> None:
+def check_blocks(service: Service, streams: dict[str, PublishingEngine]) -> None:
     for name, stream in streams.items():
-        until(f"the truth of {name}: {len(stream.truth)} blocks", lambda n=name, s=stream: service.keys(n) == s.truth)  # type: ignore[misc]
+        until(f"keys of {name}: {len(stream.expected)} blocks", lambda n=name, s=stream: service.keys(n) == s.expected)  # type: ignore[misc]
         service.exact(name)
 
 
-def test_killed_at_any_moment_it_comes_back_with_the_truth(tmp_path: Path) -> None:
-    """Moments are random; the seed is not, and the publishers never pause."""
+def test_a_service_that_is_killed_at_any_moment_restarts_with_the_right_blocks(tmp_path: Path) -> None:
+    """The moments are random with a fixed seed, and the publishers never pause."""
     moments = Random(4)
     state = tmp_path / "state"
     with engines(3) as made:
-        streams = {f"e{number}": Publishing(each, number + 1) for number, each in enumerate(made)}
+        streams = {f"e{number}": PublishingEngine(each, number + 1) for number, each in enumerate(made)}
         with serving("--state-dir", state, *FLAGS) as service:
             for name, stream in streams.items():
                 assert service.register(name, stream.engine.publisher).status == 201
-            with going_on(list(streams.values())):
+            with publish_meanwhile(list(streams.values())):
                 for name in streams:
                     service.exact(name)
                 known = time.time()
                 until("a snapshot of all three", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > known)
                 service.kill()
         for _ in range(4):
-            with serving("--state-dir", state, *FLAGS) as service, going_on(list(streams.values())):
-                # From here on only its own files list the sources that it subscribes to.
+            with serving("--state-dir", state, *FLAGS) as service, publish_meanwhile(list(streams.values())):
+                # From here on the service knows its sources only from its state folder.
                 for name in streams:
                     service.exact(name)
                 threading.Event().wait(moments.random() * 0.4)
                 service.kill()
         with serving("--state-dir", state, *FLAGS) as service:
             service.says("restored [1-9][0-9]* blocks of 3 streams")
-            knows_the_truth(service, streams)
+            check_blocks(service, streams)
             assert [service.source(name)["lost"] for name in streams] == [0, 0, 0]
             assert [service.source(name)["resets"] for name in streams] == [0, 0, 0]
             assert service.get("/health").json == {"status": "ok", "warnings": []}
@@ -138,7 +138,7 @@ def test_an_engine_that_restarted_meanwhile_begins_with_a_reset(tmp_path: Path) 
             assert service.held(prompt(1)) == {}
 
 
-def test_a_stream_is_not_exact_before_it_was_checked(tmp_path: Path) -> None:
+def test_a_restored_stream_is_not_exact_before_its_engine_answers(tmp_path: Path) -> None:
     with engine(seed=3) as made, serving("--state-dir", tmp_path) as service:
         assert service.register("e", made.publisher).status == 201
         made.store(prompt(3))
@@ -147,7 +147,7 @@ def test_a_stream_is_not_exact_before_it_was_checked(tmp_path: Path) -> None:
     with serving("--state-dir", tmp_path) as service:  # the engine is gone
         until("the reason", lambda: "nothing listens" in service.trust("e")[1])
         assert service.trust("e")[0] in {"CONNECTING", "STALE"}
-        # What it held is answered, with how far it can be trusted.
+        # Queries return the restored blocks with their trust.
         assert service.query(prompt(3))["instances"]["e"]["trust"]["0"] in {"CONNECTING", "STALE"}
         assert service.get("/readyz").status == 503
 
@@ -176,7 +176,7 @@ def test_unreadable_files_are_set_aside_and_reported(tmp_path: Path, broken: str
                 assert service.register("e", made.publisher).status == 201
             service.exact("e", blocks=4)
             assert service.held(prompt(4)) == {"e": 64}
-            # It does not pass with the next good snapshot: an operator looks later than that.
+            # The warning stays after the next good snapshot, because an operator looks later.
             until("a snapshot", lambda: service.get("/v1/stats").json["snapshot_at"])
             assert service.get("/health").json["warnings"] == [warning]
             service.end()
@@ -185,7 +185,7 @@ def test_unreadable_files_are_set_aside_and_reported(tmp_path: Path, broken: str
             service.exact("e", blocks=4)
 
 
-def test_what_a_killed_process_had_begun_to_write_is_swept_away(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     write(tmp_path / ".kvevents-0123.tmp", "half")
     write(tmp_path / ".current.tmp", "half")
     with serving("--state-dir", tmp_path):
@@ -193,7 +193,7 @@ def test_what_a_killed_process_had_begun_to_write_is_swept_away(tmp_path: Path) 
 
 
 def test_a_killed_process_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
-    """What the control plane answers comes over no file."""
+    """Responses of the control plane are not passed through files."""
     with serving(TMPDIR=str(tmp_path)) as service:
         assert service.get("/openapi.json").status == 200
         service.program.process.kill()
@@ -201,7 +201,7 @@ def test_a_killed_process_leaves_nothing_in_the_temporary_folder(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_folder_is_for_one_process(tmp_path: Path) -> None:
+def test_a_state_folder_in_use_is_refused(tmp_path: Path) -> None:
     with serving("--state-dir", tmp_path):
         ended = run("serve", "--port", 0, "--state-dir", tmp_path)
         assert ended.code == 1
@@ -209,7 +209,7 @@ def test_one_folder_is_for_one_process(tmp_path: Path) -> None:
         assert f"state_dir {tmp_path} is in use by another process" in line
 
 
-# --- a disk that is full
+# --- a full disk
 
 _LIMITED = """
 import resource, runpy, signal, sys
@@ -219,12 +219,12 @@ signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_FSIZ
 sys.argv = ["kvevents", "serve", "--port", "0"] + sys.argv[1:]
 runpy.run_module("kvevents", run_name="__main__")
 """
-"""A process that may write files of 64 bytes at most, until it is sent SIGUSR1."""
+"""A process that can write at most 64 bytes to a file until it receives SIGUSR1."""
 
 
 @contextmanager
-def full_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...], Callable[[Service], None]]]:
-    """A folder on a disk that is full, the command to use it with, and what makes room."""
+def fill_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...], Callable[[Service], None]]]:
+    """Return a folder on a full disk, the command of a service that uses it, and a function that makes room."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False, capture_output=True)  # noqa: S607
     if mounted.returncode:
@@ -240,18 +240,18 @@ def full_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...], Callable[[S
         subprocess.run(["umount", "-l", folder], check=True)  # noqa: S607
 
 
-def metric(service: Service, value: int) -> bool:
+def has_snapshot_failed_metric(service: Service, value: int) -> bool:
     return f"kvevents_snapshot_failed {value}\n".encode() in service.get("/metrics").body
 
 
-def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
-    with engine(seed=5) as made, full_disk(tmp_path / "small") as (folder, command, make_room):
+def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
+    with engine(seed=5) as made, fill_disk(tmp_path / "small") as (folder, command, make_room):
         with serving("--state-dir", folder, *FLAGS, command=command) as service:
             assert service.register("e", made.publisher).status == 201
             made.store(prompt(5, 100))
             service.exact("e", blocks=100)
 
-            until("the fault", lambda: metric(service, 1))
+            until("the fault", lambda: has_snapshot_failed_metric(service, 1))
             fault = service.get("/v1/stats").json["snapshot_fault"]
             assert str(folder) in fault
             assert service.get("/health").json == {"status": "ok", "warnings": [fault]}
@@ -260,11 +260,11 @@ def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
         with serving("--state-dir", folder, *FLAGS, command=command) as service:
             assert service.register("e", made.publisher).status == 201
             service.exact("e", blocks=100)
-            until("the fault", lambda: metric(service, 1))
+            until("the fault", lambda: has_snapshot_failed_metric(service, 1))
             make_room(service)
-            until("a snapshot", lambda: metric(service, 0))
+            until("a snapshot", lambda: has_snapshot_failed_metric(service, 0))
             assert service.get("/health").json["warnings"] == []
-            # What was registered while there was no room is kept, too.
+            # Registrations from the time without room are stored, too.
             until("registrations", (folder / "registered.json").exists)
             assert len(service.log_lines("ERROR")) <= 3
             service.kill()
@@ -273,7 +273,7 @@ def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
 
 
 def test_registrations_that_the_disk_refused_are_written_at_the_end(tmp_path: Path) -> None:
-    """The next snapshot would try again; a service that ends before it does so then."""
+    """The next snapshot would retry. A service that ends before it writes them when it ends."""
     state = tmp_path / "state"
     config = write(tmp_path / "c.toml", "snapshot_seconds = 3600\n")
     with serving("--config", config, "--state-dir", state) as service:
@@ -287,11 +287,11 @@ def test_registrations_that_the_disk_refused_are_written_at_the_end(tmp_path: Pa
         assert [name for name, _ in service.sources()] == ["e"]
 
 
-# --- an orderly end
+# --- shutdown
 
 
-def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> None:
-    """When the last request has its answer, the service ends: it does not wait for the time that requests have."""
+def test_sigterm_finishes_open_requests_and_stores_a_snapshot(tmp_path: Path) -> None:
+    """The service ends when the last request has its response. It does not wait for `drain_seconds`."""
     config = write(tmp_path / "c.toml", "limits = { drain_seconds = 3600 }\n")
     with engine(seed=6) as made, serving("--config", config, "--state-dir", tmp_path) as service:
         assert service.register("e", made.publisher).status == 201
@@ -303,7 +303,7 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
         )
         with Stream(service) as stream, socket.create_connection((service.host, service.port), DEADLINE) as slow:
             slow.sendall(head + body[:10])
-            assert service.get("/health").status == 200  # the bytes before it are there
+            assert service.get("/health").status == 200  # earlier bytes have arrived
             service.program.process.send_signal(signal.SIGTERM)
             assert stream.ended()
             slow.sendall(body[10:])
@@ -315,8 +315,8 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
     assert (tmp_path / "current").exists()
 
 
-def test_idle_clients_delay_the_end_no_longer_than_configured(tmp_path: Path) -> None:
-    """Another test shows that a request has its time; this one, that no client has more. The end comes, and is orderly."""
+def test_idle_clients_delay_the_shutdown_no_longer_than_configured(tmp_path: Path) -> None:
+    """The service waits `drain_seconds` for an unfinished request, and then ends without an error."""
     config = write(tmp_path / "c.toml", "limits = { drain_seconds = 0.5 }\n")
     with serving("--config", config) as service, socket.create_connection((service.host, service.port)) as idle:
         idle.sendall(b"POST /v1/match_many HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
@@ -328,20 +328,20 @@ def test_idle_clients_delay_the_end_no_longer_than_configured(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_service_waits_for_nothing_at_its_end(tmp_path: Path, number: signal.Signals) -> None:
-    """Neither for the time that requests would have, nor for what snapshots are apart."""
+def test_an_idle_service_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """The service waits neither for `drain_seconds` nor for `snapshot_seconds`."""
     config = write(tmp_path / "c.toml", "snapshot_seconds = 3600\nlimits = { drain_seconds = 3600 }\n")
     with serving("--config", config, "--state-dir", tmp_path / "state") as service:
         assert service.end(number).code == 0
 
 
-def test_a_registration_that_is_refused_forgets_nothing_of_what_was_kept(tmp_path: Path) -> None:
-    """The right one goes on where the process before has ended, though a wrong one came first."""
+def test_a_refused_registration_keeps_the_restored_blocks(tmp_path: Path) -> None:
+    """A later registration that is accepted continues where the previous process has ended."""
     tokens = prompt(1)
     with engine(seed=1, buffer_steps=2, compact=False) as made:
         with serving("--state-dir", tmp_path / "state") as service:
             assert service.register("e", made.publisher).status == 201
-            # Two of three batches are left for replay: the first one must come live.
+            # Replay has only two of three batches, so the first batch must be received live.
             until("the subscription", lambda: made.publisher.stats().subscribers)
             for number in range(3):
                 made.store(prompt(number + 1))
@@ -358,8 +358,8 @@ def test_a_registration_that_is_refused_forgets_nothing_of_what_was_kept(tmp_pat
             service.exact("e", blocks=12)
 
 
-def test_the_settings_of_a_registration_come_back_after_a_restart(tmp_path: Path) -> None:
-    """Tiers without removals are not taken for exact ones because the service has restarted."""
+def test_settings_of_a_registration_survive_a_restart(tmp_path: Path) -> None:
+    """Tiers without removals are still inexact after a restart."""
     with engine() as made:
         with serving("--state-dir", tmp_path) as service:
             load = f"http://127.0.0.1:{quiet_port()}"

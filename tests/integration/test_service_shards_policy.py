@@ -20,7 +20,7 @@ from kvevents.settings import convert
 POD = "http://kv-0.kv-peers.ns.svc:8090"
 
 
-def allows(own: str, url: str, *allow: str) -> bool:
+def is_allowed(own: str, url: str, *allow: str) -> bool:
     return not PeerPolicy(ShardSettings(url=own, allow=list(allow))).refusal(url)
 
 
@@ -50,7 +50,7 @@ def allows(own: str, url: str, *allow: str) -> bool:
     ],
 )
 def test_without_patterns_the_own_domain_is_allowed(own: str, url: str, allowed: bool) -> None:
-    assert allows(own, url) is allowed
+    assert is_allowed(own, url) is allowed
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_without_patterns_the_own_domain_is_allowed(own: str, url: str, allowed:
         ("*.example.com", "http://example.com", False),
     ],
 )
-def test_patterns_take_the_place_of_it(pattern: str, url: str, allowed: bool) -> None:
-    assert allows(POD, url, pattern) is allowed
+def test_patterns_replace_the_own_domain(pattern: str, url: str, allowed: bool) -> None:
+    assert is_allowed(POD, url, pattern) is allowed
 
 
 @pytest.mark.parametrize("pattern", ["http://a", "a:80", "10.0.0.0/33", "10.0.0.1/24", "*", ""])
-def test_other_patterns_are_refused(pattern: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match=r"invalid shard\.allow entry"):
         ShardSettings(url=POD, allow=[pattern])
 
 
-def test_requiring_certificates_requires_an_own_one() -> None:
-    """Else no replica could ask another one."""
+def test_requiring_client_certificates_requires_an_own_certificate() -> None:
+    """Otherwise no replica could query another one."""
     tables = {"plane": {"servers": ["nats://n1"]}, "replica": "a", "shard": {"url": POD}}
     tls = {"certificate": "server.pem", "key": "server.key", "client_ca": "ca.pem"}
     with pytest.raises(ConfigError, match=r"set shard\.tls_certificate"):
@@ -88,7 +88,7 @@ def test_requiring_certificates_requires_an_own_one() -> None:
 
 
 async def test_replicas_authenticate_to_each_other(tmp_path: Path) -> None:
-    """One that requires certificates is asked with one; one whose own certificate is not of the authority is not asked."""
+    """A replica that requires certificates is queried with one. A replica with an untrusted certificate is not queried."""
     folder = make_certificates(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "ca.pem")
     context.verify_mode = ssl.CERT_REQUIRED

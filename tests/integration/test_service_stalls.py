@@ -27,41 +27,41 @@ def request(path: str, body: bytes) -> HttpRequest:
     return HttpRequest("POST", path, b"", Headers([(b"content-type", b"application/json")]), body)
 
 
-async def answered(app: App, path: str, body: bytes) -> Response:
-    """The answer of the control plane's own handler, which answers if other replicas are asked, or requests have spans."""
+async def post_to_control_plane(app: App, path: str, body: bytes) -> Response:
+    """Return the response of the handler in the control plane, which answers sharded replicas and requests with spans."""
     found = await app._handle(ROUTES[path]["POST"], request(path, body))
     assert isinstance(found, Response)
     return found
 
 
-def test_a_choice_among_many_workers_is_made_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the request names them, or they are those that serve its model."""
+def test_a_selection_among_many_workers_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds if the request names the candidates, and if they are all workers of its model."""
     seen: list[tuple[int, bool]] = []
-    choose = selecting.select
+    original_select = selecting.select
 
-    def watched(asked: Any, candidates: Any, *rest: Any) -> Any:
+    def record_thread(requested: Any, candidates: Any, *rest: Any) -> Any:
         seen.append((len(candidates), threading.current_thread() is threading.main_thread()))
-        return choose(asked, candidates, *rest)
+        return original_select(requested, candidates, *rest)
 
-    monkeypatch.setattr(v1, "select_worker", watched)
+    monkeypatch.setattr(v1, "select_worker", record_thread)
 
     async def scenario() -> None:
         service = Service(ServiceConfig(limits=Limits(inline_candidates=2)))
         await service.start()
         try:
-            await choices(service, App(service))
+            await select_workers(service, App(service))
         finally:
             await service.stop()
 
-    async def choices(service: Service, app: App) -> None:
+    async def select_workers(service: Service, app: App) -> None:
         for count in (2, 3):
             service.fleet.register(Registration(instance=f"e{count}", endpoint="tcp://127.0.0.1:1", model="m"))
             named = [{"instance": f"w{number}"} for number in range(count)]
             body = {"model": "m", "tokens": [], "candidates": named}
-            answer = await answered(app, "/v1/select", msgspec.json.encode(body))
+            answer = await post_to_control_plane(app, "/v1/select", msgspec.json.encode(body))
             assert answer.status == 200, answer.body
         service.fleet.register(Registration(instance="e4", endpoint="tcp://127.0.0.1:1", model="m"))
-        answer = await answered(app, "/v1/select", msgspec.json.encode({"model": "m", "tokens": []}))
+        answer = await post_to_control_plane(app, "/v1/select", msgspec.json.encode({"model": "m", "tokens": []}))
         assert answer.status == 200, answer.body
 
     asyncio.run(scenario())
@@ -69,8 +69,8 @@ def test_a_choice_among_many_workers_is_made_by_a_thread(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", ["/query", "/query_by_hash", "/v1/match", "/v1/select"])
-def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
-    """They are looked up, and the answer is written, in one; with few workers both are done where the request is received."""
+def test_a_response_about_many_workers_is_made_in_a_thread(path: str) -> None:
+    """The lookup and the response are made in one thread. With few workers, both are made on the event loop."""
     body = {
         "/query": {"model_name": "m", "token_ids": [1]},
         "/query_by_hash": {"model_name": "m", "seq_hashes": [1]},
@@ -81,16 +81,16 @@ def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
         await service.start()
         try:
             app, seen = App(service), list[bool]()
-            looked_up = service.fleet.namespaces
+            find_namespaces = service.fleet.namespaces
 
-            def watched(scope: Any) -> Any:
+            def record_thread(scope: Any) -> Any:
                 seen.append(threading.current_thread() is threading.main_thread())
-                return looked_up(scope)
+                return find_namespaces(scope)
 
-            service.fleet.namespaces = watched  # type: ignore[method-assign]
+            service.fleet.namespaces = record_thread  # type: ignore[method-assign]
             for count in range(1, 4):
                 service.fleet.register(Registration(instance=f"e{count}", endpoint="tcp://127.0.0.1:1", model="m"))
-                answer = await answered(app, path, msgspec.json.encode(body))
+                answer = await post_to_control_plane(app, path, msgspec.json.encode(body))
                 assert answer.status == 200, answer.body
             assert seen == [True, True, False]
         finally:
@@ -99,14 +99,14 @@ def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
     asyncio.run(scenario())
 
 
-def test_answers_that_grow_with_the_fleet_are_made_by_threads() -> None:
+def test_responses_that_grow_with_the_fleet_are_made_in_threads() -> None:
     paths = ("/workers", "/services", "/global_view", "/v1/sources", "/v1/stats", "/v1/hot", "/v1/blocks", "/metrics")
     assert [path for path in paths if not ROUTES[path]["GET"].pool] == []
     assert ROUTES["/v1/match_many"]["POST"].pool
 
 
-def test_what_takes_long_to_read_is_refused(tmp_path: Path) -> None:
-    """Python reads JSON in one piece, whichever thread does it; token ids of a JSON prompt are read without it."""
+def test_bodies_that_take_long_to_decode_are_refused(tmp_path: Path) -> None:
+    """Python decodes JSON in one piece in any thread. Token ids of a JSON prompt are decoded natively."""
     with serving("--config", write(tmp_path / "service.toml", LIMITS)) as service:
         candidates = [{"instance": f"e{number}"} for number in range(21)]
         for path, body, reason in (

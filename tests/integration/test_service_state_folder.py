@@ -1,4 +1,4 @@
-"""The state folder: several threads write to it at once, and nothing in it is malformed, missing or readable by others."""
+"""The state folder: several threads write to it at once, and no file is malformed, missing or readable by other users."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def registration(number: int) -> Registration:
     return Registration(instance=f"e{number}", endpoint=f"tcp://127.0.0.1:{20_000 + number}", model="m")
 
 
-def test_registrations_that_threads_write_at_once_are_all_kept(tmp_path: Path) -> None:
-    """No write fails, the file is whole after each round, and it has the newest list."""
+def test_registrations_that_threads_write_at_once_are_all_stored(tmp_path: Path) -> None:
+    """No write fails, and the file has the newest list after each round."""
     state_store = StateStore(tmp_path)
     for _ in range(20):
         known: list[Registration] = []
@@ -41,31 +41,31 @@ def test_registrations_that_threads_write_at_once_are_all_kept(tmp_path: Path) -
     assert not list(tmp_path.glob(".*"))
 
 
-class Standing:
-    """Where streams stand: the second question of a save is answered when `go_on` is set."""
+class BlockingCheckpoints:
+    """A source of checkpoints that blocks its second call until `go_on` is set."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.called = threading.Event()
         self.go_on = threading.Event()
-        self._questions = 0
+        self._calls = 0
 
     def __call__(self) -> list[Checkpoint]:
-        self._questions += 1
-        if self._questions == 2:
-            self.asked.set()
+        self._calls += 1
+        if self._calls == 2:
+            self.called.set()
             assert self.go_on.wait(DEADLINE)
         return []
 
 
-def test_a_save_waits_for_the_one_under_way_and_removes_no_file_of_it(tmp_path: Path) -> None:
-    """The last snapshot at SIGTERM beside a periodic one: whichever ends last, `current` names a snapshot that is there."""
+def test_a_save_waits_for_an_earlier_save_and_removes_none_of_its_files(tmp_path: Path) -> None:
+    """The last snapshot at SIGTERM can begin during a periodic one. In any order, `current` names a snapshot that exists."""
     state_store = StateStore(tmp_path)
-    first, second = Standing(), Standing()
+    first, second = BlockingCheckpoints(), BlockingCheckpoints()
     with ThreadPoolExecutor(2) as threads:
         periodic = threads.submit(state_store.save, PrefixIndex(), first)
-        assert first.asked.wait(DEADLINE)
+        assert first.called.wait(DEADLINE)
         last = threads.submit(state_store.save, PrefixIndex(), second)
-        assert not second.asked.wait(0.05)
+        assert not second.called.wait(0.05)
         first.go_on.set()
         periodic.result(DEADLINE)
         second.go_on.set()
@@ -74,21 +74,21 @@ def test_a_save_waits_for_the_one_under_way_and_removes_no_file_of_it(tmp_path: 
     assert (tmp_path / "current").exists()
 
 
-def test_the_folder_is_left_to_the_next_process_when_all_is_written(tmp_path: Path) -> None:
-    """`close` waits for a save under way."""
-    state_store, standing = StateStore(tmp_path), Standing()
+def test_close_waits_for_a_save_before_it_releases_the_folder(tmp_path: Path) -> None:
+    """The next process can open the folder afterwards."""
+    state_store, checkpoints = StateStore(tmp_path), BlockingCheckpoints()
     with ThreadPoolExecutor(2) as threads:
-        saving = threads.submit(state_store.save, PrefixIndex(), standing)
-        assert standing.asked.wait(DEADLINE)
+        saving = threads.submit(state_store.save, PrefixIndex(), checkpoints)
+        assert checkpoints.called.wait(DEADLINE)
         closing = threads.submit(state_store.close)
-        standing.go_on.set()
+        checkpoints.go_on.set()
         closing.result(DEADLINE)
         assert saving.done()
     StateStore(tmp_path).close()
 
 
-def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:
-    """In a folder that others may read, too: snapshots can hold token ids, registrations hold salts."""
+def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
+    """Other users can list the folder, but snapshots can hold token ids and registrations hold salts."""
     tmp_path.chmod(0o755)
     state_store = StateStore(tmp_path)
     nothing: Callable[[], list[Checkpoint]] = list
@@ -98,8 +98,8 @@ def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:
     assert modes == dict.fromkeys(("current", "index", "streams", "registered.json", "lock"), 0o600)
 
 
-def test_registrations_that_clients_make_at_once_survive_a_kill(tmp_path: Path) -> None:
-    """No answer before its registration is on the disk, no warning, and all are there after SIGKILL."""
+def test_registrations_that_clients_send_at_once_survive_a_kill(tmp_path: Path) -> None:
+    """Each response is sent after its registration is on the disk. All registrations are there after SIGKILL."""
     names = [f"e{number}" for number in range(48)]
     with engine(seed=9) as made, serving("--state-dir", tmp_path, "--snapshot-seconds", "0.1") as service:
 

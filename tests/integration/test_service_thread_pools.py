@@ -41,7 +41,7 @@ async def test_a_pool_has_a_bounded_queue() -> None:
     assert await asyncio.gather(*waiting[:2]) == [True, True]
 
 
-async def test_a_pool_has_its_number_of_threads() -> None:
+async def test_a_pool_has_at_most_its_number_of_threads() -> None:
     """Each call runs in the caller's context, so that spans see it."""
     pool, noted = ThreadPool("test", 2, 100), contextvars.ContextVar[int]("noted")
 
@@ -64,11 +64,11 @@ async def test_one_client_at_a_time_has_the_lock() -> None:
     second = asyncio.create_task(lock.acquire(DEADLINE))
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError, match="another client is reading a test"):
-        await lock.acquire(DEADLINE)  # too many wait already
+        await lock.acquire(DEADLINE)  # too many callers wait already
     lock.release()
     await second
     with pytest.raises(UnavailableError, match="another client is reading a test"):
-        await lock.acquire(0.01)  # for too short a time
+        await lock.acquire(0.01)  # the timeout is too short
     lock.release()
     await lock.acquire(DEADLINE)
 
@@ -76,8 +76,8 @@ async def test_one_client_at_a_time_has_the_lock() -> None:
 EXACT = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
 
 
-def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
-    """Each engine's blocks come once, those of one model and group together, also where an engine has none."""
+def test_a_dump_of_several_pieces_is_complete(tmp_path: Path) -> None:
+    """Each block of an engine occurs once. Blocks of one model and group are together, also if an engine has none."""
     blocks = PIECE_BLOCKS + 10
     with engines(3) as (first, second, other), serving() as service:
         for number, each in enumerate((first, second)):
@@ -101,11 +101,11 @@ def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
             assert len({event["data"]["stored"]["blocks"][0]["tokens_hash"] for event in own}) == blocks
         assert len(events) == 2 * blocks
         assert service.ask("HEAD", "/dump").body == b""
-        assert service.get("/dump").json == dump, "a HEAD gives its turn back"
+        assert service.get("/dump").json == dump, "a HEAD request releases its turn"
 
 
-def test_a_dump_that_is_not_read_makes_others_wait_for_a_while_only(tmp_path: Path) -> None:
-    """Of many clients at once a few wait, the rest get "busy"; probes and metrics are answered meanwhile."""
+def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) -> None:
+    """A few of many clients wait, and the others get "busy". Probes and metrics are answered meanwhile."""
     settings = "limits = { unread_seconds = 8.0, request_seconds = 0.5, max_waiting = 2 }\n"
     with engines(1) as (one,), serving("--config", write(tmp_path / "service.toml", settings)) as service, ExitStack() as stack:
         assert service.register("e", one.publisher).status == 201
@@ -116,30 +116,30 @@ def test_a_dump_that_is_not_read_makes_others_wait_for_a_while_only(tmp_path: Pa
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         unread.connect((service.host, service.port))
         unread.sendall(b"GET /dump HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        until("it to begin", lambda: unread.recv(1))
-        asking = [HTTPConnection(service.host, service.port, timeout=DEADLINE) for _ in range(6)]
-        for each in asking:
+        until("the response to begin", lambda: unread.recv(1))
+        clients = [HTTPConnection(service.host, service.port, timeout=DEADLINE) for _ in range(6)]
+        for each in clients:
             stack.callback(each.close)
             each.request("GET", "/dump")
-        answers = [each.getresponse() for each in asking]
+        answers = [each.getresponse() for each in clients]
         assert {answer.status for answer in answers} == {503}
         assert {msgspec.json.decode(answer.read())["reason"] for answer in answers} == {"busy"}
         for path in ("/livez", "/metrics", "/v1/blocks?instance=e&limit=1"):
             assert service.get(path).status == 200
 
-        def again() -> bool:
+        def can_dump() -> bool:
             other = Client(service.url)
             try:
                 return other.get("/dump").status == 200
             finally:
                 other.close()
 
-        until("it to be cut off, and the turn of another", again)
+        until("a dump of another client", can_dump)
 
 
 @pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
-async def test_a_large_body_makes_no_other_client_wait(path: str, size: int) -> None:
-    """It is handled in a thread; a smaller one at once, which costs less."""
+async def test_a_large_body_is_handled_in_a_thread(path: str, size: int) -> None:
+    """Smaller bodies are handled on the event loop, which costs less."""
     service = Service(ServiceConfig())
     app, found = App(service), ROUTES[path]["POST"]
     endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))

@@ -47,15 +47,15 @@ def ask(app: App, method: str, path: str, body: object = None, **headers: str) -
         sent.append(message)
 
     sent_as = headers if body is None else {"content_type": "application/json", **headers}
-    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent_as.items()]
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": given}
+    header_pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent_as.items()]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": header_pairs}
     asyncio.run(app(scope, receive, send))
     return Answer(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
 
 
 @pytest.fixture(name="service")
 def service_with_blocks() -> Iterator[Service]:
-    """A service without connections, whose one engine holds two blocks of the prompt."""
+    """Return a service without connections, whose one engine holds two blocks of the prompt."""
     service = Service(ServiceConfig())
     registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="tiny", block_size=BLOCK)
     service.fleet.register(registration).result()
@@ -67,7 +67,7 @@ def service_with_blocks() -> Iterator[Service]:
 
 @pytest.fixture(name="spans")
 def exported_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Fake a configured SDK, because a process can set the real provider only once."""
+    """Replace the tracer provider, because a process can set the real one only once."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
@@ -75,14 +75,14 @@ def exported_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExpo
     provider.shutdown()
 
 
-def only(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[str, Any]]:
+def read_only_span(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[str, Any]]:
     (span,) = exporter.get_finished_spans()
     return span, dict(span.attributes or {})
 
 
 def test_a_span_has_the_model_and_the_match(service: Service, spans: InMemorySpanExporter) -> None:
     answer = ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS})
-    span, attributes = only(spans)
+    span, attributes = read_only_span(spans)
     assert answer.status == 200
     assert attributes == {
         "http.request.method": "POST",
@@ -96,9 +96,9 @@ def test_a_span_has_the_model_and_the_match(service: Service, spans: InMemorySpa
     assert (span.name, span.kind, span.parent) == ("POST /query", trace.SpanKind.SERVER, None)
 
 
-def test_a_span_is_the_child_of_the_callers(service: Service, spans: InMemorySpanExporter) -> None:
+def test_a_span_is_the_child_of_the_span_of_the_caller(service: Service, spans: InMemorySpanExporter) -> None:
     ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent=TRACEPARENT)
-    span, _ = only(spans)
+    span, _ = read_only_span(spans)
     assert span.parent
     assert (span.parent.trace_id, span.parent.span_id, span.parent.is_remote) == (TRACE, PARENT, True)
     assert span.context.trace_id == TRACE
@@ -106,19 +106,19 @@ def test_a_span_is_the_child_of_the_callers(service: Service, spans: InMemorySpa
 
 def test_an_invalid_traceparent_starts_a_new_trace(service: Service, spans: InMemorySpanExporter) -> None:
     ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent="00-\xff-junk")
-    assert only(spans)[0].parent is None
+    assert read_only_span(spans)[0].parent is None
 
 
 def test_spans_have_lookups_by_hash_and_in_threads(service: Service, spans: InMemorySpanExporter) -> None:
     app = App(service)
     keys = list(block_keys(TOKENS, BLOCK))
     assert ask(app, "POST", "/query_by_hash", {"model_name": "tiny", "seq_hashes": keys}).status == 200
-    _, attributes = only(spans)
+    _, attributes = read_only_span(spans)
     assert (attributes["kvevents.longest_matched"], "kvevents.prompt_tokens" in attributes) == (HELD, False)
     spans.clear()
     many = {"model": "tiny", "prompts": [TOKENS[:BLOCK], TOKENS, [1, 2, 3]]}
     assert ask(app, "POST", "/v1/match_many", many).status == 200
-    _, attributes = only(spans)
+    _, attributes = read_only_span(spans)
     assert (attributes["kvevents.prompt_tokens"], attributes["kvevents.longest_matched"]) == (4 * BLOCK + 3, HELD)
 
 
@@ -137,7 +137,7 @@ def test_span_names_are_bounded(
 ) -> None:
     """Clients choose paths and methods, so these must not become names of spans."""
     assert ask(App(service), method, path).status == status
-    span, attributes = only(spans)
+    span, attributes = read_only_span(spans)
     assert (span.name, attributes["http.response.status_code"], attributes.get("http.route")) == (name, status, route)
     assert len(attributes["url.path"]) <= MAX_PATH
     assert attributes["http.request.method"] in {"GET", "POST", "_OTHER"}
@@ -152,8 +152,8 @@ def test_an_internal_error_sets_the_status(
 
     monkeypatch.setattr(service.fleet, "match", fail)
     assert ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 500
-    assert only(spans)[0].status.status_code is trace.StatusCode.ERROR
-    assert "7000" not in text_of(only(spans)[0])
+    assert read_only_span(spans)[0].status.status_code is trace.StatusCode.ERROR
+    assert "7000" not in format_span(read_only_span(spans)[0])
 
 
 def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanExporter) -> None:
@@ -162,7 +162,7 @@ def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanEx
     assert spans.get_finished_spans() == ()
 
 
-def text_of(span: ReadableSpan) -> str:
+def format_span(span: ReadableSpan) -> str:
     """Return a span as text without times and ids, whose digits could match anything."""
     text = json.loads(span.to_json())
     for name in ("context", "parent_id", "start_time", "end_time"):
@@ -181,13 +181,13 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
         ("/v1/select", {"model": "tiny", "tokens": TOKENS, "expect_seconds": 1}),
     ):
         ask(app, "POST", path, body, authorization="Bearer hush-hush-hush")
-    text = "".join(map(text_of, spans.get_finished_spans()))
+    text = "".join(map(format_span, spans.get_finished_spans()))
     assert len(spans.get_finished_spans()) == 6
     assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in text]
 
 
 def test_without_an_sdk_the_application_is_not_wrapped(service: Service) -> None:
-    """With the API alone, the application is not wrapped."""
+    """With the API alone, `find_tracer` returns None."""
     assert find_tracer() is None
     app = App(service)
     assert app.service is service
@@ -217,16 +217,16 @@ main()
 
 
 def test_an_sdk_that_is_configured_before_the_service_starts_is_found() -> None:
-    """A real service with the real global provider, and a request with a parent span."""
+    """The service uses the real global provider, and the request has a parent span."""
     with serving(command=(sys.executable, "-W", "error", "-c", SERVING, "serve", "--port", "0")) as service:
-        asked = service.ask(
+        response = service.ask(
             "POST",
             "/query",
             json.dumps({"model_name": "none", "token_ids": TOKENS}).encode(),
             content_type="application/json",
             traceparent=TRACEPARENT,
         )
-        assert asked.status == 404
+        assert response.status == 404
         span = json.loads(service.program.out.wait(r"POST /query"))
         assert (span["context"]["trace_id"], span["parent_id"]) == (f"0x{TRACE:032x}", f"0x{PARENT:016x}")
         assert span["attributes"]["http.response.status_code"] == 404

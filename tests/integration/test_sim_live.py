@@ -28,12 +28,12 @@ from sim_cases import conversations, request
 from sim_live_cases import opened, openings
 
 TENANTS = (None, "one", "two")
-PROMPT = 8.0
-"""Seconds within which a run must be over that waits for nothing; less than what a fleet waits for events in vain."""
+MAX_SECONDS = 8.0
+"""Seconds within which a run without waits must end. The fleet waits longer for events that never come."""
 
 
-class Ran(NamedTuple):
-    """A run that is over."""
+class RunResult(NamedTuple):
+    """The results of a run."""
 
     fleet: LiveFleet
     result: PolicyResult
@@ -41,29 +41,29 @@ class Ran(NamedTuple):
     seconds: float
 
 
-def ran(requests: Sequence[Request], **given: Any) -> Ran:
+def run_fleet(requests: Sequence[Request], **given: Any) -> RunResult:
     with opened(**given) as fleet:
         began = time.monotonic()
         result = fleet.run(requests)
-        return Ran(fleet, result, fleet.streams(), time.monotonic() - began)
+        return RunResult(fleet, result, fleet.streams(), time.monotonic() - began)
 
 
-def total(streams: Sequence[StreamResult], name: str) -> int:
+def sum_streams(streams: Sequence[StreamResult], name: str) -> int:
     return sum(getattr(stream, name) for stream in streams)
 
 
-def all_right(run: Ran, requests: Sequence[Request]) -> None:
-    """Everything answered, every lookup compared, nothing lost."""
+def check_run(run: RunResult, requests: Sequence[Request]) -> None:
+    """Check that all requests are answered, every lookup is compared, and no batch is lost."""
     result = run.result
     assert (result.requests, result.finished, result.refused) == (len(requests), len(requests), 0)
     assert (result.disagreements, result.unproven, result.examples) == (0, 0, [])
     assert result.checked >= result.finished
-    assert total(run.streams, "lost") == 0
+    assert sum_streams(run.streams, "lost") == 0
     assert [stream.trust for stream in run.streams] == ["EXACT"] * len(run.streams)
-    assert run.seconds < PROMPT
+    assert run.seconds < MAX_SECONDS
 
 
-# --- nothing goes wrong
+# --- without faults
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,22 @@ def all_right(run: Ran, requests: Sequence[Request]) -> None:
     ids=str,
 )
 def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Sequence[str | None]) -> None:
-    """In several dialects, with ranks, tenants, a window, host memory: every lookup, and every batch was delivered once."""
+    """This holds for several dialects, ranks, tenants, a window and host memory. Every batch is delivered once."""
     requests = list(conversations(60, rate=60, salts=within))
-    run = ran(requests, **given)
-    all_right(run, requests)
+    run = run_fleet(requests, **given)
+    check_run(run, requests)
     result = run.result
     assert result.checked == result.finished + result.preemptions
     assert result.cached_tokens > 0
     assert {(one.source, one.rank): one.batches for one in run.streams} == {
         worker: simulated.batches for worker, simulated in run.fleet.fleet.workers.items()
     }
-    assert total(run.streams, "batches") == result.batches
-    assert [total(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
+    assert sum_streams(run.streams, "batches") == result.batches
+    assert [sum_streams(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
     assert run.fleet.injected == {}
 
 
-def test_views_show_the_work_of_the_workers() -> None:
+def test_views_show_the_state_of_the_workers() -> None:
     seen: list[list[WorkerView]] = []
     requests = list(conversations(60, rate=60))
     with opened(engines=2, ranks=2, pace=2) as fleet:
@@ -110,16 +110,16 @@ def test_views_show_the_work_of_the_workers() -> None:
     assert [view.hit_rate for view in after] == [worker.cached_tokens / worker.prompt_tokens for worker in result.workers]
 
 
-def test_an_absurd_time_scale_is_reported_and_makes_nothing_wrong() -> None:
-    """The fleet is late by more than all that it was given: results are those of its own time."""
+def test_a_time_scale_that_is_too_fast_is_reported_and_changes_no_result() -> None:
+    """The fleet is later than the whole duration of the requests. Results have its simulated time."""
     requests = list(conversations(60, rate=60))
-    run = ran(requests, pace=10_000)
-    all_right(run, requests)
+    run = run_fleet(requests, pace=10_000)
+    check_run(run, requests)
     assert run.fleet.behind > run.result.seconds / 10_000
 
 
 @pytest.mark.parametrize("pace", [0, -1, float("inf"), float("nan")])
-def test_a_pace_that_cannot_be_is_refused(pace: float) -> None:
+def test_an_invalid_pace_is_refused(pace: float) -> None:
     with pytest.raises(ConfigError, match=r"^invalid pace .*: expected a number above 0"), opened(pace=pace):
         pass
 
@@ -132,8 +132,8 @@ def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
 # --- other consumers
 
 
-def test_any_consumer_sees_the_same_batches() -> None:
-    """A bare SUB that was there from the beginning, and a subscriber of ours that comes when the work is half done."""
+def test_all_consumers_receive_the_same_batches() -> None:
+    """One consumer is a bare SUB socket from the beginning. The other one is a `Subscriber` that starts in the middle."""
     requests = list(conversations(60, rate=60))
     with opened(dialect="vllm-0.24") as fleet, zmq.Context() as context, context.socket(zmq.SUB) as bare:
         bare.subscribe(b"")
@@ -141,22 +141,22 @@ def test_any_consumer_sees_the_same_batches() -> None:
         for address in fleet.addresses:
             bare.connect(address.endpoint)
         wait_until(lambda: fleet.sockets.subscribers() == 2, "the bare socket to be subscribed")
-        late = Late(fleet)
-        result = fleet.run(requests, look=late.look)
+        late_consumer = LateConsumer(fleet)
+        result = fleet.run(requests, look=late_consumer.look)
         live_payloads = sorted(bare.recv_multipart()[2] for _ in range(result.batches))
         assert bare.poll(0) == 0
-        late_payloads = late.all(result.batches)
-    assert late.after > 0
+        late_payloads = late_consumer.all(result.batches)
+    assert late_consumer.after > 0
     assert sorted(late_payloads) == live_payloads
     assert result.disagreements == 0
 
 
-class Late:
-    """Subscribes in the middle of a run."""
+class LateConsumer:
+    """A consumer that subscribes in the middle of a run."""
 
     def __init__(self, fleet: LiveFleet) -> None:
         self.after = 0
-        """Batches that had been sent before."""
+        """The number of batches that were sent before."""
         self._sources = [address.source for address in fleet.addresses]
         self._found: list[bytes] = []
         self._wanted: int | None = None
@@ -184,99 +184,99 @@ class Late:
 # --- the end
 
 
-def test_it_ends_at_once_when_stopped_from_another_thread() -> None:
+def test_a_run_ends_at_once_if_another_thread_stops_it() -> None:
     """The next request is due in three months."""
-    looked = threading.Event()
+    has_begun = threading.Event()
     requests = [request([1, 2, 3]), request([1], at=1e7)]
     stopped: list[float] = []
     with opened(engines=2, pace=1.0) as fleet:
 
         def stop() -> None:
-            assert looked.wait(20)
+            assert has_begun.wait(20)
             stopped.append(time.monotonic())
             fleet.stop()
 
         stopping = threading.Thread(target=stop, daemon=True)
         stopping.start()
-        result = fleet.run(requests, look=lambda _: looked.set())
+        result = fleet.run(requests, look=lambda _: has_begun.set())
         ended = time.monotonic()
         stopping.join(20)
     assert ended - stopped[0] < 5
     assert (result.requests, result.disagreements) == (1, 0)
 
 
-def test_a_run_that_was_stopped_before_it_began_does_nothing() -> None:
+def test_a_run_that_was_stopped_before_it_began_sends_no_request() -> None:
     with opened(engines=1) as fleet:
         fleet.stop()
         result = fleet.run(conversations(5))
     assert (result.requests, result.finished, result.checked) == (0, 0, 0)
 
 
-class DiedError(Exception):
-    """What an index may raise."""
+class IndexFailedError(Exception):
+    """An exception of an index."""
 
 
-def dying(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the consumer fail at its next delivery after `when` holds."""
+def fail_consumer(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the consumer fail at its next delivery after `when` holds."""
     apply = fleet.follower.audit.apply
 
-    def failing(*given: Any) -> ApplyResult:
+    def apply_or_fail(*given: Any) -> ApplyResult:
         if when():
-            raise DiedError("no room left")
+            raise IndexFailedError("no room left")
         return apply(*given)
 
-    monkeypatch.setattr(fleet.follower.audit, "apply", failing)
+    monkeypatch.setattr(fleet.follower.audit, "apply", apply_or_fail)
 
 
 @pytest.mark.parametrize("moment", ["at once", "at the end"])
-def test_a_consumer_that_dies_is_reported(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when all is answered, and only the last events are waited for, which are late here."""
+def test_a_failure_of_the_consumer_is_raised(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes a failure after all answers, while the fleet waits for the last events, which are delayed here."""
     with opened(engines=2, wrong="delay:300ms") as fleet:
-        dying(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
+        fail_consumer(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
         began = time.monotonic()
-        with pytest.raises(DiedError, match="no room left"):
+        with pytest.raises(IndexFailedError, match="no room left"):
             fleet.run(conversations(60, rate=60))
-        assert time.monotonic() - began < PROMPT
+        assert time.monotonic() - began < MAX_SECONDS
         assert fleet.fleet.done == (moment == "at the end")
 
 
 def stop_soon(fleet: LiveFleet) -> None:
-    """When something was published."""
+    """Stop the fleet when a batch was published."""
     if fleet.fleet.metrics.batches:
         fleet.stop()
 
 
-def test_a_consumer_that_dies_as_the_run_is_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_consumer_while_the_run_is_stopped_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(engines=1, pace=1.0) as fleet:
         closing, close = threading.Event(), fleet.follower.close
-        dying(fleet, lambda: closing.wait(20), monkeypatch)
+        fail_consumer(fleet, lambda: closing.wait(20), monkeypatch)
 
-        def close_then() -> None:
+        def signal_and_close() -> None:
             closing.set()
             close()
 
-        monkeypatch.setattr(fleet.follower, "close", close_then)
-        with pytest.raises(DiedError):
+        monkeypatch.setattr(fleet.follower, "close", signal_and_close)
+        with pytest.raises(IndexFailedError):
             fleet.run([request(range(20)), request([1], at=1e7)], look=stop_soon)
 
 
 @pytest.mark.parametrize("wrong", ["", "drop:1%"])
-def test_nothing_is_left_open(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a run, and after one whose consumer died."""
+def test_a_run_leaves_no_descriptors_and_threads(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds after a run, and after a run whose consumer failed."""
     before = openings()
-    ran(list(conversations(10, rate=60)), wrong=wrong, engines=2)
+    run_fleet(list(conversations(10, rate=60)), wrong=wrong, engines=2)
     wait_until(lambda: openings() == before, "everything to be closed after a run")
     with opened(wrong=wrong, engines=2) as fleet:
-        dying(fleet, lambda: True, monkeypatch)
-        with suppress(DiedError):
+        fail_consumer(fleet, lambda: True, monkeypatch)
+        with suppress(IndexFailedError):
             fleet.run(conversations(10, rate=60))
-    wait_until(lambda: openings() == before, "everything to be closed after a death")
+    wait_until(lambda: openings() == before, "everything to be closed after a failure")
 
 
 @pytest.mark.parametrize("wrong", ["", "drop:1%"])
 @pytest.mark.parametrize("behind", [0, 1, 3])
-def test_a_port_in_use_is_reported_and_nothing_is_left_open(behind: int, wrong: str) -> None:
-    """The first worker's for events, its one for replay, or the second worker's for replay."""
+def test_a_port_in_use_is_an_error_that_leaves_nothing_open(behind: int, wrong: str) -> None:
+    """The port is the event port or the replay port of the first worker, or the replay port of the second one."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -290,40 +290,40 @@ def test_a_port_in_use_is_reported_and_nothing_is_left_open(behind: int, wrong: 
 # --- faults
 
 
-FAULTS: dict[str, Callable[[Ran], object]] = {
-    "restart:200ms": lambda run: total(run.streams, "resets") > 0 < run.result.retried,
-    "drop:10%": lambda run: total(run.streams, "healed") > 0,
-    "cut:80ms": lambda run: total(run.streams, "reconnects") > 0,
+FAULTS: dict[str, Callable[[RunResult], object]] = {
+    "restart:200ms": lambda run: sum_streams(run.streams, "resets") > 0 < run.result.retried,
+    "drop:10%": lambda run: sum_streams(run.streams, "healed") > 0,
+    "cut:80ms": lambda run: sum_streams(run.streams, "reconnects") > 0,
     "stall:150ms": lambda run: run.fleet.injected["stall"] > 0,
-    "reset:80ms": lambda run: run.fleet.injected["reset"] > 0 == total(run.streams, "resets"),
-    # Replay, which is asked for the first live batch, may be ahead of the ones that are delayed.
-    "delay:100ms": lambda run: total(run.streams, "resets") == 0,
-    "restart:200ms,drop:10%,cut:100ms": lambda run: total(run.streams, "resets") > 0 < total(run.streams, "healed"),
+    "reset:80ms": lambda run: run.fleet.injected["reset"] > 0 == sum_streams(run.streams, "resets"),
+    # Replay, which is requested at the first live batch, can overtake delayed batches.
+    "delay:100ms": lambda run: sum_streams(run.streams, "resets") == 0,
+    "restart:200ms,drop:10%,cut:100ms": lambda run: sum_streams(run.streams, "resets") > 0 < sum_streams(run.streams, "healed"),
 }
-"""What goes wrong, and how one sees that it did."""
+"""Faults, and a condition that holds if the fault had an effect."""
 
 
 @pytest.mark.parametrize("wrong", FAULTS)
-def test_index_and_engines_agree_whatever_goes_wrong(wrong: str) -> None:
-    """All is answered, all that was lost is made good, no lookup differs, and in the end all streams are EXACT again."""
+def test_index_and_engines_agree_with_each_fault(wrong: str) -> None:
+    """All requests are answered, all gaps are repaired, no lookup differs, and in the end all streams are EXACT again."""
     requests = list(conversations(80, rate=60, seed=1))
-    run = ran(requests, wrong=wrong, pace=2.0, blocks=140)
+    run = run_fleet(requests, wrong=wrong, pace=2.0, blocks=140)
     result = run.result
     assert result.finished == result.requests == len(requests)
     assert (result.disagreements, result.examples) == (0, [])
     assert FAULTS[wrong](run), run
-    assert total(run.streams, "lost") == 0 or "restart" in wrong
-    assert run.seconds < PROMPT
-    assert {stream.trust for stream in run.streams if has_sent(run, stream)} <= {"EXACT"}
+    assert sum_streams(run.streams, "lost") == 0 or "restart" in wrong
+    assert run.seconds < MAX_SECONDS
+    assert {stream.trust for stream in run.streams if has_published(run, stream)} <= {"EXACT"}
 
 
-def has_sent(run: Ran, stream: StreamResult) -> bool:
-    """Whether it is up, and has published in its present incarnation: without a batch it may be another process."""
+def has_published(run: RunResult, stream: StreamResult) -> bool:
+    """Return whether the engine is up and has published in its incarnation. Without a batch it could be another process."""
     simulated = run.fleet.fleet.workers[stream.source, stream.rank]
     return simulated.is_up and simulated.batches > 0
 
 
-def test_restarts_keep_the_ports_and_are_seen_as_resets() -> None:
+def test_restarts_keep_the_ports_and_are_delivered_as_resets() -> None:
     requests = list(conversations(60, rate=60, seed=2))
     with opened(wrong="restart:150ms", pace=2, engines=2) as fleet:
         before = fleet.addresses
@@ -332,14 +332,14 @@ def test_restarts_keep_the_ports_and_are_seen_as_resets() -> None:
         assert fleet.addresses == before
     restarts = {(one.source, one.rank): one.restarts for one in result.workers}
     assert sum(restarts.values()) > 2
-    # A life that ended before its first batch, and the last one if it has none, need not be seen.
+    # An incarnation without a batch might not be detected.
     assert all(0 < streams[worker].resets <= restarts[worker] for worker in restarts)
     assert result.retried > 0
     assert result.disagreements == 0
 
 
 def test_a_stall_ends_no_other_fault() -> None:
-    """An engine whose network was stalled once goes on losing batches."""
+    """An engine whose network was stalled once continues to lose batches."""
     dropped_before: list[int] = []
 
     def look(each: LiveFleet) -> None:
@@ -359,8 +359,8 @@ def test_a_stall_ends_no_other_fault() -> None:
 # --- trust
 
 
-class Watching:
-    """A policy that notes the trust of the candidates that it is given."""
+class RecordingPolicy:
+    """A policy that records the trust of its candidates."""
 
     def __init__(self, chosen: Policy, seen: set[tuple[Worker, str]]) -> None:
         self.name, self.uses_index = chosen.name, chosen.uses_index
@@ -371,10 +371,10 @@ class Watching:
         return self._chosen.choose(prompt, candidates)
 
 
-def test_the_router_gets_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose connections stay cut is never a candidate; the other one becomes EXACT."""
+def test_the_router_receives_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose connections stay cut is never a candidate. The other one becomes EXACT."""
     seen: set[tuple[Worker, str]] = set()
-    monkeypatch.setattr(live, "policy", lambda name, seed: Watching(policy(name, seed), seen))
+    monkeypatch.setattr(live, "policy", lambda name, seed: RecordingPolicy(policy(name, seed), seen))
     first, second = ("engine-0", 0), ("engine-1", 0)
     with opened(engines=2, wrong="delay:1ms", timers=LiveTimers(settle=0.0)) as fleet:
         for proxy in fleet.sockets.proxies[first]:

@@ -28,21 +28,21 @@ SETTINGS = report_settings(
 DIFFERENCE = Disagreement("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
 
 
-def unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
-    """A policy under which nothing was answered."""
+def make_unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
+    """Return the result of a policy without answered requests."""
     nothing: dict[str, Any] = {"finished": 0, "prompt_tokens": 0, "cached_tokens": 0, "hit_rate": 0.0, "checked": 0}
     return result(policy, **(nothing | {"ttft": None, "latency": None, "tpot": None, "workers": [], "series": []} | changes))
 
 
-def compared(*results: PolicyResult) -> Comparison:
+def compare(*results: PolicyResult) -> Comparison:
     return Comparison(settings=SETTINGS, policies=list(results))
 
 
-# --- the sentence
+# --- the summary
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
+    ("results", "expected"),
     [
         (
             [result(), result("prefix-aware", hit_rate=0.41, p90=0.2, checked=50)],
@@ -96,17 +96,17 @@ def compared(*results: PolicyResult) -> Comparison:
             ],
         ),
         (
-            [unanswered(refused=100)],
+            [make_unanswered(refused=100)],
             [
                 "no request was answered",
                 "100 requests were refused, longer than a whole cache",
                 "no lookup was compared with the index",
             ],
         ),
-        ([unanswered(requests=0)], ["no request was sent"]),
+        ([make_unanswered(requests=0)], ["no request was sent"]),
         ([], ["no request was sent"]),
         (
-            [unanswered("prefix-aware"), result()],
+            [make_unanswered("prefix-aware"), result()],
             [
                 "round-robin found 12.0% of prompt tokens in caches",
                 "its TTFT p90 was 0.90 s",
@@ -115,12 +115,12 @@ def compared(*results: PolicyResult) -> Comparison:
         ),
     ],
 )
-def test_the_sentence_says_what_was_seen(results: list[PolicyResult], said: list[str]) -> None:
-    assert summary(compared(*results)) == "; ".join(said)
+def test_the_summary_describes_the_results(results: list[PolicyResult], expected: list[str]) -> None:
+    assert summary(compare(*results)) == "; ".join(expected)
 
 
 @pytest.mark.parametrize(
-    ("p90", "said"),
+    ("p90", "expected"),
     [
         (0.85, "routing by cache made the TTFT p90 6% shorter than least-loaded, the best policy without events"),
         (0.86, WITHIN := "is worth nothing here: with least-loaded, which needs no events, TTFT is within 5% or shorter"),
@@ -128,25 +128,25 @@ def test_the_sentence_says_what_was_seen(results: list[PolicyResult], said: list
         (0.95, "is worth nothing here: with least-loaded, which needs no events, TTFT is shorter"),
     ],
 )
-def test_events_that_shorten_nothing_are_worth_nothing(p90: float, said: str) -> None:
-    """Figures of the best policy that needs no events decide, whatever round robin, or another hit rate, would say."""
+def test_routing_by_cache_is_worthless_if_it_shortens_no_ttft(p90: float, expected: str) -> None:
+    """The best policy that needs no events decides, whatever round robin or another hit rate would suggest."""
     aware = result("prefix-aware", hit_rate=0.9, p90=p90)
-    assert said in summary(compared(result(p90=2.0), result("least-loaded"), aware))
+    assert expected in summary(compare(result(p90=2.0), result("least-loaded"), aware))
 
 
-def test_a_shorter_mean_is_worth_something() -> None:
+def test_routing_by_cache_is_useful_if_it_shortens_the_mean_ttft() -> None:
     aware = result("prefix-aware", ttft=Distribution(0.3, 0.3, 0.9, 1.0, 1.0))
     assert "routing by cache made the TTFT mean 33% shorter than least-loaded" in summary(
-        compared(result("least-loaded"), aware)
+        compare(result("least-loaded"), aware)
     )
 
 
-def test_without_a_policy_that_needs_no_events_nothing_is_said_of_their_worth() -> None:
-    assert "routing by cache" not in summary(compared(result("prefix-aware")))
-    assert "routing by cache" not in summary(compared(result("least-loaded"), result("random")))
+def test_the_worth_of_events_is_reported_only_if_both_kinds_of_policies_ran() -> None:
+    assert "routing by cache" not in summary(compare(result("prefix-aware")))
+    assert "routing by cache" not in summary(compare(result("least-loaded"), result("random")))
 
 
-def test_durations_have_the_unit_that_suits_them() -> None:
+def test_durations_have_a_suitable_unit() -> None:
     assert [span(seconds) for seconds in (0.0, 0.0042, 0.0999, 0.8, 9.304, 1_234.56)] == [
         "0 ms",
         "4.2 ms",
@@ -160,35 +160,35 @@ def test_durations_have_the_unit_that_suits_them() -> None:
 # --- the table
 
 
-def marked(comparison: Comparison, title: str) -> list[str]:
-    """The policies that are best in a column."""
+def find_best(comparison: Comparison, title: str) -> list[str]:
+    """Return the policies that are marked as the best in a column."""
     at = [column.title for column in COLUMNS].index(title)
     lines = zip(comparison.policies, cells(comparison), strict=True)
     return [one.policy for one, line in lines if line[at].best]
 
 
-def test_the_best_of_each_column_is_marked_and_only_where_there_is_one() -> None:
-    comparison = compared(
+def test_the_best_of_each_column_is_marked_if_there_is_one() -> None:
+    comparison = compare(
         result(preemptions=4), result("random", p90=0.5, hit_rate=0.2), result("prefix-aware", p90=0.50001, hit_rate=0.3)
     )
-    assert marked(comparison, "p90") == ["random", "prefix-aware"]  # they look alike
-    assert marked(comparison, "hit rate") == ["prefix-aware"]
-    assert marked(comparison, "preemptions") == ["random", "prefix-aware"]
-    assert marked(comparison, "imbalance") == []  # all alike
-    assert marked(comparison, "disagreements") == []  # not a contest
-    assert marked(compared(result()), "hit rate") == []
+    assert find_best(comparison, "p90") == ["random", "prefix-aware"]  # their texts are equal
+    assert find_best(comparison, "hit rate") == ["prefix-aware"]
+    assert find_best(comparison, "preemptions") == ["random", "prefix-aware"]
+    assert find_best(comparison, "imbalance") == []  # all are equal
+    assert find_best(comparison, "disagreements") == []  # this column has no best value
+    assert find_best(compare(result()), "hit rate") == []
 
 
-def test_what_is_not_known_is_a_dash_and_never_the_best() -> None:
-    comparison = compared(unanswered(), result("random"))
+def test_an_unknown_value_is_a_dash_and_never_the_best() -> None:
+    comparison = compare(make_unanswered(), result("random"))
     assert [cell.text for cell in cells(comparison)[0][:6]] == ["-"] * 6
-    assert marked(comparison, "hit rate") == ["random"]
+    assert find_best(comparison, "hit rate") == ["random"]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.001, 5_000)), max_size=6))
-def test_the_table_stands_in_columns(figures: list[tuple[float, float]]) -> None:
-    """Whatever the figures, all lines are of the same length, and a line is what its policy is."""
-    comparison = compared(*(result(f"policy-{number}", hit_rate=hit, p90=p90) for number, (hit, p90) in enumerate(figures)))
+def test_the_table_is_aligned_in_columns(figures: list[tuple[float, float]]) -> None:
+    """For any figures, all lines have the same length, and a line begins with its policy."""
+    comparison = compare(*(result(f"policy-{number}", hit_rate=hit, p90=p90) for number, (hit, p90) in enumerate(figures)))
     table = rows(comparison)
     assert len({len("  ".join(cell.text for cell in line)) for line in table}) == 1
     assert [line[0].text.strip() for line in table] == ["policy", *(one.policy for one in comparison.policies)]
@@ -218,8 +218,8 @@ def test_a_line_shows_the_request_and_its_worker() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=300))
-def test_hit_rates_over_time_leave_nothing_out(pairs: list[tuple[int, int]]) -> None:
-    """In few enough points, in the order of time, each between the least and the most of what it stands for."""
+def test_hit_rates_over_time_cover_all_samples(pairs: list[tuple[int, int]]) -> None:
+    """The result has few points in the order of time. Each is between the least and the highest rate of its samples."""
     series = [FleetSample(float(at), 0, 0, 0, 0, prompt + cached, cached) for at, (prompt, cached) in enumerate(pairs)]
     times, rates = hit_rates(series)
     assert len(times) == len(rates) <= MAX_POINTS
@@ -228,19 +228,19 @@ def test_hit_rates_over_time_leave_nothing_out(pairs: list[tuple[int, int]]) -> 
     assert bool(times) == any(sample.prompt_tokens for sample in series)
 
 
-def test_of_very_many_workers_the_least_and_the_most_are_drawn() -> None:
+def test_dots_of_many_workers_include_the_lowest_and_the_highest() -> None:
     values = [float(number) for number in range(4_096)]
-    thinned = _sample_dots(values)
-    assert len(thinned) == MAX_DOTS
-    assert (thinned[0], thinned[-1]) == (0.0, 4_095.0)
+    sampled = _sample_dots(values)
+    assert len(sampled) == MAX_DOTS
+    assert (sampled[0], sampled[-1]) == (0.0, 4_095.0)
     assert _sample_dots(values[:5]) == values[:5]
 
 
 # --- the page
 
 
-class Reader(HTMLParser):
-    """Reads a page as strictly as XML; knows its elements, ids and visible text."""
+class PageParser(HTMLParser):
+    """A parser that reads a page as strictly as XML. It records elements, ids and visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+        assert len(dict(attrs)) == len(attrs), f"{tag} has a duplicate attribute"
         if tag not in VOID:
             self.open.append(tag)
 
@@ -272,8 +272,10 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module", name="usual")
 def usual_comparison() -> Comparison:
-    return compared(
-        result(), result("prefix-aware", hit_rate=0.41, p90=0.2, predicted_tokens=400, overpredictions=7), unanswered("random")
+    return compare(
+        result(),
+        result("prefix-aware", hit_rate=0.41, p90=0.2, predicted_tokens=400, overpredictions=7),
+        make_unanswered("random"),
     )
 
 
@@ -282,25 +284,25 @@ def usual_page(usual: Comparison) -> str:
     return page(usual)
 
 
-def test_the_page_is_whole_and_well_formed(text: str) -> None:
-    read = Reader(text)
+def test_the_page_is_complete_and_well_formed(text: str) -> None:
+    parsed = PageParser(text)
     assert text.startswith("<!doctype html>\n")
-    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    for attributes in read.of("use"):
+    for attributes in parsed.of("use"):
         assert str(attributes["xlink:href"]).removeprefix("#") in ids
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
 
 
-def test_the_page_needs_nothing_else(text: str) -> None:
-    """No script, nothing from elsewhere, and the page forbids browsers to load either."""
-    read = Reader(text)
-    assert read.of("script", "link", "img", "iframe", "image") == []
+def test_the_page_is_self_contained(text: str) -> None:
+    """The page has no script and loads nothing, and it forbids browsers to do either."""
+    parsed = PageParser(text)
+    assert parsed.of("script", "link", "img", "iframe", "image") == []
     assert "http://" not in text
     assert "https://" not in text
     assert "@import" not in text
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    policies = [one["content"] for one in read.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
+    policies = [one["content"] for one in parsed.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
@@ -308,19 +310,19 @@ def test_the_same_comparison_gives_the_same_page(usual: Comparison, text: str) -
     assert page(usual) == text
 
 
-def test_every_figure_has_a_text(text: str) -> None:
-    read = Reader(text)
-    labels = [str(one["aria-label"]) for one in read.of("svg")]
-    assert len(labels) == len(read.of("figure")) == len(DRAWINGS)
+def test_every_figure_has_a_label(text: str) -> None:
+    parsed = PageParser(text)
+    labels = [str(one["aria-label"]) for one in parsed.of("svg")]
+    assert len(labels) == len(parsed.of("figure")) == len(DRAWINGS)
     assert all("prefix-aware: " in label for label in labels)
     assert "p50 66.7 ms, p90 0.20 s, p99 0.80 s" in labels[0]
-    assert all(one["role"] == "img" for one in read.of("svg"))
-    titles = {one.get("id") for one in read.of("h2")}
-    assert all(one["aria-labelledby"] in titles for one in read.of("figure"))
+    assert all(one["role"] == "img" for one in parsed.of("svg"))
+    titles = {one.get("id") for one in parsed.of("h2")}
+    assert all(one["aria-labelledby"] in titles for one in parsed.of("figure"))
 
 
-def test_figures_have_the_colors_of_the_page(text: str) -> None:
-    """Which are of two kinds; no color of their own is left that one of them would hide."""
+def test_figures_use_the_colors_of_the_page(text: str) -> None:
+    """The page has a light and a dark style, so a figure must not have a color of its own."""
     style, body = text.split("</style>")
     assert "prefers-color-scheme: dark" in style
     assert "color-scheme: light dark" in style
@@ -330,51 +332,53 @@ def test_figures_have_the_colors_of_the_page(text: str) -> None:
     assert "currentColor" in body
 
 
-def test_the_page_says_what_was_found_and_how(text: str, usual: Comparison) -> None:
-    read = re.sub(r"\s+", " ", Reader(text).text)
-    assert "Prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%" in read
-    assert "prefix-aware: 100 compared, 0 differed, 0 could not be compared; 400 cached tokens were predicted" in read
-    assert "7 requests found fewer than predicted" in read
+def test_the_page_has_the_results_and_the_settings(text: str, usual: Comparison) -> None:
+    parsed = re.sub(r"\s+", " ", PageParser(text).text)
+    assert "Prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%" in parsed
+    assert "prefix-aware: 100 compared, 0 differed, 0 could not be compared; 400 cached tokens were predicted" in parsed
+    assert "7 requests found fewer than predicted" in parsed
     for value in usual.settings.values():
-        assert value is None or str(value) in read
+        assert value is None or str(value) in parsed
     for line in cells(usual):
-        assert all(cell.text in read for cell in line)
+        assert all(cell.text in parsed for cell in line)
 
 
 HOSTILE = "<script>alert(1)</script>\"'&$x^$\x1b[2J"
 
 
-def test_names_are_text_and_nothing_else() -> None:
-    """Of policies, settings, traces and engines; in attributes, in figures and in what is read aloud."""
+def test_names_are_escaped() -> None:
+    """This holds for names of policies, settings, traces and engines, in attributes, in figures and in labels."""
     settings = SETTINGS | {"trace": HOSTILE, HOSTILE: HOSTILE, "preset": HOSTILE, "cost_source": HOSTILE}
     wrong = result(HOSTILE, disagreements=1, examples=[Disagreement(HOSTILE, 0, 0, 1, 1, 1, 1, 1)])
     text = page(Comparison(settings=settings, policies=[wrong]))
-    read = Reader(text)
-    assert read.of("script") == []
+    parsed = PageParser(text)
+    assert parsed.of("script") == []
     assert "\x1b" not in text
-    assert "<script>alert(1)</script>\"'&$x^$\\x1b[2J" in read.text
-    assert "DISAGREED on 1 of 100 lookups" in read.text
+    assert "<script>alert(1)</script>\"'&$x^$\\x1b[2J" in parsed.text
+    assert "DISAGREED on 1 of 100 lookups" in parsed.text
     assert "class=bad" in text
 
 
-@pytest.mark.parametrize("results", [[], [unanswered(), unanswered("random", requests=0)]], ids=["none", "unanswered"])
-def test_a_page_of_nothing_is_a_page(results: list[PolicyResult]) -> None:
-    read = Reader(page(compared(*results)))
-    assert len(read.of("svg")) == len(DRAWINGS)
+@pytest.mark.parametrize(
+    "results", [[], [make_unanswered(), make_unanswered("random", requests=0)]], ids=["none", "unanswered"]
+)
+def test_a_page_without_results_is_valid(results: list[PolicyResult]) -> None:
+    parsed = PageParser(page(compare(*results)))
+    assert len(parsed.of("svg")) == len(DRAWINGS)
 
 
-def test_a_page_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_matplotlib_is_an_error_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=re.escape("pip install 'kvevents[sim]'")):
-        page(compared(result()))
+        page(compare(result()))
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's")
-def test_a_browser_shows_it_wide_and_narrow_light_and_dark(text: str, tmp_path: Path) -> None:
-    """Nothing is complained about or fetched, nothing stands out of the page, and the ink is not the paper."""
+def test_a_browser_shows_the_page_wide_and_narrow_light_and_dark(text: str, tmp_path: Path) -> None:
+    """The browser reports no error and requests nothing else, the page does not overflow, and the text is visible."""
     file = tmp_path / "report.html"
     file.write_text(text)
-    papers = set()
+    backgrounds = set()
     with Chromium() as browser:
         for width, dark in ((1_200, False), (400, True)):
             browser.look(width, 900, dark=dark)
@@ -383,9 +387,9 @@ def test_a_browser_shows_it_wide_and_narrow_light_and_dark(text: str, tmp_path: 
             sizes = browser.run("[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().width)")
             assert len(sizes) == len(DRAWINGS)
             assert all(250 < size < width for size in sizes)
-            paper, ink = browser.run("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
-            assert paper != ink
-            papers.add(paper)
+            background, color = browser.run("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+            assert background != color
+            backgrounds.add(background)
         assert browser.console == []
         assert {url.split(":")[0] for url in browser.requested} == {"file"}
-    assert len(papers) == 2
+    assert len(backgrounds) == 2

@@ -1,4 +1,4 @@
-"""`kvevents.sim.network`: where workers publish, through all of their lives."""
+"""`kvevents.sim.network`: the endpoints at which workers publish, through all of their incarnations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch(number: int) -> KVEventBatch:
 
 
 @contextmanager
-def listening(endpoint: str) -> Iterator[Any]:
+def subscribe_to(endpoint: str) -> Iterator[Any]:
     with zmq.Context() as context, context.socket(zmq.SUB) as sub:
         sub.subscribe(b"")
         sub.rcvtimeo = 20_000
@@ -42,27 +42,27 @@ def listening(endpoint: str) -> Iterator[Any]:
         yield sub
 
 
-# --- where
+# --- endpoints
 
 
-def test_with_a_first_port_workers_are_at_the_ones_after_it() -> None:
-    """Two for each: live events, then replay."""
+def test_workers_use_consecutive_ports_from_the_base_port_on() -> None:
+    """Each worker has two ports: for live events, then for replay."""
     port = four_free_ports()
     with opened(base_port=port) as sockets:
-        ends = [(one.worker, one.endpoint, one.replay_endpoint) for one in sockets.addresses.values()]
-    assert ends == [
+        endpoints = [(one.worker, one.endpoint, one.replay_endpoint) for one in sockets.addresses.values()]
+    assert endpoints == [
         (FIRST, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"),
         (SECOND, f"tcp://127.0.0.1:{port + 2}", f"tcp://127.0.0.1:{port + 3}"),
     ]
 
 
-def test_without_one_the_system_chooses() -> None:
+def test_without_a_base_port_the_system_chooses_ports() -> None:
     with opened() as sockets:
-        ends = [end for one in sockets.addresses.values() for end in (one.endpoint, one.replay_endpoint)]
-        assert len(set(ends)) == 4
+        endpoints = [end for one in sockets.addresses.values() for end in (one.endpoint, one.replay_endpoint)]
+        assert len(set(endpoints)) == 4
         assert [one.source for one in sockets.addresses.values()] == [
-            Source(ends[0], ends[1], name="engine-0", rank=0),
-            Source(ends[2], ends[3], name="engine-0", rank=1),
+            Source(endpoints[0], endpoints[1], name="engine-0", rank=0),
+            Source(endpoints[2], endpoints[3], name="engine-0", rank=1),
         ]
 
 
@@ -75,8 +75,8 @@ def test_ports_out_of_range_are_reported_before_anything_is_opened() -> None:
     assert openings() == before
 
 
-def test_faults_are_between_the_publisher_and_where_consumers_are_sent() -> None:
-    """The proxies are at the ports that were asked for, and stay through restarts."""
+def test_proxies_are_between_the_publisher_and_its_consumers() -> None:
+    """The proxies listen at the requested ports, and stay through restarts."""
     port = four_free_ports()
     with opened(proxied=True, base_port=port) as sockets:
         address = sockets.addresses[FIRST]
@@ -87,28 +87,28 @@ def test_faults_are_between_the_publisher_and_where_consumers_are_sent() -> None
         sockets.open(FIRST)
         assert sockets.proxies[FIRST] == (live, replay)
         assert sockets.addresses[FIRST] == address
-        with listening(address.endpoint) as sub:
+        with subscribe_to(address.endpoint) as sub:
             wait_until(lambda: sub.poll(1) == 0 and live.counts.open == 1, "the consumer to be connected")
-            wait_until(lambda: published(sockets, sub), "an event to come through the proxy")
+            wait_until(lambda: publish_and_poll(sockets, sub), "an event to come through the proxy")
         assert live.counts.down.messages > 0
 
 
-def published(sockets: Sockets, sub: Any) -> bool:
-    """Publish, and say whether anything has come."""
+def publish_and_poll(sockets: Sockets, sub: Any) -> bool:
+    """Publish a batch, and return whether any has arrived."""
     sockets.publish(FIRST, batch(1))
     return bool(sub.poll(10))
 
 
-# --- what
+# --- batches
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.9.1", "vllm-0.24", "sglang-0.5.22"])
-def test_batches_are_the_dialects_bytes_numbered_from_0_in_every_life(dialect: str) -> None:
+def test_batches_have_the_dialects_encoding_and_are_numbered_from_0_in_every_incarnation(dialect: str) -> None:
     settings = FleetSettings(engines=1, blocks=10, block_size=4, dialect=dialect)
     encode = batch_encoder(resolve_dialect(dialect))
     with opened(settings) as sockets:
         for _ in range(2):
-            with listening(sockets.addresses[FIRST].endpoint) as sub:
+            with subscribe_to(sockets.addresses[FIRST].endpoint) as sub:
                 wait_until(lambda: sockets.subscribers() == 1, "the consumer to be subscribed")
                 sent = [batch(number) for number in range(3)]
                 for one in sent:
@@ -121,20 +121,20 @@ def test_batches_are_the_dialects_bytes_numbered_from_0_in_every_life(dialect: s
             sockets.open(FIRST)
 
 
-def test_subscribers_are_those_of_the_worker_that_has_the_fewest() -> None:
+def test_subscribers_is_the_lowest_number_of_any_worker() -> None:
     with opened() as sockets:
         assert sockets.subscribers() == 0
-        with listening(sockets.addresses[FIRST].endpoint) as sub:
+        with subscribe_to(sockets.addresses[FIRST].endpoint) as sub:
             sub.connect(sockets.addresses[SECOND].endpoint)
             wait_until(lambda: sockets.subscribers() == 1, "both workers to be subscribed to")
             sub.disconnect(sockets.addresses[SECOND].endpoint)
-            # The socket leaves when it is next asked for something.
-            wait_until(lambda: not sub.poll(0) and sockets.subscribers() == 0, "one of them to be left")
+            # The socket disconnects at its next call.
+            wait_until(lambda: not sub.poll(0) and sockets.subscribers() == 0, "one of them to lose its subscriber")
         sockets.publish(SECOND, KVEventBatch(time.time(), [AllBlocksCleared()], 1))
         assert sockets.dropped() == 0
 
 
-# --- lives
+# --- incarnations
 
 
 def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.Monkey
         assert sockets.incarnation(SECOND, 1e12) == 0
 
 
-def test_a_life_begins_where_the_one_before_ended_and_remembers_nothing() -> None:
+def test_an_incarnation_has_the_endpoints_of_the_previous_one() -> None:
     with opened() as sockets:
         address = sockets.addresses[FIRST]
         for _ in range(5):
@@ -157,70 +157,70 @@ def test_a_life_begins_where_the_one_before_ended_and_remembers_nothing() -> Non
             sockets.close(FIRST)
             sockets.open(FIRST)
         assert sockets.addresses[FIRST] == address
-        with listening(address.endpoint) as sub:
-            wait_until(lambda: published(sockets, sub), "an event of the last incarnation")
+        with subscribe_to(address.endpoint) as sub:
+            wait_until(lambda: publish_and_poll(sockets, sub), "an event of the last incarnation")
 
 
-def test_a_port_that_was_taken_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened() as sockets, socket.socket() as thief:
+def test_open_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as sockets, socket.socket() as blocker:
         sockets.close(FIRST)
-        take(thief, sockets.addresses[FIRST].endpoint)
-        # The first pause ends it.
+        take_port(blocker, sockets.addresses[FIRST].endpoint)
+        # The first pause frees the port.
         monkeypatch.setattr(
-            network, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: thief.close())
+            network, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: blocker.close())
         )
         sockets.open(FIRST)
 
 
-def test_a_port_that_stays_in_use_raises() -> None:
-    with opened(rebind_seconds=0.02) as sockets, socket.socket() as thief:
+def test_a_port_that_stays_in_use_is_an_error() -> None:
+    with opened(rebind_seconds=0.02) as sockets, socket.socket() as blocker:
         endpoint = sockets.addresses[FIRST].endpoint
         sockets.close(FIRST)
-        take(thief, endpoint)
+        take_port(blocker, endpoint)
         with pytest.raises(EndpointError, match=endpoint):
             sockets.open(FIRST)
 
 
-def take(thief: socket.socket, endpoint: str) -> None:
-    """The port of a publisher that has just been closed."""
+def take_port(blocker: socket.socket, endpoint: str) -> None:
+    """Bind the port of a publisher that was closed just before."""
     port = int(endpoint.rpartition(":")[2])
-    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-    def bound() -> bool:
+    def is_bound() -> bool:
         try:
-            thief.bind(("127.0.0.1", port))
+            blocker.bind(("127.0.0.1", port))
         except OSError:
             return False
         return True
 
-    wait_until(bound, f"port {port} to be free")
-    thief.listen()
+    wait_until(is_bound, f"port {port} to be free")
+    blocker.listen()
 
 
-# --- the end
+# --- closing
 
 
 @pytest.mark.parametrize("proxied", [False, True])
-def test_nothing_is_left_open(proxied: bool) -> None:
+def test_sockets_leave_nothing_open(proxied: bool) -> None:
     before = openings()
     with opened(proxied=proxied) as sockets:
         assert openings() > before
         sockets.close(FIRST)
-    wait_until(lambda: openings() <= before, "all of it to be closed")
+    wait_until(lambda: openings() <= before, "everything to be closed")
 
 
-def test_nothing_is_left_open_when_a_proxy_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one of a worker, say for want of descriptors."""
+def test_nothing_is_left_open_if_a_proxy_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second proxy of a worker fails, as without free descriptors."""
     made: list[Any] = []
 
-    def limited(*given: Any, **named: Any) -> Any:
+    def make_proxy(*given: Any, **keywords: Any) -> Any:
         if len(made) == 3:
             raise EndpointError(24, "cannot listen: Too many open files")
-        made.append(FaultProxy(*given, **named))
+        made.append(FaultProxy(*given, **keywords))
         return made[-1]
 
     before = openings()
-    monkeypatch.setattr(network, "FaultProxy", limited)
+    monkeypatch.setattr(network, "FaultProxy", make_proxy)
     with pytest.raises(EndpointError, match="Too many open files"), opened(proxied=True):
         pass
-    wait_until(lambda: openings() <= before, "all of it to be closed")
+    wait_until(lambda: openings() <= before, "everything to be closed")

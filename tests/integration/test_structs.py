@@ -1,4 +1,4 @@
-"""msgspec knows all decoded structs before two threads can decode them for the first time at the same time."""
+"""msgspec has built the decoders of all decoded structs before two threads can decode them at the same time."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 import kvevents
 
 ROOT = Path(kvevents.__file__).parent
-ALONE = {"cli", "engines", "sim", "compat", "testing"}
-"""Parts that read what they are given before they begin another thread."""
+SINGLE_THREADED = {"cli", "engines", "sim", "compat", "testing"}
+"""Parts that decode their input before they start another thread."""
 
 VARIABLES = {"kind"}
-"""In `service/peers.py`, whose callers name `Part`, `Members` and `Noted`."""
+"""The variable in `service/peers.py` whose callers pass the struct."""
 
 
-def decoded() -> list[tuple[str, str]]:
-    """Yield module and name of each struct that a function passes to `decode` or `convert`; `cls` is the class around it."""
+def find_decoded_structs() -> list[tuple[str, str]]:
+    """Return module and name of each struct that a function passes to `decode` or `convert`. `cls` is the class around it."""
     found: set[tuple[str, str]] = set()
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] in ALONE:
+        if parts[0] in SINGLE_THREADED:
             continue
         module = ".".join(["kvevents", *(part for part in parts if part != "__init__")])
-        _Calls(module, found).visit(ast.parse(path.read_text()))
+        _CallVisitor(module, found).visit(ast.parse(path.read_text()))
     return sorted(found)
 
 
-class _Calls(ast.NodeVisitor):
+class _CallVisitor(ast.NodeVisitor):
     def __init__(self, module: str, found: set[tuple[str, str]]) -> None:
         self._module, self._found, self._class = module, found, ""
 
@@ -39,9 +39,9 @@ class _Calls(ast.NodeVisitor):
         self._class = before
 
     def visit_Call(self, node: ast.Call) -> None:
-        named = ast.unparse(node.func)
-        kinds = [each.value for each in node.keywords if each.arg == "type"] if named.endswith(".decode") else []
-        kinds += node.args[1:2] if named.endswith("convert") else []
+        callee = ast.unparse(node.func)
+        kinds = [each.value for each in node.keywords if each.arg == "type"] if callee.endswith(".decode") else []
+        kinds += node.args[1:2] if callee.endswith("convert") else []
         for kind in kinds:
             name = ast.unparse(kind)
             self._found.add((self._module, self._class if name == "cls" else name))
@@ -60,10 +60,10 @@ for line in sys.stdin:
 
 
 def test_every_decoded_struct_has_its_decoder_built() -> None:
-    """The import of its module is enough."""
-    names = "\n".join(f"{module} {name}" for module, name in decoded() if name.isidentifier())
+    """Importing the module is enough."""
+    names = "\n".join(f"{module} {name}" for module, name in find_decoded_structs() if name.isidentifier())
     done = subprocess.run([sys.executable, "-c", CODE], input=names, capture_output=True, text=True, check=True, timeout=60)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) > 15
     assert [row for row in rows if row[2] != "True"] == []
-    assert {name for _, name in decoded() if name.islower()} - {"float"} == VARIABLES
+    assert {name for _, name in find_decoded_structs() if name.islower()} - {"float"} == VARIABLES

@@ -1,4 +1,4 @@
-"""Both subscribers with real sockets: a tape with the faults of engines, and a proxy with the faults of networks."""
+"""Both subscribers with real sockets: a tape player has the faults of engines, and a proxy has the faults of networks."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from publisher_cases import wait_until
 LIMITS = StreamLimits(
     replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0, max_unanswered_requests=1_000_000
 )
-"""An answer that is late, as on a busy machine, is asked for again; nothing is given up because of it."""
+"""Late replies, as on a busy machine, are requested again. The stream never gives up because of them."""
 IMPATIENT = replace(LIMITS, replay_timeout=0.2, reply_idle_timeout=0.1, max_unanswered_requests=2)
-"""For replay endpoints that never help: their streams give up soon."""
+"""Limits for replay endpoints that never help: their streams give up soon."""
 USUAL = SocketOptions()
 DEADLINE = 20.0
-"""Seconds after which a test fails; nothing takes that long."""
+"""Seconds after which a test fails. Every test is much faster."""
 
 
 class SyncDriver:
@@ -96,7 +96,7 @@ class AsyncDriver:
 
 
 class Harness:
-    """A subscriber and everything that it has delivered."""
+    """A subscriber and all of its deliveries."""
 
     def __init__(self, driver: SyncDriver | AsyncDriver) -> None:
         self.driver = driver
@@ -112,14 +112,14 @@ class Harness:
             if delivery is not None:
                 self.taken.append(delivery)
 
-    def joined(self, tape: TapePlayer) -> None:
+    def wait_for_subscriber_of(self, tape: TapePlayer) -> None:
         """Wait until an engine has a subscriber."""
         self.until(lambda: tape.wait_for_subscriber(0))
 
-    def trusted(self, trust: Trust) -> None:
+    def wait_for_trust(self, trust: Trust) -> None:
         self.until(lambda: self.subscriber.trust("e") == trust)
 
-    def confirmed(self, publish: Callable[[], object]) -> None:
+    def wait_until_confirmed(self, publish: Callable[[], object]) -> None:
         """Wait until the stream is EXACT. `publish` publishes a live batch, which must confirm what replay returned."""
 
         def is_exact() -> bool:
@@ -155,272 +155,276 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
         driver.close()
 
 
-def frames(count: int, life: int = 0) -> list[tuple[bytes, int, bytes]]:
-    return [(b"kv", seq, payload_of(life, seq, clear=False)) for seq in range(count)]
+def make_frames(count: int, engine_incarnation: int = 0) -> list[tuple[bytes, int, bytes]]:
+    return [(b"kv", seq, payload_of(engine_incarnation, seq, clear=False)) for seq in range(count)]
 
 
-def source_of(tape: TapePlayer, **options: Any) -> Source:
+def make_source(tape: TapePlayer, **options: Any) -> Source:
     return Source(tape.endpoint, tape.replay_endpoint, topic="kv", name="e", **options)
 
 
 def test_live_batches_arrive_once_and_in_order(harness: Callable[..., Harness]) -> None:
-    """A healthy engine, and a subscriber that is connected from the start."""
-    with TapePlayer(frames(500)) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    """The engine has no faults, and the subscriber is connected from the start."""
+    with TapePlayer(make_frames(500)) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         tape.play()
-        at.until(lambda: len(at.taken) >= 500)
-        assert at.batches() == tape.batches()
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.taken) >= 500)
+        assert consumer.batches() == tape.batches()
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 def test_a_late_subscriber_gets_the_whole_buffer_through_a_lossy_replay(harness: Callable[..., Harness]) -> None:
     """The engines' ROUTER drops most of each reply, with and without the end marker. The subscriber still gets every batch."""
-    with TapePlayer(frames(2_000), faults=Faults(replay_send_limit=450)) as tape:
+    with TapePlayer(make_frames(2_000), faults=Faults(replay_send_limit=450)) as tape:
         tape.play()
-        at = harness(source_of(tape))
-        at.until(lambda: len(at.taken) >= 1_000)
+        consumer = harness(make_source(tape))
+        consumer.until(lambda: len(consumer.taken) >= 1_000)
         tape.faults = Faults(replay_send_limit=450, lose_end_marker=True)
-        at.until(lambda: len(at.taken) >= 2_000)
-        assert at.batches() == tape.batches()
+        consumer.until(lambda: len(consumer.taken) >= 2_000)
+        assert consumer.batches() == tape.batches()
         tape.faults = Faults()
-        at.confirmed(lambda: tape.play(1))
-        assert at.others() == []
+        consumer.wait_until_confirmed(lambda: tape.play(1))
+        assert consumer.others() == []
 
 
-def test_drops_holes_and_an_idle_engine(harness: Callable[..., Harness]) -> None:
+def test_lost_batches_are_recovered_from_an_idle_engine(harness: Callable[..., Harness]) -> None:
     """A tenth of the live and of the replayed batches is lost, including the last ones, which the idle probe finds."""
-    with TapePlayer(frames(301), faults=Faults(drop=0.1, replay_holes=0.1, seed=5)) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    with TapePlayer(make_frames(301), faults=Faults(drop=0.1, replay_holes=0.1, seed=5)) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         tape.play(299)
         tape.faults = Faults(drop={299})
         tape.play(1)
-        at.until(lambda: len(at.taken) >= 300)
-        assert at.batches() == tape.batches()
+        consumer.until(lambda: len(consumer.taken) >= 300)
+        assert consumer.batches() == tape.batches()
         tape.faults = Faults()
         tape.play()
-        at.until(lambda: len(at.taken) >= 301)
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.taken) >= 301)
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 @pytest.mark.parametrize("unseen", [None, 3, 80])
 def test_a_restart_is_recognised(harness: Callable[..., Harness], unseen: int | None) -> None:
-    """The new incarnation starts from 0, has published a little, or has passed the old number before the reconnect."""
-    with TapePlayer(frames(50)) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    """The new incarnation starts from 0, has published a few batches, or has passed the old number before the reconnect."""
+    with TapePlayer(make_frames(50)) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         tape.play()
-        at.until(lambda: len(at.taken) == 50)
-        tape.restart(frames(100, life=1), unseen_until=unseen)
-        at.until(lambda: unseen is None or len(at.batches(1)) > unseen)
-        at.until(lambda: tape.wait_for_subscriber(0))
+        consumer.until(lambda: len(consumer.taken) == 50)
+        tape.restart(make_frames(100, engine_incarnation=1), unseen_until=unseen)
+        consumer.until(lambda: unseen is None or len(consumer.batches(1)) > unseen)
+        consumer.until(lambda: tape.wait_for_subscriber(0))
         tape.play()
-        at.until(lambda: len(at.batches(1)) == len(tape.batches(1)))
-        assert at.batches(0) == tape.batches(0)
-        assert at.batches(1) == tape.batches(1)
-        assert [type(item) for item in at.others()] == [Reset]
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.batches(1)) == len(tape.batches(1)))
+        assert consumer.batches(0) == tape.batches(0)
+        assert consumer.batches(1) == tape.batches(1)
+        assert [type(item) for item in consumer.others()] == [Reset]
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 def test_truncated_history_and_skipped_numbers_are_gaps(harness: Callable[..., Harness]) -> None:
     """Batches that no replay buffer holds are reported as gaps, all others are delivered, and trust is DEGRADED."""
-    with TapePlayer(frames(100), faults=Faults(buffer_steps=30, skipped={90})) as tape:
+    with TapePlayer(make_frames(100), faults=Faults(buffer_steps=30, skipped={90})) as tape:
         tape.play()
-        at = harness(source_of(tape))
-        at.until(lambda: len(at.taken) >= 32)
-        assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(0, 68), (90, 90)]
-        assert [seq for seq, _ in at.batches()] == [*range(69, 90), *range(91, 100)]
-        at.trusted(Trust.DEGRADED)
+        consumer = harness(make_source(tape))
+        consumer.until(lambda: len(consumer.taken) >= 32)
+        assert [(gap.first, gap.last) for gap in consumer.others() if isinstance(gap, Gap)] == [(0, 68), (90, 90)]
+        assert [seq for seq, _ in consumer.batches()] == [*range(69, 90), *range(91, 100)]
+        consumer.wait_for_trust(Trust.DEGRADED)
 
 
-@pytest.mark.parametrize("faults", [Faults(replay_silent=True), Faults(replay_endless=True, replay_foreign=frames(1, life=7))])
+@pytest.mark.parametrize(
+    "faults", [Faults(replay_silent=True), Faults(replay_endless=True, replay_foreign=make_frames(1, engine_incarnation=7))]
+)
 def test_a_useless_replay_endpoint_delays_but_does_not_stop_the_stream(harness: Callable[..., Harness], faults: Faults) -> None:
-    """The endpoint is silent or its replies never end.
+    """The endpoint does not answer, or its replies never end.
 
     Live batches continue after a bounded wait, and trust gives the reason.
     """
-    with TapePlayer(frames(60), faults=faults) as tape:
-        at = harness(source_of(tape), limits=IMPATIENT)
-        at.joined(tape)
+    with TapePlayer(make_frames(60), faults=faults) as tape:
+        consumer = harness(make_source(tape), limits=IMPATIENT)
+        consumer.wait_for_subscriber_of(tape)
         tape.faults = Faults(replay_silent=faults.replay_silent, replay_endless=faults.replay_endless, drop={5})
         if faults.replay_foreign:
             tape.faults = faults
         tape.play(30)
-        at.until(lambda: any(seq == 29 for seq, _ in at.batches()))
-        at.trusted(Trust.DEGRADED)
+        consumer.until(lambda: any(seq == 29 for seq, _ in consumer.batches()))
+        consumer.wait_for_trust(Trust.DEGRADED)
 
 
 def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(harness: Callable[..., Harness]) -> None:
     """Another stream's batches are undone by a reset.
 
-    After it only the live stream is delivered, and trust gives the reason.
+    Afterwards only the live stream is delivered, and trust gives the reason.
     """
-    with TapePlayer(frames(60), faults=Faults(replay_foreign=frames(40, life=9))) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    with TapePlayer(make_frames(60), faults=Faults(replay_foreign=make_frames(40, engine_incarnation=9))) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         published = 0
-        while "another stream" not in at.subscriber.trust("e").reason:
+        while "another stream" not in consumer.subscriber.trust("e").reason:
             tape.play(1)
             published += 1
             assert published < 50
-            at.until(lambda: any(isinstance(item, Batch) for item in at.taken))
+            consumer.until(lambda: any(isinstance(item, Batch) for item in consumer.taken))
             for _ in range(10):
-                delivery = at.driver.receive(0.05)
-                at.taken.extend([delivery] if delivery else [])
+                delivery = consumer.driver.receive(0.05)
+                consumer.taken.extend([delivery] if delivery else [])
         tape.play(5)
-        at.until(lambda: (published + 4, tape.batches()[-1][1]) in at.batches())
-        assert any(isinstance(item, Reset) for item in at.taken)
+        consumer.until(lambda: (published + 4, tape.batches()[-1][1]) in consumer.batches())
+        assert any(isinstance(item, Reset) for item in consumer.taken)
 
 
 def test_without_replay_gaps_and_restarts_are_reported(harness: Callable[..., Harness]) -> None:
-    """Gaps are delivered, a restart is a reset, and trust claims no more than can be known."""
-    with TapePlayer(frames(20), replay_endpoint=None, faults=Faults(drop={3, 4})) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    """Gaps are delivered, a restart is a reset, and the stream is never EXACT."""
+    with TapePlayer(make_frames(20), replay_endpoint=None, faults=Faults(drop={3, 4})) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         tape.play()
-        at.until(lambda: len(at.taken) == 19)
-        assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(3, 4)]
-        assert at.subscriber.trust("e") == Trust.DEGRADED
+        consumer.until(lambda: len(consumer.taken) == 19)
+        assert [(gap.first, gap.last) for gap in consumer.others() if isinstance(gap, Gap)] == [(3, 4)]
+        assert consumer.subscriber.trust("e") == Trust.DEGRADED
         tape.faults = Faults()
         tape.restart()
-        at.until(lambda: tape.wait_for_subscriber(0))
+        consumer.until(lambda: tape.wait_for_subscriber(0))
         tape.play()
-        at.until(lambda: len(at.batches(1)) == 20)
+        consumer.until(lambda: len(consumer.batches(1)) == 20)
 
 
 def test_malformed_frames_are_counted_and_lose_no_batch(harness: Callable[..., Harness]) -> None:
     """Messages of 1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, 2**63 and 2**64-1, between good batches."""
     numbers = [b"", b"\0" * 4, b"\0" * 16, (2**63).to_bytes(8, "big"), b"\xff" * 8]
     bad = [[b"kv"] * count for count in (1, 2, 4, 9)] + [[b"kv", number, b"x"] for number in numbers]
-    with TapePlayer(frames(len(bad))) as tape:
-        at = harness(source_of(tape))
-        at.joined(tape)
+    with TapePlayer(make_frames(len(bad))) as tape:
+        consumer = harness(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         for message in bad:
             tape.send_raw(message)
             tape.play(1)
-        at.until(lambda: len(at.taken) == len(bad))
-        assert at.batches() == tape.batches()
-        assert sum(at.subscriber.status("e").counters.malformed.values()) == len(bad)
+        consumer.until(lambda: len(consumer.taken) == len(bad))
+        assert consumer.batches() == tape.batches()
+        assert sum(consumer.subscriber.status("e").counters.malformed.values()) == len(bad)
 
 
-def test_a_flood_waits_in_bounded_buffers_and_arrives(harness: Callable[..., Harness]) -> None:
-    """A subscriber that does not receive while far more is published than its socket holds gets every batch afterwards."""
+def test_many_batches_wait_in_bounded_buffers_and_all_arrive(harness: Callable[..., Harness]) -> None:
+    """A subscriber that does not receive while more is published than its socket holds gets every batch afterwards."""
     sockets = SocketOptions(receive_hwm=50)
-    with TapePlayer(frames(5_001), hwm=50) as tape:
-        at = harness(source_of(tape), sockets=sockets)
-        at.joined(tape)
+    with TapePlayer(make_frames(5_001), hwm=50) as tape:
+        consumer = harness(make_source(tape), sockets=sockets)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(5_000)
-        at.until(lambda: len(at.taken) >= 5_000)
-        assert at.batches() == tape.batches()
+        consumer.until(lambda: len(consumer.taken) >= 5_000)
+        assert consumer.batches() == tape.batches()
         tape.play()
-        at.until(lambda: len(at.taken) >= 5_001)
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.taken) >= 5_001)
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 def test_a_cut_connection_loses_no_batch(harness: Callable[..., Harness]) -> None:
     """Batches published while the network is down are replayed. The publisher is verified to be the same, without a reset."""
-    with TapePlayer(frames(100)) as tape, FaultProxy(tape.endpoint) as proxy:
-        at = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
-        at.joined(tape)
+    with TapePlayer(make_frames(100)) as tape, FaultProxy(tape.endpoint) as proxy:
+        consumer = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
+        consumer.wait_for_subscriber_of(tape)
         tape.play(30)
-        at.until(lambda: len(at.taken) == 30)
+        consumer.until(lambda: len(consumer.taken) == 30)
         proxy.cut(refuse=True)
-        at.trusted(Trust.STALE)
+        consumer.wait_for_trust(Trust.STALE)
         tape.play(40)
         proxy.heal()
-        at.until(lambda: tape.wait_for_subscriber(0))
+        consumer.until(lambda: tape.wait_for_subscriber(0))
         tape.play(30)
-        at.until(lambda: len(at.taken) >= 100)
-        assert at.batches() == tape.batches()
-        assert at.others() == []
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.taken) >= 100)
+        assert consumer.batches() == tape.batches()
+        assert consumer.others() == []
+        consumer.wait_for_trust(Trust.EXACT)
 
 
-def test_a_half_open_connection_is_noticed_by_heartbeats(harness: Callable[..., Harness]) -> None:
-    """A network that drops all packets without closing connections makes the stream STALE. The stream recovers after it."""
+def test_a_half_open_connection_is_detected_by_heartbeats(harness: Callable[..., Harness]) -> None:
+    """A network that drops all packets without closing connections makes the stream STALE. The stream recovers afterwards."""
     sockets = SocketOptions(heartbeat_ms=100, heartbeat_timeout_ms=300)
-    with TapePlayer(frames(20)) as tape, FaultProxy(tape.endpoint) as proxy:
-        at = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), sockets=sockets)
-        at.joined(tape)
+    with TapePlayer(make_frames(20)) as tape, FaultProxy(tape.endpoint) as proxy:
+        consumer = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), sockets=sockets)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(10)
-        at.until(lambda: len(at.taken) == 10)
+        consumer.until(lambda: len(consumer.taken) == 10)
         proxy.stall()
-        at.trusted(Trust.STALE)
+        consumer.wait_for_trust(Trust.STALE)
         tape.play(10)
         proxy.heal()
-        at.until(lambda: len(at.taken) >= 20)
-        assert at.batches() == tape.batches()
-        at.confirmed(lambda: tape.play(1))
+        consumer.until(lambda: len(consumer.taken) >= 20)
+        assert consumer.batches() == tape.batches()
+        consumer.wait_until_confirmed(lambda: tape.play(1))
 
 
-def test_five_hundred_sources_at_once(harness: Callable[..., Harness]) -> None:
+def test_five_hundred_sources_are_followed_at_once(harness: Callable[..., Harness]) -> None:
     """The number of replays is limited, every source catches up, and a live batch of each source arrives."""
-    with TapePlayer(frames(3)) as tape:
+    with TapePlayer(make_frames(3)) as tape:
         tape.play(2)
         sources = [Source(tape.endpoint, tape.replay_endpoint, topic="kv", name=f"e{number}") for number in range(500)]
-        at = harness(*sources, max_concurrent_replays=16)
-        at.until(lambda: len(at.taken) == 1_000)
+        consumer = harness(*sources, max_concurrent_replays=16)
+        consumer.until(lambda: len(consumer.taken) == 1_000)
         assert tape.wait_for_subscriber(DEADLINE, 500)
         tape.play(1)
-        at.until(lambda: len(at.taken) == 1_500)
-        at.until(lambda: all(status.trust == Trust.EXACT for status in at.subscriber.statuses()))
+        consumer.until(lambda: len(consumer.taken) == 1_500)
+        consumer.until(lambda: all(status.trust == Trust.EXACT for status in consumer.subscriber.statuses()))
 
 
-def test_ranks_of_one_engine_are_streams_of_their_own(harness: Callable[..., Harness]) -> None:
+def test_ranks_of_one_engine_are_separate_streams(harness: Callable[..., Harness]) -> None:
     """Two ranks share a source name and nothing else."""
-    with TapePlayer(frames(5)) as zero, TapePlayer(frames(7, life=1)) as one:
-        at = harness(source_of(zero, rank=0), source_of(one, rank=1))
-        at.joined(zero)
-        at.joined(one)
+    with TapePlayer(make_frames(5)) as zero, TapePlayer(make_frames(7, engine_incarnation=1)) as one:
+        consumer = harness(make_source(zero, rank=0), make_source(one, rank=1))
+        consumer.wait_for_subscriber_of(zero)
+        consumer.wait_for_subscriber_of(one)
         zero.play()
         one.play()
-        at.until(lambda: len(at.taken) == 12)
-        by_rank = {rank: [item.seq for item in at.taken if item.rank == rank and isinstance(item, Batch)] for rank in (0, 1)}
+        consumer.until(lambda: len(consumer.taken) == 12)
+        by_rank = {
+            rank: [item.seq for item in consumer.taken if item.rank == rank and isinstance(item, Batch)] for rank in (0, 1)
+        }
         assert by_rank == {0: list(range(5)), 1: list(range(7))}
 
 
 def test_an_endpoint_where_nothing_listens_is_connecting(harness: Callable[..., Harness]) -> None:
     """`receive` returns after its timeout, and the reason of trust is that there is no connection."""
-    at = harness(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"))
-    assert at.driver.receive(0.2) is None
-    assert at.subscriber.trust("e") == Trust.CONNECTING
+    consumer = harness(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"))
+    assert consumer.driver.receive(0.2) is None
+    assert consumer.subscriber.trust("e") == Trust.CONNECTING
 
 
 def test_an_engine_that_starts_later_is_followed(harness: Callable[..., Harness], tmp_path: Path) -> None:
     """The subscriber starts first, over ipc. Every batch from number 0 on arrives."""
     endpoint, replay_endpoint = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
-    at = harness(Source(endpoint, replay_endpoint, name="e"))
-    assert at.driver.receive(0.05) is None
+    consumer = harness(Source(endpoint, replay_endpoint, name="e"))
+    assert consumer.driver.receive(0.05) is None
     publisher = ZmqEventPublisher(0, endpoint, replay_endpoint)
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
-    at.until(lambda: len(at.taken) == 1)
-    at.confirmed(lambda: publisher.publish(EventBatch(2.0, [])))
+    consumer.until(lambda: len(consumer.taken) == 1)
+    consumer.wait_until_confirmed(lambda: publisher.publish(EventBatch(2.0, [])))
     publisher.shutdown()
 
 
 def test_in_process_endpoints_work(harness: Callable[..., Harness]) -> None:
-    """inproc has no connection events. The stream is followed all the same."""
+    """inproc has no connection events. The stream is followed nevertheless."""
     publisher = ZmqEventPublisher(0, "inproc://subscriber-test", "inproc://subscriber-test-replay")
-    at = harness(Source("inproc://subscriber-test", "inproc://subscriber-test-replay", name="e"))
+    consumer = harness(Source("inproc://subscriber-test", "inproc://subscriber-test-replay", name="e"))
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
-    at.until(lambda: len(at.taken) == 1)
+    consumer.until(lambda: len(consumer.taken) == 1)
     publisher.shutdown()
 
 
 def test_a_subscriber_binds_if_the_engine_connects(harness: Callable[..., Harness], tmp_path: Path) -> None:
     """An engine with a concrete address connects to it, so the subscriber has to bind."""
     endpoint = f"ipc://{tmp_path}/pub"
-    at = harness(Source(endpoint, name="e", bind=True))
+    consumer = harness(Source(endpoint, name="e", bind=True))
     publisher = ZmqEventPublisher(0, endpoint, bind=False)
-    at.until(lambda: publisher.stats().subscribers == 1)
+    consumer.until(lambda: publisher.stats().subscribers == 1)
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
-    at.until(lambda: len(at.taken) == 1)
+    consumer.until(lambda: len(consumer.taken) == 1)
     publisher.shutdown()
 
 
 def test_curve_keys_are_required_on_both_sockets(harness: Callable[..., Harness]) -> None:
-    """With the server's key live and replay traffic is encrypted. Without keys no batch is delivered."""
+    """With the server's key, live and replay traffic is encrypted. Without keys, no batch is delivered."""
     server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
     client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
     server = Curve(public_key=server_public, secret_key=server_secret)
@@ -429,31 +433,31 @@ def test_curve_keys_are_required_on_both_sockets(harness: Callable[..., Harness]
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
     friend = Source(publisher.endpoint, publisher.replay_endpoint, name="e", curve=client)
     stranger = Source(publisher.endpoint, publisher.replay_endpoint, name="stranger")
-    at = harness(friend, stranger)
-    at.until(lambda: len(at.taken) == 1)
-    at.confirmed(lambda: publisher.publish(EventBatch(2.0, [])))
-    assert at.subscriber.trust("stranger") != Trust.EXACT
-    assert {item.source for item in at.taken} == {"e"}
+    consumer = harness(friend, stranger)
+    consumer.until(lambda: len(consumer.taken) == 1)
+    consumer.wait_until_confirmed(lambda: publisher.publish(EventBatch(2.0, [])))
+    assert consumer.subscriber.trust("stranger") != Trust.EXACT
+    assert {item.source for item in consumer.taken} == {"e"}
     publisher.shutdown()
 
 
 def test_sources_are_added_and_removed(harness: Callable[..., Harness]) -> None:
     """A removed source is unknown, and a name and rank can be added only once."""
-    with TapePlayer(frames(2)) as tape:
-        at = harness(source_of(tape))
+    with TapePlayer(make_frames(2)) as tape:
+        consumer = harness(make_source(tape))
         with pytest.raises(ConfigError, match="given twice"):
-            at.subscriber.add(source_of(tape))
-        at.subscriber.remove("e")
+            consumer.subscriber.add(make_source(tape))
+        consumer.subscriber.remove("e")
         with pytest.raises(UnknownSourceError, match="known: none"):
-            at.subscriber.trust("e")
-        at.subscriber.add(source_of(tape))
-        at.joined(tape)
+            consumer.subscriber.trust("e")
+        consumer.subscriber.add(make_source(tape))
+        consumer.wait_for_subscriber_of(tape)
         tape.play()
-        at.until(lambda: len(at.taken) == 2)
+        consumer.until(lambda: len(consumer.taken) == 2)
 
 
 def test_invalid_endpoints_raise_when_they_are_added(harness: Callable[..., Harness]) -> None:
-    """An endpoint that can never work is an error at once, with a message that says why."""
+    """An endpoint that can never work is an error at once, with a message that gives the reason."""
     for endpoint in ("tcp://", "tcp://host", "tcp://127.0.0.1:5557:5558", "http://host:1"):
         with pytest.raises(ConfigError, match="invalid endpoint"):
             Source(endpoint)
@@ -461,73 +465,74 @@ def test_invalid_endpoints_raise_when_they_are_added(harness: Callable[..., Harn
         harness(Source("gopher://host:1"))
 
 
-def test_a_repr_for_operators(harness: Callable[..., Harness]) -> None:
+def test_the_repr_counts_streams_by_trust_and_ready_deliveries(harness: Callable[..., Harness]) -> None:
     """The repr has the number of streams by trust and the number of ready deliveries."""
-    at = harness(Source("tcp://127.0.0.1:9"), Source("tcp://127.0.0.1:9", name="b"))
-    assert repr(at.subscriber).endswith("2 streams, 2 CONNECTING, 0 ready>")
-    at.driver.close()
-    assert repr(at.subscriber).endswith("ubscriber closed>")
+    consumer = harness(Source("tcp://127.0.0.1:9"), Source("tcp://127.0.0.1:9", name="b"))
+    assert repr(consumer.subscriber).endswith("2 streams, 2 CONNECTING, 0 ready>")
+    consumer.driver.close()
+    assert repr(consumer.subscriber).endswith("ubscriber closed>")
 
 
-def test_many_deliveries_at_once(harness: Callable[..., Harness]) -> None:
-    """`receive_many` returns all ready deliveries, or as many as requested and the rest later; [] after the timeout."""
-    with TapePlayer(frames(100)) as tape:
-        at = harness(source_of(tape))
-        assert at.driver.receive_many(None, 0.05) == []
-        at.joined(tape)
+def test_receive_many_returns_ready_deliveries_up_to_its_limit(harness: Callable[..., Harness]) -> None:
+    """`receive_many` returns all ready deliveries, or at most the requested number and the rest later. It returns [] after the
+    timeout."""
+    with TapePlayer(make_frames(100)) as tape:
+        consumer = harness(make_source(tape))
+        assert consumer.driver.receive_many(None, 0.05) == []
+        consumer.wait_for_subscriber_of(tape)
         tape.play()
-        while len(at.taken) < 100:
-            some = at.driver.receive_many(3, DEADLINE)
-            assert 1 <= len(some) <= 3
-            at.taken += some + at.driver.receive_many(None, 0)
-        assert at.batches() == tape.batches()
+        while len(consumer.taken) < 100:
+            received = consumer.driver.receive_many(3, DEADLINE)
+            assert 1 <= len(received) <= 3
+            consumer.taken += received + consumer.driver.receive_many(None, 0)
+        assert consumer.batches() == tape.batches()
         with pytest.raises(ConfigError, match="limit is 0"):
-            at.driver.receive_many(0, 0)
+            consumer.driver.receive_many(0, 0)
 
 
 def test_raw_batches_arrive_as_they_were_sent(harness: Callable[..., Harness]) -> None:
-    """Replayed history, then live batches with some dropped: the payload of each batch once and in order, none decoded."""
-    with TapePlayer(frames(1_000)) as tape:
+    """Replayed and live batches, of which some are dropped, arrive once and in order, and none is decoded."""
+    with TapePlayer(make_frames(1_000)) as tape:
         tape.play(300)
-        at = harness(source_of(tape), decode=False)
-        at.until(lambda: len(at.taken) == 300)
+        consumer = harness(make_source(tape), decode=False)
+        consumer.until(lambda: len(consumer.taken) == 300)
         tape.faults = Faults(drop=0.02, seed=3)
-        at.joined(tape)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(699)
         tape.faults = Faults()
         tape.play()
-        at.until(lambda: len(at.taken) == 1_000)
-        raw: list[Any] = at.taken
+        consumer.until(lambda: len(consumer.taken) == 1_000)
+        raw: list[Any] = consumer.taken
         assert all(isinstance(batch, RawBatch) for batch in raw)
         assert [(batch.seq, batch.payload) for batch in raw] == tape.batches()
         assert {batch.topic for batch in raw} == {b"kv"}
         assert raw[-1].decode().events == [BlockStored([999], None, [999], 1)]
-        at.trusted(Trust.EXACT)
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_the_consumer_of_raw_batches_reports_what_it_finds(harness: Callable[..., Harness], decode: bool) -> None:
+def test_the_consumer_of_raw_batches_reports_rejected_events(harness: Callable[..., Harness], decode: bool) -> None:
     """One loop works for both modes, because a report about a decoded batch does not count its events again."""
     unreadable = msgspec.msgpack.encode([3.0, [["Unknown", 1]]])
-    with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
-        at = harness(source_of(tape), decode=decode)
-        taken: list[Any] = at.taken
-        at.joined(tape)
+    with TapePlayer([*make_frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
+        consumer = harness(make_source(tape), decode=decode)
+        taken: list[Any] = consumer.taken
+        consumer.wait_for_subscriber_of(tape)
         tape.play(4)
-        at.until(lambda: len(taken) == 4)
-        at.trusted(Trust.DEGRADED if decode else Trust.EXACT)
-        at.subscriber.report(taken[3], BatchReport((taken[3] if decode else taken[3].decode()).rejected))
-        at.until(lambda: at.subscriber.status("e").degraded_reasons == {DegradedReason.REJECTED})
-        assert at.subscriber.status("e").counters.rejected == {"unknown-tag": 1}
+        consumer.until(lambda: len(taken) == 4)
+        consumer.wait_for_trust(Trust.DEGRADED if decode else Trust.EXACT)
+        consumer.subscriber.report(taken[3], BatchReport((taken[3] if decode else taken[3].decode()).rejected))
+        consumer.until(lambda: consumer.subscriber.status("e").degraded_reasons == {DegradedReason.REJECTED})
+        assert consumer.subscriber.status("e").counters.rejected == {"unknown-tag": 1}
         tape.play()
-        at.until(lambda: len(taken) == 5)
-        at.subscriber.report(taken[4], BatchReport(cleared=True))
-        at.trusted(Trust.EXACT)
-        at.subscriber.remove("e")
-        at.subscriber.report(taken[4], BatchReport(cleared=True))
+        consumer.until(lambda: len(taken) == 5)
+        consumer.subscriber.report(taken[4], BatchReport(cleared=True))
+        consumer.wait_for_trust(Trust.EXACT)
+        consumer.subscriber.remove("e")
+        consumer.subscriber.report(taken[4], BatchReport(cleared=True))
 
 
-class Counting:
+class RecordingSink:
     """A sink that records its deliveries and can fail."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -544,70 +549,70 @@ class Counting:
 
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_sink_applies_each_delivery_before_it_is_returned(harness: Callable[..., Harness], decode: bool) -> None:
-    """With `receive` and with `receive_many`. What the sink found is reported automatically."""
+    """This holds for `receive` and `receive_many`. The report of the sink is passed to the stream automatically."""
     unreadable = msgspec.msgpack.encode([3.0, [["Unknown", 1]]])
-    sink = Counting(PrefixIndex())
-    with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
-        at = harness(source_of(tape), decode=decode, sink=sink)
-        at.joined(tape)
+    sink = RecordingSink(PrefixIndex())
+    with TapePlayer([*make_frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
+        consumer = harness(make_source(tape), decode=decode, sink=sink)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(4)
         for count in (1, 2):
-            at.until(lambda: len(at.taken) >= count)  # noqa: B023 - called before the next one
-            assert sink.given == at.taken
-        while len(at.taken) < 4:
-            at.taken += at.driver.receive_many(None, 0.05)
-            assert sink.given == at.taken
-        assert DegradedReason.REJECTED in at.subscriber.status("e").degraded_reasons
+            consumer.until(lambda: len(consumer.taken) >= count)  # noqa: B023 - called before the next one
+            assert sink.given == consumer.taken
+        while len(consumer.taken) < 4:
+            consumer.taken += consumer.driver.receive_many(None, 0.05)
+            assert sink.given == consumer.taken
+        assert DegradedReason.REJECTED in consumer.subscriber.status("e").degraded_reasons
         assert sink.index.worker("e").blocks == 3
         tape.play()
-        at.until(lambda: len(at.taken) == 5)
-        at.trusted(Trust.EXACT)
+        consumer.until(lambda: len(consumer.taken) == 5)
+        consumer.wait_for_trust(Trust.EXACT)
         assert sink.index.worker("e").blocks == 0
 
 
 def test_an_exception_of_a_sink_is_raised(harness: Callable[..., Harness]) -> None:
     """The next call continues with the deliveries that follow."""
-    sink = Counting(PrefixIndex())
-    with TapePlayer(frames(2)) as tape:
-        at = harness(source_of(tape), sink=sink)
-        at.joined(tape)
+    sink = RecordingSink(PrefixIndex())
+    with TapePlayer(make_frames(2)) as tape:
+        consumer = harness(make_source(tape), sink=sink)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(1)
         sink.fails = True
         with pytest.raises(RuntimeError, match="injected"):
-            at.until(lambda: bool(at.taken))
+            consumer.until(lambda: bool(consumer.taken))
         sink.fails = False
         tape.play(1)
-        at.until(lambda: bool(at.taken))
-        assert sink.given == at.taken
+        consumer.until(lambda: bool(consumer.taken))
+        assert sink.given == consumer.taken
 
 
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_message_that_only_begins_like_the_expected_batch_is_malformed(harness: Callable[..., Harness], decode: bool) -> None:
-    """It has more frames than a batch, or fewer. It is counted, and the batch itself follows."""
-    with TapePlayer(frames(8)) as tape:
-        at = harness(source_of(tape), decode=decode)
-        at.joined(tape)
+    """The message has more or fewer frames than a batch. It is counted, and the batch itself follows."""
+    with TapePlayer(make_frames(8)) as tape:
+        consumer = harness(make_source(tape), decode=decode)
+        consumer.wait_for_subscriber_of(tape)
         tape.play(2)
-        at.until(lambda: len(at.taken) == 2)
+        consumer.until(lambda: len(consumer.taken) == 2)
         for seq, behind in ((2, [b"x", b""]), (3, []), (4, [b"x", b"kv", b"x"])):
             tape.send_raw([b"kv", seq.to_bytes(8, "big"), *behind])
             tape.play(1)
         tape.play()
-        at.until(lambda: len(at.taken) == 8)
-        taken: list[Any] = at.taken
+        consumer.until(lambda: len(consumer.taken) == 8)
+        taken: list[Any] = consumer.taken
         assert [(batch.seq, batch.payload) for batch in taken] == tape.batches()
-        assert at.subscriber.status("e").counters.malformed == {"not 3 frames": 3}
-        at.trusted(Trust.EXACT)
+        assert consumer.subscriber.status("e").counters.malformed == {"not 3 frames": 3}
+        consumer.wait_for_trust(Trust.EXACT)
 
 
 # --- subscribers that restart ------------------------------------------------------------------------------------------------
 
 
-def on_disk(at: Harness) -> Checkpoint:
-    """Store a subscriber's checkpoint as at the end of its process."""
-    at.driver.close()
-    (checkpoint,) = at.subscriber.checkpoints()
-    assert checkpoint == at.subscriber.checkpoint()
+def store_checkpoint(consumer: Harness) -> Checkpoint:
+    """Return a subscriber's checkpoint as it is stored at the end of its process."""
+    consumer.driver.close()
+    (checkpoint,) = consumer.subscriber.checkpoints()
+    assert checkpoint == consumer.subscriber.checkpoint()
     return Checkpoint.decode(checkpoint.encode())
 
 
@@ -619,7 +624,7 @@ def test_a_restarted_subscriber_resumes_with_the_same_publisher(harness: Callabl
     for number in range(5):
         publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
     before.until(lambda: len(before.taken) == 5)
-    checkpoint = on_disk(before)
+    checkpoint = store_checkpoint(before)
     for number in range(5, 9):
         publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
     wait_until(lambda: publisher.stats().published == 9, "all to be sent before the next subscriber comes")
@@ -630,7 +635,7 @@ def test_a_restarted_subscriber_resumes_with_the_same_publisher(harness: Callabl
     assert after.subscriber.trust("e") != Trust.EXACT
     publisher.publish(EventBatch(9.0, [BlockRemoved([9])]))
     after.until(lambda: len(after.taken) == 5)
-    after.confirmed(lambda: publisher.publish(EventBatch(10.0, [])))
+    after.wait_until_confirmed(lambda: publisher.publish(EventBatch(10.0, [])))
     assert after.others() == []
     assert [seq for seq, _ in after.batches(0)] == list(range(5, 5 + len(after.taken)))
     publisher.shutdown()
@@ -640,7 +645,7 @@ def test_a_restarted_subscriber_resumes_with_the_same_publisher(harness: Callabl
 def test_a_restarted_subscriber_detects_a_restarted_publisher(
     harness: Callable[..., Harness], tmp_path: Path, published: int
 ) -> None:
-    """The new incarnation is idle, young, or past the old number: a Reset, then its batches from 0."""
+    """The new incarnation is idle, young, or past the old number. A Reset is delivered, then its batches from 0."""
     endpoints = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     first = ZmqEventPublisher(0, *endpoints)
     before = harness(Source(*endpoints, name="e"))
@@ -648,7 +653,7 @@ def test_a_restarted_subscriber_detects_a_restarted_publisher(
         first.publish(EventBatch(float(number), [BlockRemoved([number])]))
     before.until(lambda: len(before.taken) == 5)
     before.until(lambda: before.subscriber.checkpoint().replay_seen)
-    checkpoint = on_disk(before)
+    checkpoint = store_checkpoint(before)
     first.shutdown()
     second = ZmqEventPublisher(0, *endpoints)
     for number in range(published):
@@ -658,27 +663,27 @@ def test_a_restarted_subscriber_detects_a_restarted_publisher(
     after.until(lambda: len(after.taken) == 1 + published)
     assert isinstance(after.taken[0], Reset)
     assert [seq for seq, _ in after.batches(1)] == list(range(published))
-    after.confirmed(lambda: second.publish(EventBatch(200.0, [])))
+    after.wait_until_confirmed(lambda: second.publish(EventBatch(200.0, [])))
     assert after.subscriber.checkpoint().incarnation == 1
     second.shutdown()
 
 
 def test_a_restarted_subscriber_waits_for_an_absent_publisher(harness: Callable[..., Harness]) -> None:
-    """Trust claims nothing, and a checkpoint taken meanwhile equals the one that was resumed."""
+    """The stream is not EXACT, and a checkpoint taken meanwhile equals the one that was resumed."""
     checkpoint = Checkpoint("e", 0, 2, 7, degraded_reasons={"LOST": 7})
-    at = harness()
-    at.subscriber.add(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"), resume=checkpoint)
-    assert at.driver.receive(0.1) is None
-    assert at.subscriber.trust("e") == Trust.STALE
-    assert at.subscriber.status("e").last_seq == 7
-    assert at.subscriber.checkpoints() == [checkpoint]
+    consumer = harness()
+    consumer.subscriber.add(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"), resume=checkpoint)
+    assert consumer.driver.receive(0.1) is None
+    assert consumer.subscriber.trust("e") == Trust.STALE
+    assert consumer.subscriber.status("e").last_seq == 7
+    assert consumer.subscriber.checkpoints() == [checkpoint]
     with pytest.raises(ConfigError, match="checkpoint of e rank 0"):
-        at.subscriber.add(Source("tcp://127.0.0.1:9", name="other"), resume=checkpoint)
-    assert [status.source for status in at.subscriber.statuses()] == ["e"]
+        consumer.subscriber.add(Source("tcp://127.0.0.1:9", name="other"), resume=checkpoint)
+    assert [status.source for status in consumer.subscriber.statuses()] == ["e"]
 
 
-def engine_with_history(transport: FakeTransport) -> FakeEngine:
-    """An engine with history: an event that cannot be decoded, a gap, a clear, and a batch that was not sent live."""
+def make_engine_with_history(transport: FakeTransport) -> FakeEngine:
+    """Return an engine with an event that cannot be decoded, a gap, a clear, and a batch that was not sent live."""
     engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
     for number in range(4):
         engine.publish(BlockRemoved([number]))
@@ -690,8 +695,8 @@ def engine_with_history(transport: FakeTransport) -> FakeEngine:
     return engine
 
 
-def summary(deliveries: list[Delivery]) -> list[object]:
-    """What they say, however they came."""
+def summarize(deliveries: list[Delivery]) -> list[object]:
+    """Return the contents of deliveries, without whether they were replayed."""
     return [(item.incarnation, item.seq, item.payload) if isinstance(item, Batch) else item for item in deliveries]
 
 
@@ -708,7 +713,7 @@ def follow(transport: FakeTransport, engine: FakeEngine, resume: Checkpoint) -> 
 def test_a_checkpoint_is_never_ahead_of_returned_deliveries() -> None:
     """Deliveries are taken one at a time while others are ready. Each checkpoint leads to exactly the later ones."""
     transport = FakeTransport()
-    engine = engine_with_history(transport)
+    engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     taken: list[Delivery] = []
     checkpoints: list[Checkpoint] = []
@@ -723,7 +728,7 @@ def test_a_checkpoint_is_never_ahead_of_returned_deliveries() -> None:
     assert len(taken) == 9
     for position, checkpoint in enumerate(checkpoints, 1):
         again, subscriber = follow(transport, engine, checkpoint)
-        assert summary(again) == summary(taken[position:])
+        assert summarize(again) == summarize(taken[position:])
         with subscriber:
             engine.publish()
             live = subscriber.receive(timeout=5)
@@ -740,7 +745,7 @@ def test_a_checkpoint_between_two_incarnations_is_of_the_returned_one() -> None:
     One that was taken is delivered again only if no batch of its incarnation was taken.
     """
     transport = FakeTransport()
-    engine = engine_with_history(transport)
+    engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         taken = [subscriber.receive(timeout=5) for _ in range(9)]
@@ -756,7 +761,7 @@ def test_a_checkpoint_between_two_incarnations_is_of_the_returned_one() -> None:
     assert all(each.fingerprints and not each.degraded_reasons for each in positions[1:])
     for position, checkpoint in enumerate(positions[1:], 10):
         again, _ = follow(transport, engine, checkpoint)
-        assert summary(again) == summary([item for item in taken[position:] if item is not None])
+        assert summarize(again) == summarize([item for item in taken[position:] if item is not None])
     again, _ = follow(transport, engine, positions[0])
     assert isinstance(again[0], Reset)
     assert len(again) == 21
@@ -765,7 +770,7 @@ def test_a_checkpoint_between_two_incarnations_is_of_the_returned_one() -> None:
 def test_a_checkpoint_includes_reports_while_deliveries_are_ready() -> None:
     """A consumer of raw batches reports an event that it cannot decode while later deliveries are ready."""
     transport = FakeTransport()
-    engine = engine_with_history(transport)
+    engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         raw = [subscriber.receive(timeout=5) for _ in range(5)][-1]
@@ -789,11 +794,11 @@ def test_a_diverged_index_is_rebuilt(decode: bool) -> None:
     transport = FakeTransport()
     engine = transport.engine("tcp://relay:5557", "tcp://relay:5558")
     source = Source(engine.endpoint, engine.replay_endpoint, name="relay")
-    truth, index = PrefixIndex(), PrefixIndex()
+    reference, index = PrefixIndex(), PrefixIndex()
     with Subscriber(source, decode=decode, transport=transport, clock=transport.clock) as subscriber:
 
         def follow() -> list[bool | None]:
-            """Resume from a checkpoint and return everything that the subscriber delivers, and the subscriber."""
+            """Return whether the digests of received heartbeats matched."""
             agreed: list[bool | None] = []
             for _ in range(10):
                 for delivery in subscriber.receive_many(timeout=0.1):
@@ -806,22 +811,22 @@ def test_a_diverged_index_is_rebuilt(decode: bool) -> None:
         for number in range(3):
             events: list[KVEvent] = [BlockStored([number], None, [number], 1)]
             engine.publish(*events)
-            truth.apply(Batch("relay", 0, 0, number, 0.0, events, False))
-        publish_heartbeat(engine, truth.digest("relay"))
+            reference.apply(Batch("relay", 0, 0, number, 0.0, events, False))
+        publish_heartbeat(engine, reference.digest("relay"))
         assert follow() == [True]
         index.apply(Batch("relay", 0, 0, 4, 0.0, [BlockRemoved([1])], False))
         engine.publish(BlockRemoved([99]))
-        publish_heartbeat(engine, truth.digest("relay"))
+        publish_heartbeat(engine, reference.digest("relay"))
         assert follow() == [False, True, True]
-        publish_heartbeat(engine, truth.digest("relay"))
+        publish_heartbeat(engine, reference.digest("relay"))
         assert follow() == [True]
         assert subscriber.trust() == Trust.EXACT
         assert subscriber.status().counters.digests_mismatched == 1
-        assert index.digest("relay") == truth.digest("relay")
+        assert index.digest("relay") == reference.digest("relay")
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_missing_heartbeats_are_noticed_without_other_timers(decode: bool) -> None:
+def test_missing_heartbeats_are_detected_without_other_timers(decode: bool) -> None:
     """The heartbeat interval is known only after the batch was delivered, because the consumer decodes it."""
     transport = FakeTransport()
     engine = transport.engine("tcp://relay:5557")
@@ -837,9 +842,9 @@ def test_missing_heartbeats_are_noticed_without_other_timers(decode: bool) -> No
         assert subscriber.trust() == Trust.STALE
 
 
-def test_nothing_found_is_nothing_to_report() -> None:
+def test_an_empty_report_changes_nothing() -> None:
     transport = FakeTransport()
-    engine = engine_with_history(transport)
+    engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock) as subscriber:
         raw = subscriber.receive(timeout=5)
@@ -849,9 +854,9 @@ def test_nothing_found_is_nothing_to_report() -> None:
 
 
 def test_deliveries_of_a_removed_source_do_not_count_for_its_successor() -> None:
-    """They may still be ready when the same name is added again."""
+    """They can still be ready when the same name is added again."""
     transport = FakeTransport()
-    engine = engine_with_history(transport)
+    engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         subscriber.receive(timeout=5)
@@ -862,8 +867,8 @@ def test_deliveries_of_a_removed_source_do_not_count_for_its_successor() -> None
         assert subscriber.checkpoint("e") == checkpoint
 
 
-def test_type_checkers_know_what_is_delivered() -> None:
-    """`Subscriber` alone means decoded batches; `decode=False` changes the type."""
+def test_type_checkers_infer_the_delivered_types() -> None:
+    """`Subscriber` without arguments delivers decoded batches. `decode=False` changes the type."""
     with (
         Subscriber("tcp://127.0.0.1:9") as decoding,
         Subscriber("tcp://127.0.0.1:9", decode=False, limits=LIMITS) as raw,
@@ -879,7 +884,7 @@ def test_type_checkers_know_what_is_delivered() -> None:
         assert (unnamed.receive(0), delivery) == (None, None)
 
 
-async def test_type_checkers_know_what_is_delivered_to_a_task() -> None:
+async def test_type_checkers_infer_the_types_delivered_to_a_task() -> None:
     """The same as for `Subscriber`, with `await`."""
     async with AsyncSubscriber("tcp://127.0.0.1:9") as decoding, AsyncSubscriber("tcp://127.0.0.1:9", decode=False) as raw:
         assert_type(decoding, AsyncSubscriber[Batch])
@@ -887,8 +892,8 @@ async def test_type_checkers_know_what_is_delivered_to_a_task() -> None:
         assert_type(await raw.receive_many(timeout=0), list[RawBatch | Reset | Gap])
 
 
-def test_after_close_receiving_is_an_error() -> None:
-    """A closed subscriber raises `ClosedError`; closing twice is fine."""
+def test_receiving_after_close_is_an_error() -> None:
+    """A closed subscriber raises `ClosedError`. Closing twice is allowed."""
     subscriber = Subscriber(Source("tcp://127.0.0.1:9"))
     subscriber.close()
     subscriber.close()
@@ -897,7 +902,7 @@ def test_after_close_receiving_is_an_error() -> None:
 
 
 def test_closing_does_not_wait_for_an_incomplete_socket() -> None:
-    """An interrupt may leave a socket that no connection owns. Closing the context closes it too and does not hang."""
+    """An interrupt can leave a socket that no connection owns. Closing the context closes it, too, and does not hang."""
     transport = ZmqTransport()
     forgotten = transport.context.socket(zmq.DEALER)
     transport.close()
@@ -907,7 +912,7 @@ def test_closing_does_not_wait_for_an_incomplete_socket() -> None:
 def test_iteration_yields_what_receive_returns() -> None:
     """`for` and `async for` yield the same deliveries as `receive`."""
 
-    async def first_two(source: Source) -> list[int]:
+    async def receive_two(source: Source) -> list[int]:
         seqs = []
         async with AsyncSubscriber(source) as subscriber:
             async for delivery in subscriber:
@@ -917,19 +922,19 @@ def test_iteration_yields_what_receive_returns() -> None:
                     break
         return seqs
 
-    with TapePlayer(frames(2)) as tape:
+    with TapePlayer(make_frames(2)) as tape:
         tape.play()
-        with Subscriber(source_of(tape)) as subscriber:
+        with Subscriber(make_source(tape)) as subscriber:
             deliveries = iter(subscriber)
             assert [next(deliveries).seq, next(deliveries).seq] == [0, 1]  # type: ignore[union-attr]
-        assert asyncio.run(first_two(source_of(tape))) == [0, 1]
+        assert asyncio.run(receive_two(make_source(tape))) == [0, 1]
 
 
 def test_a_cancelled_receive_loses_no_delivery() -> None:
     """Cancellation ends the wait and loses no batch."""
 
     async def scenario(tape: TapePlayer) -> list[int]:
-        async with AsyncSubscriber(source_of(tape), limits=LIMITS) as subscriber:
+        async with AsyncSubscriber(make_source(tape), limits=LIMITS) as subscriber:
             for _ in range(3):
                 waiting = asyncio.create_task(subscriber.receive())
                 await asyncio.sleep(0)
@@ -943,22 +948,22 @@ def test_a_cancelled_receive_loses_no_delivery() -> None:
                 seqs.append(delivery.seq)
             return seqs
 
-    with TapePlayer(frames(5)) as tape:
+    with TapePlayer(make_frames(5)) as tape:
         assert asyncio.run(scenario(tape)) == [0, 1, 2, 3, 4]
 
 
 def test_closing_leaves_no_threads_and_no_descriptors() -> None:
     """Sockets, contexts, monitors and selectors are all closed."""
 
-    def once() -> None:
+    def open_and_close() -> None:
         with Subscriber([Source("tcp://127.0.0.1:9", name=str(number)) for number in range(5)]) as subscriber:
             assert subscriber.receive(0.01) is None
 
-    once()
+    open_and_close()
     gc.collect()
     threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
-        once()
+        open_and_close()
     gc.collect()
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
@@ -996,7 +1001,7 @@ def test_a_stalled_application_is_not_aborted_by_libzmq() -> None:
 
 
 def test_repaired_gaps_leave_no_timers() -> None:
-    """The timer of a request is due before the idle probe. Only one of the two timers may stay."""
+    """The timer of a request is due before the idle probe. Only one of the two timers can stay."""
     transport = FakeTransport()
     engine = transport.engine("tcp://e:1", "tcp://r:1")
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
@@ -1006,12 +1011,12 @@ def test_repaired_gaps_leave_no_timers() -> None:
         stream = subscriber._multiplexer.entry("e", 0).stream
         tick = stream.tick
 
-        def counted(now: float) -> None:
+        def count_tick(now: float) -> None:
             nonlocal ticks
             ticks += 1
             tick(now)
 
-        stream.tick = counted  # type: ignore[method-assign]
+        stream.tick = count_tick  # type: ignore[method-assign]
         for _ in range(500):
             engine.publish(lost=True)
             engine.publish()
@@ -1024,7 +1029,7 @@ def test_repaired_gaps_leave_no_timers() -> None:
 
 
 @pytest.mark.parametrize("lost", [0.01, 0.2])
-def test_each_gap_takes_one_request(lost: float) -> None:
+def test_each_gap_needs_one_request(lost: float) -> None:
     """The reply that fills a gap also holds the live batch behind it, which verifies the replay endpoint."""
     transport, random = FakeTransport(), Random(3)
     engine = transport.engine("tcp://engine:1", "tcp://engine:2")

@@ -25,36 +25,36 @@ from kvevents.testing.fake_transport import FakeTransport
 
 DEADLINE = 20.0
 NO_ENGINE = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
-"""Nothing listens there, so nothing ever arrives."""
+"""A source at which nothing listens, so no delivery ever arrives."""
 
 
-def receives(subscriber: Subscriber) -> None:
+def wait_in_receive(subscriber: Subscriber) -> None:
     """Wait in `receive`, which must raise."""
     with pytest.raises(ClosedError, match="Subscriber is closed"):
         subscriber.receive()
 
 
-def receives_many(subscriber: Subscriber) -> None:
+def wait_in_receive_many(subscriber: Subscriber) -> None:
     """Wait in `receive_many`, which must raise."""
     with pytest.raises(ClosedError, match="Subscriber is closed"):
         subscriber.receive_many()
 
 
-def iterates(subscriber: Subscriber) -> None:
+def wait_in_iteration(subscriber: Subscriber) -> None:
     """Iterate; the iteration must end."""
     assert list(subscriber) == []
 
 
-WAITS = pytest.mark.parametrize("wait", [receives, receives_many, iterates])
+WAITS = pytest.mark.parametrize("wait", [wait_in_receive, wait_in_receive_many, wait_in_iteration])
 
 
-def descriptors() -> list[str]:
+def list_descriptors() -> list[str]:
     """Return the open descriptors of this process."""
     gc.collect()
     return [str(each.readlink()) for each in sorted(Path("/proc/self/fd").iterdir()) if each.exists()]
 
 
-def waiting(subscriber: Any) -> bool:
+def is_waiting(subscriber: Any) -> bool:
     """Return whether a call waits for messages."""
     return bool(subscriber._calls)
 
@@ -66,7 +66,7 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-async def begun(task: asyncio.Task[Any]) -> None:
+async def wait_until_begun(task: asyncio.Task[Any]) -> None:
     """Let a task run until it waits for messages that never come."""
     done, _ = await asyncio.wait({task}, timeout=0.05)
     assert not done
@@ -74,8 +74,8 @@ async def begun(task: asyncio.Task[Any]) -> None:
 
 @WAITS
 def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) -> None:
-    """The thread ends with the expected error or end of iteration, and everything is closed."""
-    before = descriptors()
+    """The waiting thread ends with the expected error or the end of the iteration, and everything is closed."""
+    before = list_descriptors()
     subscriber = Subscriber(NO_ENGINE)
     failures: list[BaseException] = []
 
@@ -87,13 +87,13 @@ def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    until(lambda: waiting(subscriber))
+    until(lambda: is_waiting(subscriber))
     subscriber.close()
     subscriber.close()
     thread.join(DEADLINE)
     assert not thread.is_alive()
     assert failures == []
-    assert descriptors() == before
+    assert list_descriptors() == before
     with pytest.raises(ClosedError):
         subscriber.receive(0)
     assert list(subscriber) == []
@@ -101,7 +101,7 @@ def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) 
 
 def test_close_and_receive_race() -> None:
     """Whether `close` comes before, during or after a call, the thread ends without another error, and nothing stays open."""
-    before = descriptors()
+    before = list_descriptors()
     for attempt in range(100):
         subscriber = Subscriber(NO_ENGINE)
         failures: list[BaseException] = []
@@ -123,7 +123,7 @@ def test_close_and_receive_race() -> None:
         thread.join(DEADLINE)
         assert not thread.is_alive()
         assert failures == []
-    assert descriptors() == before
+    assert list_descriptors() == before
 
 
 SIGNALLED = """
@@ -140,7 +140,7 @@ print("ended", flush=True)
 
 
 def test_a_signal_handler_ends_a_waiting_call() -> None:
-    """The handler runs in the thread that waits, in the middle of the call."""
+    """The handler runs in the waiting thread, in the middle of the call."""
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -149,7 +149,7 @@ def test_a_signal_handler_ends_a_waiting_call() -> None:
     assert process.returncode == 0
 
 
-def uses(subscriber: Subscriber) -> None:
+def use_until_closed(subscriber: Subscriber) -> None:
     """Add, query, receive and remove without a pause until a call raises."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
@@ -159,9 +159,10 @@ def uses(subscriber: Subscriber) -> None:
         subscriber.remove("other")
 
 
-def test_a_signal_handler_may_close_during_any_call() -> None:
-    """At a hundred moments of adding, removing, querying and receiving. Nothing stays open, and there is no other error."""
-    before = descriptors()
+def test_a_signal_handler_can_close_during_any_call() -> None:
+    """The handler runs at a hundred moments of adding, removing, querying and receiving. Nothing stays open, and no other error
+    occurs."""
+    before = list_descriptors()
     closing: list[Subscriber] = []
     former = signal.signal(signal.SIGALRM, lambda *_: closing[-1].close())
     try:
@@ -169,38 +170,38 @@ def test_a_signal_handler_may_close_during_any_call() -> None:
             closing.append(Subscriber(NO_ENGINE))
             signal.setitimer(signal.ITIMER_REAL, 0.0001 * (attempt + 1))
             with pytest.raises(ClosedError):
-                uses(closing[-1])
+                use_until_closed(closing[-1])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-    assert descriptors() == before
+    assert list_descriptors() == before
 
 
 @pytest.mark.parametrize("many", [False, True])
 async def test_another_task_ends_a_waiting_call(many: bool) -> None:
     """`receive` raises, `async for` ends, and asyncio no longer watches the descriptor."""
-    before = descriptors()
+    before = list_descriptors()
     subscriber = AsyncSubscriber(NO_ENGINE)
     task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
-    await begun(task)
+    await wait_until_begun(task)
     await subscriber.close()
     await subscriber.close()
     with pytest.raises(ClosedError, match="AsyncSubscriber is closed"):
         await asyncio.wait_for(task, DEADLINE)
-    assert descriptors() == before
+    assert list_descriptors() == before
     with pytest.raises(ClosedError):
         await subscriber.receive(0)
 
 
 async def test_async_iteration_ends_when_it_is_closed() -> None:
-    """Without an error, during a wait and afterwards."""
+    """The iteration ends without an error, during a wait and afterwards."""
     subscriber = AsyncSubscriber(NO_ENGINE)
 
     async def iterate() -> list[object]:
         return [delivery async for delivery in subscriber]
 
     task = asyncio.create_task(iterate())
-    await begun(task)
+    await wait_until_begun(task)
     await subscriber.close()
     assert await asyncio.wait_for(task, DEADLINE) == []
     assert await asyncio.wait_for(iterate(), DEADLINE) == []
@@ -210,25 +211,25 @@ async def test_another_thread_ends_an_async_iteration() -> None:
     """`close` works from a thread without an event loop."""
     subscriber = AsyncSubscriber(NO_ENGINE)
     task = asyncio.create_task(subscriber.receive())
-    await begun(task)
+    await wait_until_begun(task)
     await asyncio.to_thread(asyncio.run, subscriber.close())
     with pytest.raises(ClosedError):
         await asyncio.wait_for(task, DEADLINE)
 
 
-async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
+async def test_a_new_socket_with_the_number_of_a_closed_one_works() -> None:
     """asyncio no longer watches the closed descriptor, so a socket that is opened afterwards with its number receives data."""
     loop = asyncio.get_running_loop()
     subscriber = AsyncSubscriber(NO_ENGINE)
     descriptor = subscriber._multiplexer.transport.fileno()
     task = asyncio.create_task(subscriber.receive())
-    await begun(task)
+    await wait_until_begun(task)
     await subscriber.close()
     await asyncio.gather(task, return_exceptions=True)
     pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
         while not any(descriptor == each.fileno() for pair in pairs for each in pair):
-            assert len(pairs) < 100, "its number was not given back"
+            assert len(pairs) < 100, "its number was not reused"
             pairs.append(socket.socketpair())
         for one, other in [*pairs, *((b, a) for a, b in pairs)]:
             one.setblocking(False)
@@ -246,7 +247,7 @@ async def test_two_tasks_cannot_wait_at_once() -> None:
     """The second task raises. Otherwise it would replace the first task's reader in asyncio, which then never wakes."""
     async with AsyncSubscriber(NO_ENGINE) as subscriber:
         first = asyncio.create_task(subscriber.receive())
-        await begun(first)
+        await wait_until_begun(first)
         with pytest.raises(UsageError, match="receive in one task"):
             await subscriber.receive()
         assert not first.done()
@@ -275,7 +276,7 @@ def test_ready_deliveries_are_not_returned_after_close() -> None:
     assert subscriber.trust("e") == subscriber.status("e").trust
 
 
-def test_other_threads_may_query_while_one_receives() -> None:
+def test_other_threads_can_query_while_one_receives() -> None:
     """`trust`, `status` and `statuses` work whatever the receiving thread does to the streams at that moment."""
     fake = FakeTransport()
     engines = [fake.engine(f"tcp://engine:{5000 + number}", f"tcp://replay:{number}") for number in range(20)]
@@ -312,7 +313,7 @@ def test_other_threads_may_query_while_one_receives() -> None:
     assert failures == []
 
 
-def test_closing_in_the_middle_of_an_iteration_ends_it() -> None:
+def test_closing_during_an_iteration_ends_it() -> None:
     """The iterating code closes the subscriber while deliveries are ready, in both front ends."""
     fake = FakeTransport()
     engine = fake.engine("tcp://engine:5557", "tcp://engine:5558")
@@ -341,13 +342,13 @@ def test_closing_in_the_middle_of_an_iteration_ends_it() -> None:
 
 
 def test_close_does_not_wait_for_a_socket_that_pyzmq_does_not_know() -> None:
-    """An interrupt that comes while pyzmq makes a socket leaves such a socket, for which libzmq would wait without a bound."""
+    """An interrupt of pyzmq can leave a socket that it does not know. libzmq would wait for it without a bound."""
     transport = ZmqTransport()
     subscriber = Subscriber(transport=transport)
-    half_made: zmq.Socket[bytes] = zmq.Socket(transport.context, zmq.SUB)
-    transport.context._rm_socket(half_made)
+    incomplete: zmq.Socket[bytes] = zmq.Socket(transport.context, zmq.SUB)
+    transport.context._rm_socket(incomplete)
     closing = threading.Thread(target=subscriber.close, daemon=True)
     closing.start()
     closing.join(DEADLINE)
     assert not closing.is_alive()
-    half_made.close()
+    incomplete.close()
