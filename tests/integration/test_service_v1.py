@@ -34,7 +34,7 @@ def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(name="fresh")
 def fresh_engine(service: Service) -> Iterator[tuple[str, str, Engine]]:
-    """A registered engine with a unique name and model, which is unregistered afterwards."""
+    """Return a registered engine with a unique name and model, and unregister it afterwards."""
     number = next(NUMBERS)
     name, model = f"e{number}", f"v{number}"
     with engine(seed=number) as made:
@@ -43,14 +43,14 @@ def fresh_engine(service: Service) -> Iterator[tuple[str, str, Engine]]:
         service.post("/unregister", instance_id=name)
 
 
-def packed(tokens: list[int]) -> bytes:
+def pack(tokens: list[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
 # --- prompts
 
 
-def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_a_prompt_in_three_encodings_has_equal_responses(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     tokens = prompt(1, 3)
     first = made.store(tokens[:32])
@@ -61,7 +61,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
     answers = [
         service.post("/v1/match", body),
         service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK),
-        service.ask("POST", f"/v1/match?model={model}", packed([*tokens, 1]), content_type=RAW),
+        service.ask("POST", f"/v1/match?model={model}", pack([*tokens, 1]), content_type=RAW),
     ]
     held = {
         "instance": name,
@@ -77,17 +77,17 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
     assert msgspec.msgpack.decode(answer.body) == answers[0].json
 
 
-def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_raw_prompts_have_all_other_fields_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     tokens = prompt(2)
     made.store(tokens, lora_name="ad")
     service.holds(name, tokens, model_name=model, lora_name="ad")
     path = f"/v1/match?model={model}"
     for query, sent, held in (
-        ("&lora=ad&whole_prompt=true", packed(tokens), 64),
-        ("&lora_name=ad&whole_prompt=1", packed(tokens), 64),
-        ("&lora=ad", packed(tokens), 48),
-        ("", packed(tokens), 0),
+        ("&lora=ad&whole_prompt=true", pack(tokens), 64),
+        ("&lora_name=ad&whole_prompt=1", pack(tokens), 64),
+        ("&lora=ad", pack(tokens), 48),
+        ("", pack(tokens), 0),
         ("&expected=true", b"", 0),
     ):
         found = service.ask("POST", path + query, sent, content_type=RAW).json
@@ -102,12 +102,12 @@ def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, 
         (f"{path}&lora_id=x", 422, "bad-shape"),
         (f"{path}&lora=a&lora_name=b", 400, "contradiction"),
     ):
-        body = b"123" if reason == "malformed-body" else packed(tokens)
+        body = b"123" if reason == "malformed-body" else pack(tokens)
         answer = service.ask("POST", wrong, body, content_type=RAW)
         assert (answer.status, answer.reason) == (status, reason)
 
 
-def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_match_many_answers_prompts_in_their_order(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     prompts = [prompt(number, 2) for number in range(3, 8)]
     for tokens in prompts[:3]:
@@ -124,52 +124,52 @@ def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple
     assert service.post("/v1/match_many", model="absent", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
 
 
-def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_a_misspelled_field_is_refused(service: Service, fresh: tuple[str, str, Engine]) -> None:
     assert service.post("/v1/match", model=fresh[1], tokens=[], slat="x").status == 422
 
 
 @settings(max_examples=250)
 @given(st.data())
-def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObject) -> None:
+def test_native_and_python_decoding_find_the_same_token_ids(natively_decoding: Service, data: st.DataObject) -> None:
     """Native decoding (`application/json`) and Python decoding (another JSON type) give the same response for any text."""
     text = data.draw(_texts())
-    quick = lifted.ask("POST", "/query", text, content_type="application/json")
-    careful = lifted.ask("POST", "/query", text, content_type="application/vnd.api+json")
-    assert quick.status == careful.status, (text, quick.body, careful.body)
-    if quick.status != 200:
-        assert quick.reason == careful.reason
+    native = natively_decoding.ask("POST", "/query", text, content_type="application/json")
+    in_python = natively_decoding.ask("POST", "/query", text, content_type="application/vnd.api+json")
+    assert native.status == in_python.status, (text, native.body, in_python.body)
+    if native.status != 200:
+        assert native.reason == in_python.reason
         return
-    assert quick.json == careful.json
+    assert native.json == in_python.json
     tokens = json.loads(text)["token_ids"]
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, HELD, strict=False))))
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, STORED_TOKENS, strict=False))))
     same = min(same, max(len(tokens) - 1, 0))  # an engine recomputes the last token
-    if "scores" not in quick.json:  # a fault has made `modelname` of `model_name`, which is Mooncake's
+    if "scores" not in native.json:  # a fault has changed `model_name` to `modelname`, the field of Mooncake
         assert b'"modelname"' in text
         return
-    assert quick.json["scores"] == ({"one": {"0": same}} if same else {})
+    assert native.json["scores"] == ({"one": {"0": same}} if same else {})
 
 
-def test_of_token_ids_that_are_there_twice_the_last_count(lifted: Service) -> None:
-    """This holds for escaped field names too, which native decoding does not read."""
+def test_the_last_of_duplicate_token_ids_counts(natively_decoding: Service) -> None:
+    """This holds for escaped field names, too, which native decoding does not read."""
     for text, held in (
         (b'{"model_name":"lift","token_ids":[],"token\\u005fids":[0,1]}', {"one": {"0": 1}}),
         (b'{"model_name":"lift","token_ids":[0,1],"\\u0074oken_ids":[]}', {}),
         (b'{"model_name":"lift","token_ids":[0,1],"token_ids":[0,1,2]}', {"one": {"0": 2}}),
     ):
         for kind in ("application/json", "application/vnd.api+json"):
-            assert lifted.ask("POST", "/query", text, content_type=kind).json["scores"] == held, text
+            assert natively_decoding.ask("POST", "/query", text, content_type=kind).json["scores"] == held, text
 
 
-HELD = [0, 1, 2, 3, 2**32 - 1, 10, 100, 7]
+STORED_TOKENS = [0, 1, 2, 3, 2**32 - 1, 10, 100, 7]
 
 
-@pytest.fixture(scope="module", name="lifted")
-def one_that_holds(service: Service) -> Iterator[Service]:
-    """The blocks have one token each."""
+@pytest.fixture(scope="module", name="natively_decoding")
+def service_with_short_blocks(service: Service) -> Iterator[Service]:
+    """Return the service with an engine whose blocks have one token each."""
     with engine(seed=77) as made:
         assert service.register("one", made.publisher, model_name="lift", block_size=1).status == 201
-        made.store(HELD, block_size=1)
-        service.holds("one", HELD, model_name="lift")
+        made.store(STORED_TOKENS, block_size=1)
+        service.holds("one", STORED_TOKENS, model_name="lift")
         service.exact("one")
         yield service
         service.post("/unregister", instance_id="one")
@@ -213,7 +213,7 @@ def _arrays(draw: st.DrawFn) -> str:
 
 @st.composite
 def _texts(draw: st.DrawFn) -> bytes:
-    """Mostly valid requests with spaces, escapes, duplicate keys and decoys, and sometimes a fault at any place."""
+    """Return mostly valid requests with spaces, escapes, duplicate keys and decoys, and sometimes a fault at any place."""
     fields = ['"model_name":"lift"', *draw(st.lists(_OTHER, max_size=2))]
     for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
         space = draw(_SPACE)
@@ -240,24 +240,24 @@ def test_workers_that_hold_nothing_are_listed_with_their_trust(service: Service,
         assert service.register("unknown", nowhere, model_name=model).status == 201
         service.exact(name, blocks=4)
         service.exact("empty")
-        nothing = {"gpu": 0, "cpu": 0, "disk": 0}
+        no_tokens = {"gpu": 0, "cpu": 0, "disk": 0}
         states = {name: "EXACT", "empty": "EXACT", "unknown": "CONNECTING"}
 
-        def trusts(rows: list[Any]) -> dict[str, str]:
+        def states_of(rows: list[Any]) -> dict[str, str]:
             return {row["instance"]: row["trust"]["state"] for row in rows}
 
-        for tokens_asked in (tokens, prompt(31)):
-            workers = service.post("/v1/match", model=model, tokens=tokens_asked).json["workers"]
+        for requested_tokens in (tokens, prompt(31)):
+            workers = service.post("/v1/match", model=model, tokens=requested_tokens).json["workers"]
             held = [row for row in workers if row["tokens"]]
-            assert trusts(workers) == states
-            assert [row["instance"] for row in held] == ([name] if tokens_asked is tokens else [])
+            assert states_of(workers) == states
+            assert [row["instance"] for row in held] == ([name] if requested_tokens is tokens else [])
             assert workers[: len(held)] == held
-            assert all(row["tiers"] == nothing for row in workers[len(held) :])
+            assert all(row["tiers"] == no_tokens for row in workers[len(held) :])
         many = service.post("/v1/match_many", model=model, prompts=[tokens, prompt(31)]).json
-        assert trusts(many["workers"]) == states
+        assert states_of(many["workers"]) == states
         assert [[row["instance"] for row in each["holders"]] for each in many["matches"]] == [[name], []]
-        assert trusts(service.get(f"/v1/hot?model={model}").json["workers"]) == states
-        # In the answers of others a worker that is absent is EXACT and holds nothing.
+        assert states_of(service.get(f"/v1/hot?model={model}").json["workers"]) == states
+        # In responses of the other APIs, an absent worker is EXACT and holds nothing.
         zero = {"longest_matched": 0, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 0, "trust": {"0": "CONNECTING"}}
         found = service.post("/query", model_name=model, token_ids=prompt(31)).json
         assert found == {"scores": {}, "frequencies": [], "instances": {"unknown": zero}}
@@ -269,30 +269,30 @@ def test_workers_that_hold_nothing_are_listed_with_their_trust(service: Service,
 
 
 def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """Engines recompute it, so at most (n - 1) // block size blocks of n tokens are useful."""
+    """Engines recompute the last token, so at most (n - 1) // block size blocks of n tokens are useful."""
     name, model, made = fresh
     tokens = prompt(32)
     made.store(tokens)
     service.exact(name, blocks=4)
-    for asked, usable in ((tokens, 48), ([*tokens, 1], 64), (tokens[:63], 48), (tokens[:16], 0), (tokens[:1], 0), ([], 0)):
-        whole = len(asked) // BLOCK * BLOCK
+    for requested, usable in ((tokens, 48), ([*tokens, 1], 64), (tokens[:63], 48), (tokens[:16], 0), (tokens[:1], 0), ([], 0)):
+        whole = len(requested) // BLOCK * BLOCK
         for more, expected in (({}, usable), ({"whole_prompt": True}, whole)):
             body = {"model": model, **more}
             query = "".join(f"&{field}=true" for field in more)
-            matched = service.post("/v1/match", body | {"tokens": asked}).json
-            raw = service.ask("POST", f"/v1/match?model={model}{query}", packed(asked), content_type=RAW).json
-            many = service.post("/v1/match_many", body | {"prompts": [asked]}).json["matches"][0]
-            chosen = service.post("/v1/select", body | {"tokens": asked, "explain": True}).json["considered"]
+            matched = service.post("/v1/match", body | {"tokens": requested}).json
+            raw = service.ask("POST", f"/v1/match?model={model}{query}", pack(requested), content_type=RAW).json
+            many = service.post("/v1/match_many", body | {"prompts": [requested]}).json["matches"][0]
+            select_instances = service.post("/v1/select", body | {"tokens": requested, "explain": True}).json["considered"]
             assert matched == raw
-            assert (matched["prompt_tokens"], many["prompt_tokens"]) == (len(asked), len(asked))
-            assert [row["tokens"] for row in (*matched["workers"], *chosen)] == [expected] * 2
+            assert (matched["prompt_tokens"], many["prompt_tokens"]) == (len(requested), len(requested))
+            assert [row["tokens"] for row in (*matched["workers"], *select_instances)] == [expected] * 2
             assert [row["tokens"] for row in many["holders"]] == ([expected] if expected else [])
-            found = service.post("/query", {"model_name": model, "token_ids": asked, **more}).json["instances"]
+            found = service.post("/query", {"model_name": model, "token_ids": requested, **more}).json["instances"]
             assert found.get(name, {"longest_matched": 0})["longest_matched"] == expected
     assert service.keys(name) == {(key, "gpu") for key in hex_keys(tokens)}
 
 
-def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
+def test_a_prompt_can_name_an_adapter_that_an_engine_lists() -> None:
     """vLLM lists adapters in `/v1/models`. Requests name them as their model, and events have the LoRA name."""
     with engine(seed=904) as made, Web() as web:
         web.pages = {
@@ -316,10 +316,10 @@ def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
             assert service.post("/v1/match", model="adapter-1", tokens=adapted).status == 404
 
 
-# --- choosing
+# --- selection
 
 
-def test_select_takes_the_longest_match_and_says_why(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_select_returns_the_longest_match_and_a_reason(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     tokens = prompt(10)
     with engine(seed=901) as other:
@@ -341,10 +341,14 @@ def test_select_takes_the_longest_match_and_says_why(service: Service, fresh: tu
         assert service.post("/unregister", instance_id="other").status == 200
 
 
-def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """The dead one holds the prompt and has no load, since what is sent there fails at once. The answer has the trust.
+def test_select_never_returns_a_disconnected_engine_while_another_is_connected(
+    service: Service, fresh: tuple[str, str, Engine]
+) -> None:
+    """The disconnected engine holds the prompt and has no load, because requests to it fail at once.
+    The response has its trust.
 
-    Without any other it is chosen, and the answer says that nothing is connected."""
+    If no engine is connected, a disconnected one is selected, and the response says that nothing is connected.
+    """
     name, model, made = fresh
     tokens = prompt(24)
     made.store(prompt(25))
@@ -356,7 +360,7 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
             service.exact("other", blocks=4)
         until("stale", lambda: service.trust("other")[0] == "STALE")
         assert service.register("refused", nowhere, model_name=model).status == 201
-        # The service has tried to connect to both itself: until then it does not know that one without a connection is dead.
+        # The service has probed both. Before that it does not know that an engine without a connection is dead.
         until("refused", lambda: all("nothing listens at" in service.trust(dead)[1] for dead in ("other", "refused")))
         body = {"model": model, "tokens": tokens, "explain": True}
         loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
@@ -382,8 +386,8 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
             assert service.post("/unregister", instance_id=gone).status == 200
 
 
-def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """An engine registered with a LoRA or a salt gets only prompts that name it; other engines get any prompt."""
+def test_select_returns_only_engines_of_the_lora_and_salt(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """An engine registered with a LoRA or a salt gets only prompts that name it. Other engines get any prompt."""
     name, model, _ = fresh
     with engines(2) as made:
         assert service.register("adapter", made[0].publisher, model_name=model, lora_name="sql").status == 201
@@ -392,30 +396,30 @@ def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh
             service.exact(each)
         service.exact(name)
 
-        def chosen(**scope: Any) -> set[str]:
-            """Equal candidates rotate, so each is selected."""
+        def select_instances(**scope: Any) -> set[str]:
+            """Return the instances of several selections, because equal candidates rotate."""
             answers = [service.post("/v1/select", model=model, tokens=prompt(26), **scope) for _ in range(6)]
             return {answer.json["instance"] for answer in answers}
 
-        assert chosen() == {name}
-        assert chosen(lora="sql") == {name, "adapter"}
-        assert chosen(lora="another") == {name}
-        assert chosen(salt="s3cret") == {name, "salted"}
-        assert chosen(salt="guessed") == {name}
+        assert select_instances() == {name}
+        assert select_instances(lora="sql") == {name, "adapter"}
+        assert select_instances(lora="another") == {name}
+        assert select_instances(salt="s3cret") == {name, "salted"}
+        assert select_instances(salt="guessed") == {name}
         every = [{"instance": each} for each in (name, "adapter", "salted")]
-        assert chosen(candidates=every) == {name}
-        assert chosen(candidates=every, salt="s3cret") == {name, "salted"}
+        assert select_instances(candidates=every) == {name}
+        assert select_instances(candidates=every, salt="s3cret") == {name, "salted"}
         refused = service.post("/v1/select", model=model, tokens=[], candidates=every[1:])
         assert (refused.status, refused.reason) == (400, "no-candidates")
         for gone in ("adapter", "salted"):
             assert service.post("/unregister", instance_id=gone).status == 200
 
 
-def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_an_expectation_of_select_counts_only_if_it_is_requested(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     tokens = prompt(11)
     service.exact(name)
-    # Of an engine that has sent nothing, events say no block size yet; the one that was registered has to do.
+    # Events of an engine that has sent nothing have no block size yet, so the registered one is used.
     made.store(prompt(12, 1))
     service.exact(name, blocks=1)
     assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=60).json["instance"] == name
@@ -430,7 +434,7 @@ def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fres
 # --- listings
 
 
-def test_sources_say_what_is_known_of_each(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_sources_describe_each_source(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     made.store(prompt(13))
     service.exact(name, blocks=4)
@@ -458,7 +462,7 @@ def test_sources_say_what_is_known_of_each(service: Service, fresh: tuple[str, s
     assert service.get("/v1/sources").json["faults"] == {}
 
 
-def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_stats_count_lookups_batches_and_blocks(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     service.exact(name)
     until("all its batches", lambda: service.source(name)["last_seq"] == made.last_seq)
@@ -475,8 +479,8 @@ def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
     assert (after["snapshot_at"], after["snapshot_fault"]) == (None, None)
 
 
-def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """All pages are of one moment although blocks change meanwhile, and each block is on one page."""
+def test_blocks_are_listed_in_pages_of_one_snapshot(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """All pages show one moment although blocks change meanwhile, and each block is on one page."""
     name, _model, made = fresh
     exact = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
     service.exact(name)
@@ -526,7 +530,9 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
         ("instance={name}&rank=0&rank=0", 400),
     ],
 )
-def test_blocks_that_cannot_be_listed(service: Service, fresh: tuple[str, str, Engine], query: str, status: int) -> None:
+def test_invalid_requests_for_blocks_are_refused(
+    service: Service, fresh: tuple[str, str, Engine], query: str, status: int
+) -> None:
     answer = service.get(f"/v1/blocks?{query.format(name=fresh[0])}")
     assert answer.status == status
     assert answer.reason
@@ -548,8 +554,8 @@ def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine
     assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
     assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
     assert service.get("/v1/hot").reason == "missing-model"
-    nothing = {"model": "absent", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
-    assert service.get("/v1/hot?model=absent").json == nothing
+    no_tokens = {"model": "absent", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
+    assert service.get("/v1/hot?model=absent").json == no_tokens
 
 
 # --- events
@@ -580,7 +586,7 @@ def test_events_report_states_batches_and_losses(service: Service) -> None:
         silent.close()
 
 
-def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
+def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path: Path) -> None:
     """An engine with more history than its buffer is EXACT, and nothing reports lost batches."""
     with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, Stream(service) as stream:
         for number in range(40):
@@ -600,7 +606,7 @@ def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
         assert not service.log_lines("WARNING|lost")
 
 
-def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service) -> None:
+def test_listeners_are_limited_and_counted_until_they_leave(service: Service) -> None:
     streams = [Stream(service) for _ in range(3)]
     refused = Stream(service)
     assert refused.status == 503
@@ -608,13 +614,13 @@ def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service
     for stream in [*streams, refused]:
         stream.close()
 
-    def metric() -> bool:
+    def has_no_clients() -> bool:
         return b"kvevents_event_stream_clients 0\n" in service.get("/metrics").body
 
-    until("the service to notice", metric)
+    until("the closed connections", has_no_clients)
 
 
-def test_a_slow_client_learns_how_much_it_has_missed() -> None:
+def test_a_slow_client_receives_the_number_of_missed_events() -> None:
     """This tests the queue, because filling the buffers of sockets takes tens of thousands of events."""
 
     def loss(number: int) -> LossEvent:
@@ -624,25 +630,25 @@ def test_a_slow_client_learns_how_much_it_has_missed() -> None:
 
     async def scenario() -> tuple[list[Any], int | None]:
         event_bus = EventBus()
-        with event_bus.subscribe() as slow, event_bus.subscribe() as quick:
+        with event_bus.subscribe() as slow, event_bus.subscribe() as native:
             for number in range(MAX_QUEUED + 5):
                 event_bus.publish(loss(number))
                 await asyncio.sleep(0)
-                assert await quick.get(1) == loss(number)
-            got = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
+                assert await native.get(1) == loss(number)
+            received = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
             event_bus.publish(loss(-1))
             assert await slow.get(1) == loss(-1)
-            return got[:-1], got[-1] if isinstance(got[-1], int) else None
+            return received[:-1], received[-1] if isinstance(received[-1], int) else None
 
-    got, missed = asyncio.run(scenario())
-    assert got == [loss(number) for number in range(MAX_QUEUED)]
+    received, missed = asyncio.run(scenario())
+    assert received == [loss(number) for number in range(MAX_QUEUED)]
     assert missed == 5
 
 
 # --- probes
 
 
-def test_readiness_waits_for_the_quorum_and_stays(tmp_path: Path) -> None:
+def test_readiness_waits_for_the_quorum_and_is_not_revoked(tmp_path: Path) -> None:
     with engine(seed=70) as made, refusing() as nowhere:
         config = write(tmp_path / "service.toml", "ready = { quorum = 0.5, deadline_seconds = 3600 }\n")
         flags = ("--config", config, "--model", "m", "--worker")
@@ -651,14 +657,14 @@ def test_readiness_waits_for_the_quorum_and_stays(tmp_path: Path) -> None:
             ready = until("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
             assert ready["exact"] == 1
             assert (ready["ready"], ready["sources"], ready["quorum"]) == (True, 2, 0.5)
-            # Later doubts are in the answers' trust: a service that stops answering would be worse.
+            # Later degraded reasons are in the trust of responses. A service that stops answering would be worse.
             made.publisher.shutdown()
             until("stale", lambda: service.trust("a")[0] == "STALE")
             assert service.get("/readyz").status == 200
 
 
-def test_readiness_is_given_at_the_deadline(tmp_path: Path) -> None:
-    """tests/integration/test_service_readiness.py has when it is not given, by a clock of its own."""
+def test_a_service_is_ready_at_the_deadline(tmp_path: Path) -> None:
+    """tests/integration/test_service_readiness.py tests with a virtual clock when a service is not ready."""
     with refusing() as nowhere:
         config = write(tmp_path / "service.toml", "ready = { deadline_seconds = 0.5 }\n")
         with serving("--config", config, "--model", "m", "--worker", f"b={nowhere}") as service:
@@ -666,7 +672,7 @@ def test_readiness_is_given_at_the_deadline(tmp_path: Path) -> None:
             assert late.json["why"] == "0 of 1 sources are EXACT; the deadline of 0.5 s has passed"
 
 
-def test_probes_and_pages_are_there(service: Service) -> None:
+def test_probes_and_pages_have_their_content_types(service: Service) -> None:
     for path, kind in (
         ("/health", "application/json"),
         ("/livez", "application/json"),
