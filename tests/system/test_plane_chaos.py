@@ -39,7 +39,7 @@ def test_an_audit_finds_batches_that_are_repeated_missing_or_of_another_incarnat
     )
     assert "again" in audit_pages((1, batch_record(0)), (2, batch_record(0))).flaws[0]
     assert "too soon" in audit_pages((1, batch_record(0)), (2, batch_record(2))).flaws[0]
-    assert "life 2" in audit_pages((1, batch_record(0)), (2, batch_record(1, incarnation_key=2))).flaws[0]
+    assert "engine incarnation 2" in audit_pages((1, batch_record(0)), (2, batch_record(1, incarnation_key=2))).flaws[0]
     assert "begins again" in audit_pages((1, batch_record(0)), (2, IncarnationRecord("engine", 0, 0, ""))).flaws[0]
     assert audit_pages((1, batch_record(0)), (2, GapRecord("engine", 0, 0, 1, 3)), (3, batch_record(4))).lost == 3
 
@@ -53,8 +53,8 @@ def test_a_replica_is_wrong_if_it_is_exact_and_its_blocks_differ() -> None:
         report = TrustReport({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
         return judge("r0", "engine", report, DIGEST).kind
 
-    assert [kind_of("EXACT", DIGEST), kind_of("EXACT", EMPTY), kind_of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
-    assert judge("r0", "engine", TrustReport({}, {}, "the log is being read"), DIGEST).kind == "doubted"
+    assert [kind_of("EXACT", DIGEST), kind_of("EXACT", EMPTY), kind_of("STALE", EMPTY)] == ["right", "wrong", "inexact"]
+    assert judge("r0", "engine", TrustReport({}, {}, "the log is being read"), DIGEST).kind == "inexact"
 
 
 def test_claims_are_compared_with_the_truth_at_their_sequence_number() -> None:
@@ -81,7 +81,7 @@ def test_a_seed_gives_one_plan_and_every_fault_has_an_implementation() -> None:
     "faults",
     [
         ("kill bridge", "kill replica", "kill server"),
-        ("servers lose pages", "bridge misses a life", "replica with a clock ahead"),
+        ("servers lose pages", "bridge misses an incarnation", "replica with a clock ahead"),
     ],
     ids=["killed", "inconsistent"],
 )
@@ -89,5 +89,5 @@ def test_a_round_ends_without_an_error(faults: tuple[str, ...]) -> None:
     plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))
     outcome = play(plan)
     assert outcome.error == ""
-    assert outcome.right, (outcome.verdicts, outcome.flaws, outcome.reported, outcome.counted)
+    assert outcome.right, (outcome.results, outcome.flaws, outcome.reported, outcome.counted)
     assert outcome.batches > 0

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _format_outcome(outcome: Outcome) -> str:
-    kinds = [verdict.kind for verdict in outcome.verdicts]
+    kinds = [replica_result.kind for replica_result in outcome.results]
     result = f"{kinds.count('right')} of {len(kinds)} right, settled in {outcome.settled:.1f} s" if kinds else outcome.error
     return (
         f"{outcome.number}: {outcome.batches} batches, {outcome.seconds:.1f} s: {result}, {outcome.lost} lost, "
@@ -58,7 +58,7 @@ def _format_outcome(outcome: Outcome) -> str:
 
 def _print_failure(run: Run, outcome: Outcome) -> None:
     print(f"\n{'WRONG' if outcome.wrong else 'NOT PLAYED' if outcome.error else 'NOT EXACT'}: {outcome.error}", file=sys.stderr)
-    lines = [f"{each.replica} {each.engine} {each.kind}: {each.detail}" for each in outcome.verdicts if each.kind != "right"]
+    lines = [f"{each.replica} {each.engine} {each.kind}: {each.detail}" for each in outcome.results if each.kind != "right"]
     lines += [*outcome.flaws, f"reported: {outcome.reported}", f"counted: {dict(outcome.counted)}"]
     lines.append(draw_plan(run.seed, outcome.number, run.only, run.without).schedule())
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -86,8 +86,8 @@ class Audit:
             return
         if stream.lifetime not in {None, lifetime}:
             self.flaws.append(
-                f"page {position}: number {record.seq} of {record.source} is of life {lifetime}, but incarnation "
-                f"{record.incarnation} is life {stream.lifetime}"
+                f"page {position}: number {record.seq} of {record.source} is of engine incarnation {lifetime}, but incarnation "
+                f"{record.incarnation} has batches of engine incarnation {stream.lifetime}"
             )
         stream.lifetime = lifetime
 

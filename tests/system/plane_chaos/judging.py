@@ -10,14 +10,14 @@ from kvevents.stream import Trust
 from tests.system.chaos.truth import EMPTY, Claim, Key
 from tests.system.plane_chaos.roles import TrustReport
 
-FORBIDDEN_COUNTERS: Final = ("breaches", "doubled", "fell")
+FORBIDDEN_COUNTERS: Final = ("invalid_records", "duplicates", "failures")
 """Counters of bridges and replicas that must stay 0."""
 
-Kind = Literal["right", "doubted", "wrong"]
+Kind = Literal["right", "inexact", "wrong"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Result:
     """Result of one replica and one engine at the end."""
 
     replica: str
@@ -45,7 +45,7 @@ class Outcome:
     number: int
     faults: tuple[str, ...]
     batches: int = 0
-    verdicts: tuple[Verdict, ...] = ()
+    results: tuple[Result, ...] = ()
     logged: int = 0
     """Batches in the log at the end."""
     lost: int = 0
@@ -69,29 +69,29 @@ class Outcome:
         """Return whether the round has an error that must never happen."""
         return (
             bool(self.flaws)
-            or any(verdict.kind == "wrong" for verdict in self.verdicts)
+            or any(result.kind == "wrong" for result in self.results)
             or any(map(self.counted.get, FORBIDDEN_COUNTERS))
         )
 
     @property
     def right(self) -> bool:
         """Return whether every replica is EXACT and holds what the engines hold."""
-        return not self.error and not self.wrong and all(verdict.kind == "right" for verdict in self.verdicts)
+        return not self.error and not self.wrong and all(result.kind == "right" for result in self.results)
 
 
-def judge(replica: str, engine: str, report: TrustReport, truth: bytes) -> Verdict:
+def judge(replica: str, engine: str, report: TrustReport, truth: bytes) -> Result:
     """Return the result of a replica after the last batch. `truth` is the digest of what the engine holds."""
     name = engine.rpartition("\x1f")[2]
     held = report.held.get(engine)
     if held is None:
-        return Verdict(replica, name, "doubted", f"has no copy: {report.fault}")
+        return Result(replica, name, "inexact", f"has no copy: {report.fault}")
     position = f"at number {held.seq} of incarnation {held.incarnation}, begun with {report.initial_state}"
     if held.trust != Trust.EXACT.name:
         same = "what" if held.digest == truth else "not what"
-        return Verdict(replica, name, "doubted", f"{held.trust}: {held.reason}, {position}; it holds {same} the engine holds")
+        return Result(replica, name, "inexact", f"{held.trust}: {held.reason}, {position}; it holds {same} the engine holds")
     if held.digest == truth:
-        return Verdict(replica, name, "right", position)
-    return Verdict(replica, name, "wrong", f"EXACT {position} with {held.digest.hex()}, but the engine holds {truth.hex()}")
+        return Result(replica, name, "right", position)
+    return Result(replica, name, "wrong", f"EXACT {position} with {held.digest.hex()}, but the engine holds {truth.hex()}")
 
 
 def check_claims(

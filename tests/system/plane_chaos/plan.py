@@ -39,7 +39,7 @@ class Fault:
 FAULTS: Final[dict[str, Fault]] = {
     "kill bridge": Fault("bridge", weight=6),
     "stop bridge": Fault("bridge"),
-    "bridge misses a life": Fault("bridge", weight=3),
+    "bridge misses an incarnation": Fault("bridge", weight=3),
     "kill replica": Fault("replica", weight=6),
     "stop replica": Fault("replica"),
     "kill server": Fault("server", weight=6),

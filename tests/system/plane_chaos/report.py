@@ -28,14 +28,14 @@ def by_fault(outcomes: Sequence[Outcome]) -> str:
 
 
 def _format_row(outcomes: Sequence[Outcome]) -> list[str]:
-    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
-    kinds = Counter(verdict.kind for verdict in verdicts)
+    results = [result for outcome in outcomes for result in outcome.results]
+    kinds = Counter(result.kind for result in results)
     seconds = sorted(outcome.settled for outcome in outcomes)
-    reasons = Counter(verdict.detail.partition(", at ")[0] for verdict in verdicts if verdict.kind == "doubted")
+    reasons = Counter(result.detail.partition(", at ")[0] for result in results if result.kind == "inexact")
     inexact = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "0"
     return [
         f"{len(outcomes):,}",
-        f"{kinds['right']:,} of {len(verdicts):,}",
+        f"{kinds['right']:,} of {len(results):,}",
         inexact,
         str(kinds["wrong"]),
         f"{median(seconds):.1f} s, at most {seconds[-1]:.1f} s",
@@ -52,11 +52,11 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{len(outcomes):,} rounds, {sum(each.batches for each in outcomes):,} batches published, "
         f"{sum(each.logged for each in outcomes):,} in the logs at the end on {counted['pages']:,} pages, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['conflicts']:,} pages refused, "
-        f"{counted['adrift']:,} streams resubscribed, {counted['generations']:,} generations of replicas; "
+        f"{counted['resyncs']:,} streams resubscribed, {counted['generations']:,} generations of replicas; "
         f"**{right:,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
         f"{sum(bool(each.error) for each in outcomes)} fell over; "
-        f"{sum(each.lost for each in outcomes if SHORT not in each.faults):,} batches lost, {counted['doubled']} doubled, "
-        f"{counted['breaches'] + sum(len(each.flaws) for each in outcomes)} breaches**, "
+        f"{sum(each.lost for each in outcomes if SHORT not in each.faults):,} batches lost, {counted['duplicates']} doubled, "
+        f"{counted['invalid_records'] + sum(len(each.flaws) for each in outcomes)} breaches**, "
         f"{sum(each.lost for each in outcomes if SHORT in each.faults):,} forgotten by engines with a short replay buffer"
     )
 
@@ -81,10 +81,10 @@ the engines hold, whatever happens to engines, bridges, servers and replicas?
 | claim | what a replica holds of a stream that it calls EXACT, recorded every 10 ms and compared with the truth |
 | right | a replica that is EXACT and holds what the engine holds, counted per engine |
 | settled | time from the last batch until all replicas are right; a minute at most |
-| log | read page by page: numbers in order, none twice, one life of the engine per incarnation. Other counts must be 0 |
+| log | read page by page: numbers in order, none twice, one engine process per incarnation. Other counts must be 0 |
 | forgotten | batches that had left the replay buffer (`short replay`: 200 batches). Any other lost batch is wrong |
 | servers lose pages | all servers fall back to an older copy of their files |
-| bridge misses a life | a bridge is stopped while an engine restarts twice; the bridge that wrote the life between is killed |
+| bridge misses an incarnation | a bridge is stopped while an engine restarts twice; the bridge that wrote between is killed |
 | replica with a clock ahead | one of three, by an hour |
 
 Timeouts are shorter than by default, and replicas take snapshots every half second. A round counts in the row of each of its

@@ -144,17 +144,17 @@ async def _run_bridge(pipe: Connection, role: BridgeRole) -> None:
 
 
 def _report_bridge(running_bridges: Sequence[Bridge], failures: Sequence[str]) -> TrustReport:
-    counted, fault = {"fell": len(failures)}, "; ".join(failures[-2:])
+    counted, fault = {"failures": len(failures)}, "; ".join(failures[-2:])
     for each in running_bridges:
         status = each.status()
         states = [partition.builder.state for partition in each._partitions]
         counted |= {
             "written": status.written,
             "conflicts": status.conflicts,
-            "adrift": status.resyncs,
-            "breaches": status.invalid_records,
-            "doubled": sum(state.duplicate_records for state in states),
-            "strays": sum(state.stale_epoch_pages for state in states),
+            "resyncs": status.resyncs,
+            "invalid_records": status.invalid_records,
+            "duplicates": sum(state.duplicate_records for state in states),
+            "stale_epoch_pages": sum(state.stale_epoch_pages for state in states),
             "waiting": sum(partition.queued_records for partition in status.partitions),
         }
         fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))
@@ -221,8 +221,8 @@ class _ClaimRecorder:
             return TrustReport({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
         states = build.subscriber.states.values()
         counted |= {
-            "breaches": sum(state.invalid_records for state in states),
-            "doubled": sum(state.duplicate_records for state in states),
+            "invalid_records": sum(state.invalid_records for state in states),
+            "duplicates": sum(state.duplicate_records for state in states),
             "foreign": sum(state.foreign_messages for state in states),
             "diverged": build.subscriber.diverged,
             "snapshots": len(build.newest),

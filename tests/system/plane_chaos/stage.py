@@ -30,7 +30,7 @@ from tests.system.chaos.parts import START_SECONDS, BrokenStageError, Leg, Part,
 from tests.system.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS
 from tests.system.plane_chaos import roles
 from tests.system.plane_chaos.audit import Audit, read_log
-from tests.system.plane_chaos.judging import FORBIDDEN_COUNTERS, CheckedClaims, Outcome, Verdict, check_claims, judge
+from tests.system.plane_chaos.judging import FORBIDDEN_COUNTERS, CheckedClaims, Outcome, Result, check_claims, judge
 from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
 from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, TrustReport
 from tools.nats_process import Server, Servers
@@ -250,7 +250,7 @@ class Stage:
         self._end_all_faults()
         self._publish_last_batches()
         last_batch_at = time.monotonic()
-        verdicts = self._settle()
+        results = self._settle()
         settled = time.monotonic() - last_batch_at
         audit = self._audit()
         claims = self._check_claims()
@@ -259,7 +259,7 @@ class Stage:
             self.plan.number,
             self.plan.faults,
             sum(each.batches + each.at for each in self._engines),
-            tuple(verdicts),
+            tuple(results),
             audit.batches,
             audit.lost,
             (*audit.flaws[:3], *self._check_losses(audit), *claims.wrong),
@@ -387,7 +387,7 @@ class Stage:
 
     # --- results
 
-    def _settle(self) -> list[Verdict]:
+    def _settle(self) -> list[Result]:
         """Request reports of replicas until all are right or the time is over. Return their results."""
         facts = [truth.read_facts(each.facts) for each in self._engines]
         names = [self.registration(place).key[0] for place in range(len(self._engines))]
@@ -398,21 +398,21 @@ class Stage:
                 for name, fact, each in zip(names, facts, self._engines, strict=True)
             }
             reports = {number: self._request_report(part) for number, part in self._replicas.items()}
-            verdicts = [
+            results = [
                 judge(f"r{number}", name, reports[number], digests[name])
                 for number in reports
                 for name in reports[number].shown
             ]
-            verdicts += self._check_holders(names, reports)
-            if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
+            results += self._check_holders(names, reports)
+            if all(result.kind == "right" for result in results) or time.monotonic() > end:
                 self._count(reports)
-                return verdicts
+                return results
             for name, each in zip(names, self._engines, strict=True):
                 if any(_is_unconfirmed(one.held.get(name), digests[name]) for one in reports.values()):
                     each.confirm()
             time.sleep(POLL_SECONDS)
 
-    def _check_holders(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Verdict]:
+    def _check_holders(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Result]:
         """Return a result for each engine that fewer or more replicas hold than the plan says."""
         holders = min(self.plan.holders or REPLICAS, REPLICAS)
         found = []
@@ -420,7 +420,7 @@ class Stage:
             count = sum(name in each.shown for each in reports.values())
             if count != holders:
                 found.append(
-                    Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it instead of {holders}")
+                    Result("all", name.rpartition("\x1f")[2], "inexact", f"{count} replicas hold it instead of {holders}")
                 )
         return found
 
@@ -501,7 +501,7 @@ Action = Callable[[Stage, int], None]
 STRIKES: Final[dict[str, Action]] = {
     "kill bridge": lambda stage, number: stage.bridge(number).kill(),
     "stop bridge": lambda stage, number: _stop(stage.bridge(number)),
-    "bridge misses a life": Stage.miss_incarnation,
+    "bridge misses an incarnation": Stage.miss_incarnation,
     "servers lose pages": Stage.copy_servers,
     "kill replica": lambda stage, number: stage.replica(number).kill(),
     "stop replica": lambda stage, number: _stop(stage.replica(number)),
@@ -520,7 +520,7 @@ STRIKES: Final[dict[str, Action]] = {
 HEALS: Final[dict[str, Action]] = {
     "kill bridge": Stage.resume_bridge,
     "stop bridge": lambda stage, number: stage.bridge(number).go_on(),
-    "bridge misses a life": Stage.end_missed_incarnation,
+    "bridge misses an incarnation": Stage.end_missed_incarnation,
     "servers lose pages": Stage.lose_pages,
     "kill replica": Stage.resume_replica,
     "stop replica": lambda stage, number: stage.replica(number).go_on(),
