@@ -150,7 +150,7 @@ def eviction_age(residencies: list[Residency], _: History) -> list[Row]:
 
 
 def returns_later(evicted: Residency, residencies: list[Residency]) -> bool:
-    """Return whether the next store of the same block has a reuse distance."""
+    """Return whether a later store of the same block has a reuse distance, which makes it a return."""
     same = [one for one in residencies if (one.worker, one.tier, one.name) == (evicted.worker, evicted.tier, evicted.name)]
     later = [one for one in same if one.stored > evicted.ended_order]
     return bool(later) and min(later, key=lambda one: one.stored).distance is not None
@@ -457,7 +457,7 @@ def test_savings_of_a_larger_cache_are_never_overestimated(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_query_runs_on_a_recorded_engine_and_on_an_empty_recording(name: str, tmp_path: Path) -> None:
-    """The comment of the query explains every column of its result, and no other."""
+    """The comment of each query explains all columns of its result and no others; it can name percentiles as a range."""
     export([RECORDING], tmp_path / "real")
     with RecordingWriter(tmp_path / "empty.jsonl") as writer:
         writer.write(RecordedFrame(socket="meta", run="none", frames=(), meta={}))

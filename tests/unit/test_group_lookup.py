@@ -27,8 +27,8 @@ def test_every_request_at_vllm_is_predicted(history: History) -> None:
     assert predictor.hits > 0
 
 
-def test_some_announced_blocks_name_a_parent_that_is_never_announced() -> None:
-    """Entries inside of a block name a parent that no event has announced, so that tokens alone cannot key them."""
+def test_some_announced_blocks_name_a_parent_that_was_not_announced() -> None:
+    """Entries inside a block name a parent that no earlier event has announced, so tokens alone cannot give their keys."""
     (history,) = (history for history in HISTORIES if history.shape == "Mamba states, hashed inside of blocks")
     known: set[int] = set()
     orphans = 0

@@ -171,7 +171,7 @@ def test_heartbeats_of_every_dialect_are_compared(release: tuple[str, str]) -> N
 
 
 def pair_with_evictions() -> SenderAndConsumer:
-    """Return a consumer that has evicted blocks because of its memory limit."""
+    """Return a pair whose consumer has evicted blocks because of its memory limit."""
     pair = SenderAndConsumer(PrefixIndex(memory_limit=60_000))
     first = 0
     while not pair.consumer.stats().evicted:
@@ -235,7 +235,7 @@ def test_evictions_before_a_snapshot_was_restored_do_not_excuse_a_mismatch(tmp_p
 
 
 def test_a_dropped_orphan_is_a_mismatch() -> None:
-    """A snapshot repairs it, since parents come first there; so the stream requests one."""
+    """A snapshot repairs the index, because parents come first in it."""
     pair = SenderAndConsumer(PrefixIndex(limits=IndexLimits(max_orphans=1)))
     for block in (2, 4):
         pair.send(BlockStored([block], block - 1, [block], 1))

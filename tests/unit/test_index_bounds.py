@@ -141,7 +141,7 @@ def test_orphans_are_bounded_in_bytes() -> None:
 
 
 def test_the_block_sizes_of_one_incarnation_are_limited() -> None:
-    """Each block size is one more search in every lookup. More are rejected. A new incarnation begins with none."""
+    """Each block size adds a search to every lookup, so stores beyond the limit are rejected until the next incarnation."""
     index = PrefixIndex()
     good, bad = Feed(index, "good"), Feed(index, "bad")
     prompt = list(range(4_096))

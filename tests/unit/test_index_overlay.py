@@ -25,7 +25,7 @@ def index(clock: VirtualClock) -> PrefixIndex:
 
 
 def chain(*hashes: int) -> BlockStored:
-    """A store of as many blocks of `PROMPT` as there are hashes, from the root."""
+    """Return a store of the first blocks of `PROMPT`, one for each hash."""
     return store(hashes, PROMPT[: 2 * len(hashes)], 2)
 
 

@@ -126,7 +126,7 @@ def test_extra_keys_as_engines_send_them_do_not_count_as_lists(lists: int, is_re
     assert [one.reason for one in decode_batch(payload).rejected] == ([] if is_read else ["oversized"])
 
 
-def test_extra_keys_behind_the_last_block_are_ignored() -> None:
+def test_extra_keys_after_the_last_block_are_ignored() -> None:
     payload = batch_of(stored(extra_keys=[None] * 10, new=1))
     check(payload)
     assert encode_canonical(decode_batch(payload).batch.events) == encode_canonical(

@@ -30,7 +30,7 @@ COSTS: Final = Costs(
 
 
 def test_the_scarcest_resource_determines_the_number_of_replicas() -> None:
-    """The replica with the most partitions must not exceed memory, time to apply batches or time to save snapshots."""
+    """Memory, the time to apply batches or the time to save snapshots limits the partitions of a replica."""
     found = plan(FLEET, COSTS)
     assert found.replicas == found.by_memory == 1
     three = plan(FLEET._replace(blocks=3e9), COSTS)

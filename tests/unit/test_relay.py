@@ -348,7 +348,7 @@ def _publish_unreadable(scenario: World) -> None:
 def test_a_heartbeat_within_a_turn_covers_the_batches_before_it(
     scenario: World, harm: Callable[[World], None], steps: int
 ) -> None:
-    """The consumer is checked after every message. A heartbeat with the right digest and EXACT would end its reason."""
+    """The consumer is checked after every message. A heartbeat with the right digest and EXACT would end DEGRADED."""
     scenario.begin(buffer_steps=steps)
     consumer = scenario.consumer()
     for number in range(1, 120):

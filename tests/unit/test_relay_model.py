@@ -55,7 +55,7 @@ HARMFUL_HISTORIES = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40
 
 
 def chain(number: int, medium: str = "GPU") -> list[BlockStored]:
-    """A block and its parent, if it has one: each hash has one prefix."""
+    """Return a store of the block, after a store of its parent if it has one. Each hash has one prefix."""
     parent = number - 1 if number % 2 == 0 else None
     found = [block(number, parent=parent, medium=medium)]
     return found if parent is None else [block(parent, medium=medium), *found]
