@@ -9,19 +9,19 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, so that no run fails for a change that is not its own. `HYPOTHESIS_PROFILE=quick`, of
-# `make unit`, has a third of them. `HYPOTHESIS_PROFILE=explore` looks for new ones, `HYPOTHESIS_SCALE` times as many as each
-# property has by itself, and keeps those that failed in `.hypothesis`.
+# By default every run has the same examples, so that a run fails only because of the change that it tests. `make unit` sets
+# `HYPOTHESIS_PROFILE=quick`, which runs a third of them. `HYPOTHESIS_PROFILE=explore` generates new examples,
+# `HYPOTHESIS_SCALE` times as many as each property has by default, and stores failing ones in `.hypothesis`.
 for name in ("same", "quick"):
     settings.register_profile(name, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 SCALES: Final = {"quick": 1 / 3, "explore": float(os.environ.get("HYPOTHESIS_SCALE", "20"))}
-"""How many times as many examples as by itself a property has, by profile."""
+"""Factors by which profiles multiply the number of examples of each property."""
 settings.load_profile(PROFILE)
 
 
-LONG: Final = frozenset(
+LONG_FILES: Final = frozenset(
     f"test_{name}.py"
     for name in (
         "conform_ours",
@@ -41,28 +41,28 @@ LONG: Final = frozenset(
         "stream_model",
     )
 )
-"""Files of few tests that take tens of seconds."""
+"""Files with few tests that take tens of seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files for several processes, and give properties the number of examples of the profile."""
+    """Sort files for several processes, and scale the number of examples of properties by profile."""
     _begin_with_long_files(items)
     _scale_examples(items)
 
 
 def _begin_with_long_files(items: list[pytest.Item]) -> None:
-    """Sort by files: `LONG` ones first, then those with the most tests.
+    """Sort by files: those in `LONG_FILES` first, then those with the most tests.
 
-    xdist itself would begin with the most tests, and one process would still run a long file when the others are idle.
+    xdist begins with the files with the most tests, so that one process still runs a long file when the others are idle.
     """
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in LONG, -tests[item.path], item.path))
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, -tests[item.path], item.path))
 
 
 def _scale_examples(items: list[pytest.Item]) -> None:
-    """Scale the number of examples of each property, also if it has a number of its own.
+    """Scale the number of examples of each property, also if the property sets a number.
 
-    Hypothesis has no setting for it: what `@settings(max_examples=...)` says counts more than the profile.
+    Hypothesis has no setting for this: `@settings(max_examples=...)` overrides the profile.
     """
     scale = SCALES.get(PROFILE)
     if scale is None:
@@ -75,20 +75,20 @@ def _scale_examples(items: list[pytest.Item]) -> None:
         machine: Any = getattr(item, "cls", None)
         if isinstance(getattr(machine, "settings", None), settings):  # the TestCase of a state machine
             if machine not in scaled:
-                machine.settings = _scaled(machine.settings, scale)
+                machine.settings = _scale_settings(machine.settings, scale)
             scaled.add(machine)
         else:
-            if function not in scaled:  # of several parameters there is one function
-                function._hypothesis_internal_use_settings = _scaled(function._hypothesis_internal_use_settings, scale)
+            if function not in scaled:  # all parametrisations of a test share one function
+                function._hypothesis_internal_use_settings = _scale_settings(function._hypothesis_internal_use_settings, scale)
             scaled.add(function)
 
 
-def _scaled(before: settings, scale: float) -> settings:
+def _scale_settings(before: settings, scale: float) -> settings:
     return settings(before, max_examples=max(1, round(before.max_examples * scale)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The files in which most of the time went, set-up included; of several processes all together."""
+    """Print the slowest files, with the time of set-up, as the sum over all processes of xdist."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,4 +1,4 @@
-"""Shared by tests of attestations: an engine that attests its cache, and a consumer that is behind a relay or not."""
+"""An engine that attests its cache, and a consumer that compares its index with attestations, for tests of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from publisher_cases import ANY, QUICK
 
 
 class AttestingEngine:
-    """An engine on real sockets with a cache of its own, which its heartbeats attest."""
+    """An engine on real sockets with a cache that its heartbeats attest."""
 
     def __init__(self, heartbeat: float = 0.05, **options: Any) -> None:
         given = {"endpoint": ANY, "replay_endpoint": ANY, "settings": QUICK, "heartbeat": heartbeat, **options}
@@ -25,11 +25,11 @@ class AttestingEngine:
         self.elsewhere: Counter[int] = Counter()
         """Copies on other tiers, by hash."""
         self.secret = 0
-        """Added to what it attests: as if it held a block that it has not announced."""
+        """A number added to the attested digest, as if the cache held a block that was not announced."""
         self._record()
 
     def publish(self, *events: KVEvent) -> None:
-        """Publish a batch, and change the cache as it says."""
+        """Publish a batch and apply its events to the cache."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.cache.clear()
@@ -49,7 +49,7 @@ class AttestingEngine:
         self.publisher.record_cache(digest & ATTESTATION_MASK, is_batch_pending=False)
 
     def keep_a_secret(self, number: int) -> None:
-        """Attest `number` more than was announced; 0 for the truth."""
+        """Attest a digest that is `number` higher than that of the announced blocks; 0 attests the correct digest."""
         self.secret = number
         self._record()
 

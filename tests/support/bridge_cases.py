@@ -1,5 +1,4 @@
-"""What the bridges' tests share: engines with the truth about themselves, bridges in processes of their own, and one
-partition."""
+"""Engines that count what they hold, bridges in processes, and checks of a plane's log, for tests of bridges."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ from service_cases import suspend
 T = TypeVar("T")
 
 PACE = 0.002
-"""Seconds between two batches of an engine that talks by itself."""
+"""Seconds between two batches of an engine that publishes from a thread."""
 
 
 class Truth:
-    """What an engine holds, by what it has published in this life."""
+    """The state of an engine, computed from what it has published in this incarnation."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,22 +57,22 @@ class Truth:
 
 
 class TalkingEngine:
-    """An engine that stores and removes; a context manager. Options are those of `ZmqEventPublisher`."""
+    """An engine that stores and removes blocks; a context manager. Options are those of `ZmqEventPublisher`."""
 
     def __init__(self, name: str = "engine", **options: Any) -> None:
         self.name = name
         self.registration = b"card"
         self._options: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY, **options}
-        self._lives = 0
+        self._incarnations = 0
         self._lock = threading.Lock()
         self._begin()
         self._options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint, "bind": True}
 
     def _begin(self) -> None:
         self.publisher = ZmqEventPublisher(**self._options)
-        self._engine = Engine(self._lives)
+        self._engine = Engine(self._incarnations)
         self.truth = Truth(self.name)
-        self._lives += 1
+        self._incarnations += 1
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +89,7 @@ class TalkingEngine:
         return Watch(self.source, self.registration)
 
     def say(self, count: int = 1) -> None:
-        """Publish so many batches."""
+        """Publish `count` batches."""
         for _ in range(count):
             self.publish(EventBatch(float(self.truth.count), self._engine.events()))
 
@@ -100,25 +99,25 @@ class TalkingEngine:
             self.publisher.publish(batch)
 
     def end(self) -> None:
-        """Its process is gone."""
+        """Shut the publisher down, as the end of the engine's process does."""
         self.publisher.shutdown()
 
     def restart(self) -> None:
-        """Another process at the same place, which holds nothing."""
+        """Replace the publisher by a new incarnation at the same endpoints that holds nothing."""
         with self._lock:
             self.publisher.shutdown()
             self._begin()
 
     @contextmanager
     def talking(self, pace: float = PACE) -> Iterator[None]:
-        """Within, it publishes by itself."""
+        """Publish a batch every `pace` seconds from a thread while the context is open."""
         over = threading.Event()
 
-        def talk() -> None:
+        def publish_until_over() -> None:
             while not over.wait(pace):
                 self.say()
 
-        thread = threading.Thread(target=talk)
+        thread = threading.Thread(target=publish_until_over)
         thread.start()
         try:
             yield
@@ -128,7 +127,7 @@ class TalkingEngine:
 
 
 def holds(log: Log, *engines: TalkingEngine) -> bool:
-    """Whether the log says what its engines hold, and ends where they do."""
+    """Return whether the state in the log equals that of the engines, up to their newest batches."""
     for engine in engines:
         stream = log.states[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
         try:
@@ -141,11 +140,15 @@ def holds(log: Log, *engines: TalkingEngine) -> bool:
 
 
 def settled(log: Log, *engines: TalkingEngine) -> Log:
-    """Wait until the log is what the engines hold, each batch of their last lives once and in order."""
-    log.until("the truth in the log", lambda log: holds(log, *engines))
+    """Wait until the log equals the engines, and check that it has each batch of their last incarnations once, in order."""
+    log.until("the state of the engines in the log", lambda log: holds(log, *engines))
     for engine in engines:
-        life = numbers_of_last_life(log, engine.name)
-        assert life == list(range(life[0], engine.truth.count)), (life[0], len(life), engine.truth.count)
+        batch_numbers = numbers_of_last_life(log, engine.name)
+        assert batch_numbers == list(range(batch_numbers[0], engine.truth.count)), (
+            batch_numbers[0],
+            len(batch_numbers),
+            engine.truth.count,
+        )
     assert log.flaws == (0, 0)
     return log
 
@@ -156,13 +159,13 @@ def numbers_of_last_life(log: Log, name: str) -> list[int]:
 
 
 def reports_by_bridge(log: Log, name: str = "engine") -> dict[str, TrustReport]:
-    """The trust reports of the bridges for a stream, by name; for a restarted bridge, those of its last process."""
+    """Return the trust reports for a stream by bridge; for a restarted bridge, the report of its last process."""
     stream = log.states[log.layout.partition_of(name)].streams.get((name, 0))
     return {} if stream is None else {bridge_name(bridge): report for bridge, report in stream.trust_reports.items()}
 
 
 def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
-    """Return the result of work with JetStream on a connection of its own."""
+    """Return the result of `work` with JetStream on a new connection."""
 
     async def main() -> T:
         client = await nats.connect(list(plane.servers))
@@ -178,9 +181,9 @@ def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T
 
 
 class BridgeProcess(Program):
-    """A bridge in a process of its own, that may be killed or stopped at any moment; a context manager.
+    """A bridge in a process that a test can kill or stop at any moment; a context manager.
 
-    `command` begins one that is to run on another host; `ping` is how often it asks whether its server is there.
+    `command` is put before the command line, to run it on another host. `ping` is the interval of pings to the NATS server.
     """
 
     def __init__(
@@ -195,9 +198,9 @@ class BridgeProcess(Program):
         watches = [
             [each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.registration.decode()] for each in engines
         ]
-        said = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
+        settings = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
         arguments = {
-            "plane": said | {"partition_bytes": plane.partition_bytes},
+            "plane": settings | {"partition_bytes": plane.partition_bytes},
             "bridge": {"name": name, "heartbeat_seconds": 0.2, **more},
             "watches": watches,
             "ping": ping,
@@ -213,7 +216,7 @@ class BridgeProcess(Program):
         self.process.wait(SECONDS)
 
     def pause(self) -> None:
-        """It does nothing from when this returns."""
+        """Suspend the process; it does nothing any more when this returns."""
         suspend(self.process)
 
     def resume(self) -> None:

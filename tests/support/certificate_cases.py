@@ -1,4 +1,4 @@
-"""TLS certificates for tests: an authority, a server at 127.0.0.1 and a client that it has signed."""
+"""TLS certificates for tests: an authority, and certificates that it signs for a server at 127.0.0.1 and a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SECONDS = 20.0
 
 
 def make_certificates(folder: Path) -> Path:
-    """`ca.pem`, `server.pem` and `client.pem` with a `.key` beside each, as strict checks want them."""
+    """Write `ca.pem`, `server.pem` and `client.pem`, each with a `.key`, that pass strict checks, and return the folder."""
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     signs = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
     _openssl(folder, "req", "-x509", *curve, *signs, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")

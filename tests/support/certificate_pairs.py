@@ -1,4 +1,4 @@
-"""CURVE certificates, written to files."""
+"""CURVE key pairs, and files with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A real Chromium, driven over the DevTools protocol, for tests of the service's page.
+"""A real Chromium, controlled over the DevTools protocol, for tests of the service's page.
 
-`--remote-debugging-pipe` speaks the protocol over two inherited file descriptors, as JSON that ends in a NUL. That needs no
-WebSocket client, no port that another process could take, and no waiting for one to be open.
+`--remote-debugging-pipe` uses the protocol over two inherited file descriptors, as JSON that ends in a NUL. That needs no
+WebSocket client, no port that another process could take, and no wait until a port is open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 SECONDS: Final = 30.0
-"""Deadline of every wait; nothing waits for it unless it fails."""
+"""Deadline of every wait. Only a failing test waits that long."""
 FLAGS: Final = (
     "--headless",
     "--no-sandbox",  # tests run as root in containers
@@ -36,13 +36,13 @@ FLAGS: Final = (
 )
 _READ_FROM: Final = 3
 _WRITE_TO: Final = 4
-"""The descriptors that Chromium expects the pipe at."""
-_OUT_OF_THE_WAY: Final = 16
-"""Ours are moved here first: one of them could be the other's target."""
+"""The descriptors at which Chromium expects the pipe."""
+_LOWEST_DESCRIPTOR: Final = 16
+"""The lowest number of our descriptors: a lower one could be the target of another one."""
 
 
 def find_chromium() -> str | None:
-    """The browser of Debian's package, or another one of its kind."""
+    """Return the path of an installed Chromium or Chrome, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for path in map(shutil.which, names) if path), None)
 
@@ -52,11 +52,11 @@ class Chromium:
 
     def __init__(self) -> None:
         self.console: list[str] = []
-        """Errors and warnings that the page has logged, exceptions and violations of its security policy among them."""
+        """Errors and warnings that the page has logged, with exceptions and violations of its security policy."""
         self.requested: list[str] = []
-        """Every URL that the page has asked for."""
+        """Every URL that the page has requested."""
         self.dialogs: list[str] = []
-        """What scripts have shown by `alert` and its like."""
+        """Messages that scripts have shown by `alert`, `confirm` or `prompt`."""
         self._calls = 0
         self._session: str | None = None
         self._buffer = b""
@@ -84,7 +84,7 @@ class Chromium:
         for ours in (self._in, self._out):
             undo.callback(os.close, ours)
         log = str(self._home / "stderr")
-        # Not by subprocess, which cannot give a child descriptors under other numbers without code between fork and exec.
+        # Not by subprocess: it cannot change the numbers of a child's descriptors without code between fork and exec.
         self._pid = os.posix_spawn(
             path,
             [path, *FLAGS, f"--user-data-dir={self._home / 'profile'}"],
@@ -100,11 +100,11 @@ class Chromium:
         os.close(theirs_out)
 
     def _end(self) -> None:
-        """Ask it to go, with the processes that it has put into sessions of their own; kill what does not."""
+        """Request the end of the browser and of its processes in other sessions, then kill what has not ended."""
         self._session = None
         with suppress(AssertionError, OSError):
             self.call("Browser.close")
-            while True:  # the pipe breaks when it has gone
+            while True:  # until the pipe breaks because the browser has ended
                 self._receive(monotonic() + SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ class Chromium:
     # --- the protocol ------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol and return its result; events that come before it are noted."""
+        """Call a method of the protocol and return its result. Events that arrive before the result are recorded."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": params}
         if self._session:
@@ -125,11 +125,11 @@ class Chromium:
             if answer.get("id") == self._calls:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
-            self._note(answer)
+            self._record_event(answer)
 
     def _receive(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            # Not select(), which knows no descriptor above 1,023.
+            # Not select(), which accepts no descriptor above 1,023.
             poll = select.poll()
             poll.register(self._out, select.POLLIN)
             ready = poll.poll(max(0.0, until - monotonic()) * 1000)
@@ -141,7 +141,7 @@ class Chromium:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _record_event(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requested.append(params["request"]["url"])
@@ -157,29 +157,29 @@ class Chromium:
     # --- the page ----------------------------------------------------------------------------------------------------------
 
     def open(self, url: str) -> None:
-        """Go to a page; its documents and scripts are there when this returns."""
+        """Open a page and wait until its documents and scripts are loaded."""
         failed = self.call("Page.navigate", url=url).get("errorText")
         assert not failed, f"{url}: {failed}"
         self.wait("document.readyState === 'complete'")
 
     def block(self, *patterns: str) -> None:
-        """Let no request for these URLs out, until the next call."""
+        """Block requests for these URL patterns until the next call."""
         self.call("Network.setBlockedURLs", urls=patterns)
 
     def forget(self) -> None:
-        """Reset the page: nothing is blocked, nothing is noted."""
+        """Unblock all requests, and remove everything that was recorded."""
         self.block()
-        for noted in (self.console, self.requested, self.dialogs):
-            noted.clear()
+        for records in (self.console, self.requested, self.dialogs):
+            records.clear()
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is awaited."""
+        """Return the value of a JavaScript expression in the page. A promise is awaited."""
         done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """Wait until an expression, at which the page itself looks every 20 ms, is true, and return its value."""
+        """Wait until a JavaScript expression is true, and return its value. The page evaluates it every 20 ms."""
         found = self.run(
             f"""new Promise(found => {{
               const until = Date.now() + {(SECONDS - 5) * 1000};
@@ -190,11 +190,11 @@ class Chromium:
               }})();
             }})"""
         )
-        assert found, f"not so after {SECONDS - 5:g} seconds: {condition}\n{self.run('document.body.innerText')}"
+        assert found, f"not true after {SECONDS - 5:g} seconds: {condition}\n{self.run('document.body.innerText')}"
         return found
 
     def type_into(self, selector: str, text: str) -> None:
-        """Give a field the keyboard and type."""
+        """Focus a field and replace its text."""
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 
@@ -206,16 +206,16 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes[key])
 
     def look(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the size of the window and the colour scheme that its user prefers."""
+        """Set the size of the window and the preferred colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features: Sequence[dict[str, str]] = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
 
 def _pipe() -> tuple[int, int]:
-    """The reading and the writing end, closed in children, with numbers that no child expects anything at."""
+    """Return the read and the write end of a pipe, closed in children, with numbers of at least `_LOWEST_DESCRIPTOR`."""
     ends = os.pipe()
-    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for end in ends]
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR) for end in ends]
     for end in ends:
         os.close(end)
     return moved[0], moved[1]

@@ -1,4 +1,4 @@
-"""Runs the command line in a process of its own or in this one, and returns its output."""
+"""Commands of `kvevents` in processes, and what they write."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ RUN = "bs32-sha256cbor-seed0"
 
 
 SECONDS = 60.0
-"""Deadline of every wait; nothing waits for it unless it fails."""
+"""Deadline of every wait. Only a failing test waits that long."""
 
 
 class Ended(NamedTuple):
-    """How a process ended."""
+    """The exit code and the output of a process that has ended."""
 
     code: int
     out: str
@@ -45,12 +45,12 @@ class Ended(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what changes colors."""
+    """Return the environment of this process with `more`, but without the variables that change colours."""
     return {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}} | more
 
 
 def run(*args: object, stdin: bytes = b"") -> Ended:
-    """`kvevents` with these arguments, from beginning to end."""
+    """Run `kvevents` with these arguments until it ends."""
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
@@ -61,7 +61,7 @@ def run(*args: object, stdin: bytes = b"") -> Ended:
 
 
 class Lines:
-    """What a process writes, as it writes it."""
+    """Lines that a process has written to a pipe so far. A thread reads them."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.all: list[str] = []
@@ -81,11 +81,11 @@ class Lines:
             self._changed.notify_all()
 
     def wait(self, wanted: str | Callable[[list[str]], bool]) -> str:
-        """Wait for a line that matches an expression, or for a condition; the newest matching line."""
+        """Wait for a line that matches a pattern and return the newest one, or wait until a condition on all lines is true."""
         test = wanted if callable(wanted) else (lambda lines: any(re.search(wanted, line) for line in lines))
         with self._changed:
             self._changed.wait_for(lambda: test(self.all) or self._ended, SECONDS)
-            assert test(self.all), f"{wanted} not in {self.all[-20:]}"
+            assert test(self.all), f"{wanted} is not in {self.all[-20:]}"
             return next((line for line in reversed(self.all) if not callable(wanted) and re.search(wanted, line)), "")
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Lines:
 
 @contextmanager
 def interrupts_enabled() -> Iterator[None]:
-    """Start children that SIGINT interrupts: in the background of a shell it is ignored, which children inherit."""
+    """Start children that SIGINT interrupts. A background job of a shell ignores SIGINT, and its children inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -104,7 +104,7 @@ def interrupts_enabled() -> Iterator[None]:
 
 
 class Program:
-    """A process under test that runs until it is stopped."""
+    """A process under test that runs until it is stopped; a context manager that kills it."""
 
     def __init__(self, *args: object, command: Sequence[str] = KVEVENTS, **env: str) -> None:
         argv = [*command, *map(str, args)]
@@ -130,12 +130,12 @@ class Program:
         self.process.stdin.flush()
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> Ended:
-        """Send a signal and wait for the end."""
+        """Send a signal and wait until the process has ended."""
         self.process.send_signal(number)
         return self.end()
 
     def end(self) -> Ended:
-        """Wait for the end."""
+        """Wait until the process has ended, and return its result."""
         code = self.process.wait(SECONDS)
         for stream in (self.out, self.err):
             stream.close()
@@ -146,7 +146,7 @@ class Program:
 
 @contextmanager
 def adjacent(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterator[list[TapePlayer]]:
-    """Tapes on ports that follow one another, as an engine's ranks, and their replay endpoints behind them."""
+    """Play a tape for each rank of an engine: live endpoints at consecutive ports, then replay endpoints at the next ones."""
     for _ in range(50):
         players: list[TapePlayer] = []
         try:
@@ -172,12 +172,12 @@ def close_all(players: list[TapePlayer]) -> None:
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    """An endpoint at which nothing listens, now and later."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+    """Yield an endpoint that refuses connections. Its port stays reserved, so that nothing listens there later."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
 
 
 def tape_of(*batches: tuple[bytes, int, bytes] | LiveBatch, **faults: Any) -> TapePlayer:
-    """A tape with these batches and faults, on any ports."""
+    """Play a tape with these batches and faults, on any ports."""
     return TapePlayer(batches, faults=Faults(**faults))

@@ -1,4 +1,4 @@
-"""A server that sends given bytes, and the findings of `kvevents doctor`."""
+"""Findings of `kvevents doctor`, and a server that sends given bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.cli.doctor import CheckResult
 
 
 def findings(ended: Ended) -> dict[str, dict[str, str]]:
-    """Findings by check, of several the worst; the exit code must agree with them."""
+    """Return the worst finding of each check, after verifying that the exit code agrees with the findings."""
     assert ended.out, ended
     report = json.loads(ended.out)
     order = ["ok", "warn", "fail"]
@@ -29,11 +29,11 @@ def findings(ended: Ended) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def server(reply: bytes | None) -> Iterator[str]:
-    """Something that accepts one connection after another, answers with these bytes if there are any, and closes."""
+    """Yield the endpoint of a server that answers each connection with `reply` and closes it; without one, it sends nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        kept: list[socket.socket] = []
+        accepted: list[socket.socket] = []
 
         def serve() -> None:
             while True:
@@ -41,7 +41,7 @@ def server(reply: bytes | None) -> Iterator[str]:
                     connection = listener.accept()[0]
                 except OSError:
                     return
-                kept.append(connection)
+                accepted.append(connection)
                 if reply is not None:
                     with suppress(ConnectionError):  # the client closes after it has read enough
                         connection.recv(1 << 16)
@@ -53,7 +53,7 @@ def server(reply: bytes | None) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(SECONDS)
-        for connection in kept:
+        for connection in accepted:
             connection.close()
 
 

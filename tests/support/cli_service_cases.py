@@ -1,4 +1,4 @@
-"""A running service with its engines, and clients that query it."""
+"""A running service with its engines, and answers of a service for tests of commands that query one."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ LISTENING: Final = r"listening at (https?://\S+)"
 
 
 class Served:
-    """A running service, and what tests ask it directly."""
+    """A running service, and requests of tests to its API."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         found = re.search(LISTENING, program.err.wait(LISTENING))
         assert found
         self.url = found[1]
-        self._place = self.url.removeprefix("http://")
+        self._address = self.url.removeprefix("http://")
         self._engines: dict[str, ZmqEventPublisher] = {}
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        connection = HTTPConnection(self._place, timeout=SECONDS)
+        connection = HTTPConnection(self._address, timeout=SECONDS)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -63,11 +63,14 @@ class Served:
         return {f"{one['instance']}/{one['rank']}": one for one in self.ask("GET", "/v1/sources")["sources"]}
 
     def wait(self, name: str, test: Callable[[dict[str, Any]], bool]) -> None:
-        """Until a source is as wanted."""
+        """Wait until a source passes `test`."""
         until(lambda: name in self.sources() and test(self.sources()[name]), lambda: self.sources().get(name))
 
     def wait_exact(self, name: str, blocks: int) -> None:
-        """Until a source is EXACT; its engine publishes an empty batch if a live one must confirm what replay has brought."""
+        """Wait until a source is EXACT with `blocks` blocks.
+
+        Its engine publishes an empty batch if replayed batches are not confirmed by a live one yet.
+        """
 
         def is_exact(source: dict[str, Any]) -> bool:
             if "replay-unproven" in source["trust"]["reason_codes"] and name in self._engines:
@@ -78,7 +81,7 @@ class Served:
 
 
 def until(test: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:
-    """Ask again and again, until it is so or the deadline has passed."""
+    """Call `test` until it returns True; fail with the result of `why` after the deadline."""
     deadline = time.monotonic() + SECONDS
     pause = threading.Event()
     while not test():
@@ -104,14 +107,14 @@ def engine(*stored: BlockStored) -> Iterator[ZmqEventPublisher]:
 
 
 def blocks(count: int, first: int = 0, medium: str = "GPU", tokens: list[int] | None = None) -> BlockStored:
-    """`count` blocks of the prompt 0, 1, 2, ..., or of `tokens`, from block `first` on."""
+    """Return a store of `count` blocks of the prompt 0, 1, 2, ..., or of `tokens`, from block `first` on."""
     token_ids = list(range(first * BLOCK, (first + count) * BLOCK)) if tokens is None else tokens
     parent = 1000 + first - 1 if first else None
     return BlockStored([1000 + first + number for number in range(count)], parent, token_ids, BLOCK, medium=medium)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -> str:
-    """Run the command and return its error, which is one line."""
+    """Run the command, check that it writes a single line to stderr, and return that line."""
     assert main([*map(str, args)]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -121,7 +124,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -
 
 @contextmanager
 def guarded(tmp_path: Path, settings: str = "") -> Iterator[tuple[str, Program]]:
-    """The URL of a service that wants a token."""
+    """Yield the URL and the process of a service that requires a token."""
     config = tmp_path / "fleet.toml"
     config.write_text(f'{settings}\n[[access.tokens]]\nrole = "read"\ntoken = "{TOKEN}"\n')
     with Program("serve", "--port", 0, "--config", config) as program:

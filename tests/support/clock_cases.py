@@ -1,4 +1,4 @@
-"""A clock of the day that tests set, for NATS servers alone: `clock_shift.py`, which says how."""
+"""A wall clock for NATS servers that tests set. `clock_shift.py` describes how it works."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from clock_shift import CODE, SHIFT
 
 LAUNCHER: Final = Path(__file__).with_name("clock_shift.py")
-_HERE: Final = sys.platform == "linux" and platform.machine() == "x86_64"
-needs_clocks = pytest.mark.skipif(not _HERE, reason="clocks of servers are set on x86-64 Linux alone")
+_HAS_CLOCKS: Final = sys.platform == "linux" and platform.machine() == "x86_64"
+needs_clocks = pytest.mark.skipif(not _HAS_CLOCKS, reason="clocks of servers can be set on x86-64 Linux only")
 
 
 class ServersClock:
-    """What all processes started with its `command` take for the time: so many seconds later than it is."""
+    """The time that processes started with `command` see: a number of seconds later than the real time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder: Final = folder / "clock"
@@ -27,14 +27,14 @@ class ServersClock:
         self.command: Final = (sys.executable, str(LAUNCHER), str(self._folder))
 
     def set(self, seconds: int) -> None:
-        """From now on; processes that run see it at once."""
+        """Set the number of seconds. Running processes see the new time at once."""
         written = struct.pack("<q", seconds)
         (self._folder / SHIFT).write_bytes(written)
         for started in self._folder.glob("[0-9]*"):
             try:
                 self._write(int(started.name), int(started.read_text()), written)
             except OSError:
-                started.unlink()  # it has ended
+                started.unlink()  # the process has ended
 
     @staticmethod
     def _write(pid: int, at: int, seconds: bytes) -> None:

@@ -1,12 +1,13 @@
-"""Run a program with a clock of the day of its own: `python clock_shift.py FOLDER PROGRAM [ARGUMENT...]`.
+"""Run a program with a shifted wall clock: `python clock_shift.py FOLDER PROGRAM [ARGUMENT...]`.
 
-Go's runtime, and so nats-server, asks the kernel's vDSO for the time. A static program loads no library with LD_PRELOAD, so the
-function of the vDSO is replaced in the program's own copy of it: a second process traces the program's `exec`, writes the new
-function before the first instruction runs, and lets it go. The process that was started is the program itself: signals and its
-exit code are its own.
+Go's runtime, and so nats-server, gets the time from the kernel's vDSO. A static program loads no library with LD_PRELOAD, so
+the function is replaced in the program's own copy of the vDSO: a second process traces the program's `exec`, writes the new
+function before the first instruction runs, and detaches. The process that was started becomes the program itself, so signals
+and the exit code are those of the program.
 
-`FOLDER/shift` has the seconds to add, 8 bytes. `FOLDER/PID` says where the process with that id keeps them, so that
-`clock_cases` can change them while it runs. Monotonic time is left alone, as when a machine's clock is set. x86-64 Linux alone.
+`FOLDER/shift` contains the seconds to add, in 8 bytes. `FOLDER/PID` contains the address of the seconds in the process with
+that id, so that `clock_cases` can change them while it runs. Monotonic time does not change, as when a machine's clock is set.
+This works on x86-64 Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CODE: Final = (
     )
     + b"\x90" * 5
 )
-"""In front of the seconds; a multiple of 8 long, so that these are aligned and written at once."""
+"""The new function. The seconds follow it; its length is a multiple of 8, so that they are aligned and written atomically."""
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _ANY: Final = 2**64 - 1
@@ -49,7 +50,7 @@ _LOAD, _DYNAMIC, _STRTAB, _SYMTAB = 1, 2, 5, 6
 
 
 def find_function(memory: BinaryIO, base: int) -> int:
-    """The address of `FUNCTION` in a process whose vDSO is at `base`."""
+    """Return the address of `FUNCTION` in a process whose vDSO is at `base`."""
 
     def read(at: int, form: str) -> tuple[int, ...]:
         memory.seek(at)
@@ -69,7 +70,7 @@ def find_function(memory: BinaryIO, base: int) -> int:
         tables[entry[0]] = loaded + entry[1]
         dynamic += 16
     symbol, names = tables[_SYMTAB], tables[_STRTAB]
-    while symbol < names:  # in every vDSO of Linux the names follow the symbols
+    while symbol < names:  # in every vDSO of Linux the string table follows the symbol table
         name, *_, value, _size = read(symbol, "<IBBHQQ")
         memory.seek(names + name)
         if memory.read(len(FUNCTION) + 1) == FUNCTION + b"\0":
@@ -79,7 +80,7 @@ def find_function(memory: BinaryIO, base: int) -> int:
 
 
 def replace_function(pid: int, folder: Path) -> None:
-    """Give a process that is stopped the clock of `folder`."""
+    """Replace the clock function of a stopped process, with the shift in `folder`."""
     auxiliary = struct.iter_unpack("<QQ", Path(f"/proc/{pid}/auxv").read_bytes())
     base = next(value for kind, value in auxiliary if kind == _AT_SYSINFO_EHDR)
     with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
@@ -91,7 +92,7 @@ def replace_function(pid: int, folder: Path) -> None:
 
 
 def trace(libc: ctypes.CDLL, pid: int, folder: Path, ready: int) -> None:
-    """Wait for a process's `exec`, and replace the function in what it runs then."""
+    """Wait for the `exec` of a process, and replace the function in the new program."""
 
     def ptrace(request: int, data: int = 0) -> None:
         if libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), None, ctypes.c_long(data)) < 0:
@@ -102,7 +103,7 @@ def trace(libc: ctypes.CDLL, pid: int, folder: Path, ready: int) -> None:
     while True:
         _, status = os.waitpid(pid, _WALL)
         if not os.WIFSTOPPED(status):
-            return  # it has ended
+            return  # the process has ended
         if status >> 16 == _EXEC_EVENT:
             break
         ptrace(_CONT, os.WSTOPSIG(status) if not status >> 16 else 0)
@@ -111,13 +112,13 @@ def trace(libc: ctypes.CDLL, pid: int, folder: Path, ready: int) -> None:
 
 
 def main(folder: Path, command: list[str]) -> None:
-    """Become `command`, with another clock."""
+    """Replace this process by `command`, with a shifted clock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(ctypes.c_int(_PR_SET_PTRACER), ctypes.c_ulong(_ANY), 0, 0, 0)
     pid = os.getpid()
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        if os.fork() == 0:  # no child of the program, which would leave it unreaped
+        if os.fork() == 0:  # a grandchild, since the program would not reap a child
             os.close(reading)
             trace(libc, pid, folder, writing)
         os._exit(0)

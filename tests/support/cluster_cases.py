@@ -17,45 +17,48 @@ from cli_cases import SECONDS, Program
 from ports import lease
 
 PORTS: Final[tuple[int, ...]] = (*range(5557, 5570), *range(6557, 6570), 8090, *range(9464, 9467))
-"""Those that manifests, examples and tests name."""
+"""The ports that manifests, examples and tests name."""
 
 
 class Cluster:
-    """This machine in place of a cluster."""
+    """This machine in place of a cluster, with other ports and folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._distance = _free_distance()
+        self._port_offset = _find_free_distance()
 
     def port(self, number: int) -> int:
-        """Where a port of a manifest is on this machine."""
-        return number + self._distance
+        """Return the port of this machine that replaces a port of a manifest."""
+        return number + self._port_offset
 
     def local(self, text: str, **names: str) -> str:
-        """An argument or a file with ports of this machine. `names` has what stands in place of names of the cluster."""
+        """Replace ports, folders and host names in an argument or a file by those of this machine.
+
+        `names` maps names of the cluster to their replacements.
+        """
         for name, value in names.items():
             text = text.replace(name, value)
         text = text.replace("$(POD_NAME)", "pod-0")
         text = re.sub(r"\b[\w.-]*engines(?:\.[\w-]+\.svc)?:", "127.0.0.1:", text)
         text = re.sub(r"/(etc|var/lib)/kvevents", f"{self.folder}/\\1/kvevents", text)
         pattern = r"(?<=[:=])(\d{4})(?=[\"',]|$)|(?<=^port = )(\d{4})$"
-        return re.sub(pattern, lambda found: self._port_in(found[0]), text, flags=re.MULTILINE)
+        return re.sub(pattern, lambda found: self._replace_port(found[0]), text, flags=re.MULTILINE)
 
-    def _port_in(self, text: str) -> str:
+    def _replace_port(self, text: str) -> str:
         return str(self.port(int(text))) if int(text) in PORTS else text
 
     def write(self, place: str, text: str, **names: str) -> None:
-        """A file of a ConfigMap where its volume is mounted."""
+        """Write a file of a ConfigMap at the path where its volume is mounted."""
         path = Path(self.local(place))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.local(text, **names))
 
     def run(self, arguments: Sequence[str], **names: str) -> Program:
-        """A command of kvevents, as the container has it."""
+        """Start a kvevents command of a container."""
         return Program(*(self.local(arg, **names) for arg in arguments))
 
     def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Ask over HTTP; status 0 where nothing listens yet."""
+        """Return the status and body of an HTTP request; the status is 0 if nothing listens at the port yet."""
         connection = HTTPConnection("127.0.0.1", self.port(port), timeout=SECONDS)
         try:
             headers = {"Content-Type": "application/json"}
@@ -68,24 +71,24 @@ class Cluster:
             connection.close()
 
 
-def _free_distance() -> int:
+def _find_free_distance() -> int:
     for _ in range(200):
         distance = random.SystemRandom().randrange(10_000, 20_000)
         if lease(*(port + distance for port in PORTS)):
             return distance
-    raise AssertionError("no room for so many ports")
+    raise AssertionError("no offset at which all ports are free was found")
 
 
 @pytest.fixture(name="cluster")
 def cluster_fixture(tmp_path: Path) -> Cluster:
-    """Ports and folders of this test alone."""
+    """Return a cluster with ports and folders that no other test has."""
     for folder in ("etc", "var/lib"):
         (tmp_path / folder / "kvevents").mkdir(parents=True)
     return Cluster(tmp_path)
 
 
 def until(done: Callable[[], object], *programs: Program) -> None:
-    """Ask until it is so, as long as all programs run."""
+    """Wait until a condition is true; fail if one of the programs ends before."""
     end = time.monotonic() + SECONDS
     while not done():
         for program in programs:

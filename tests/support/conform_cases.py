@@ -1,4 +1,4 @@
-"""Indexers that `kvevents conform` must see through: what they are wrong about is known."""
+"""Indexers with known faults, which `kvevents conform` must find."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import msgspec
 import zmq
 
 Habit = Literal["ignores", "reports", "hangs", "babbles"]
-"""Of lost batches: says nothing, or that some are lost. `hangs`: answers no query; `babbles`: answers with something else."""
+"""`ignores`: does not report lost batches. `reports`: does. `hangs`: answers no query. `babbles`: sends invalid answers."""
 
 
 class NaiveIndexer:
-    """Follows live messages alone, of map events and one block per event, and stores what it reads."""
+    """An indexer that follows live messages only and reads events encoded as maps, each with one block."""
 
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
@@ -28,7 +28,7 @@ class NaiveIndexer:
         self._threads: list[threading.Thread] = []
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Return the status and the JSON body of an answer."""
         route = (method, path.partition("?")[0])
         if route == ("POST", "/register"):
             self._workers[body["instance_id"]] = {"blocks": {}, "lost": False, "model": body["model_name"]}
@@ -40,7 +40,7 @@ class NaiveIndexer:
             self._workers.pop(body["instance_id"], None)
             return 200, {"status": "ok"}
         if route == ("GET", "/workers"):
-            return 200, [self._listed(number, worker) for number, worker in self._workers.items()]
+            return 200, [self._describe_worker(number, worker) for number, worker in self._workers.items()]
         if self._habit == "babbles":
             return 200, {"instances": {"1": "all of it"}}
         if self._habit == "hangs":
@@ -48,7 +48,7 @@ class NaiveIndexer:
         held = {number: self._match(worker, body["token_ids"]) for number, worker in self._workers.items()}
         return 200, {"instances": {str(number): {"longest_matched": tokens} for number, tokens in held.items() if tokens}}
 
-    def _listed(self, number: int, worker: dict[str, Any]) -> dict[str, Any]:
+    def _describe_worker(self, number: int, worker: dict[str, Any]) -> dict[str, Any]:
         listener = {"last_error": "batches were lost"} if worker["lost"] and self._habit == "reports" else {}
         return {"instance_id": number, "status": "active", "listeners": {"0": listener}}
 
@@ -91,7 +91,7 @@ class NaiveIndexer:
 
 
 def serve(answer: Callable[[str, str, Any], tuple[int, Any]], port: int = 0) -> ThreadingHTTPServer:
-    """A server of JSON, which is to be started."""
+    """Return an HTTP server that answers with JSON; the caller starts it."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -113,7 +113,7 @@ def serve(answer: Callable[[str, str, Any], tuple[int, Any]], port: int = 0) -> 
 
 @contextmanager
 def naive_indexer(habit: Habit) -> Iterator[str]:
-    """The URL of one that runs."""
+    """Yield the URL of a running `NaiveIndexer`."""
     indexer = NaiveIndexer(habit)
     server = serve(indexer.answer)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

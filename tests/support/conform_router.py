@@ -1,4 +1,4 @@
-"""A router that follows live messages alone: `conform_router.py PORT URL,... ENDPOINT,...`. For tests of the referee."""
+"""A router that follows live messages only, for tests of `kvevents conform`: `conform_router.py PORT URL,... ENDPOINT,...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conform_cases import NaiveIndexer, serve
 
 
 class NaiveRouter:
-    """Sends each prompt to the worker that holds most of it, or else to the first."""
+    """Sends each prompt to the worker with the longest prefix match, or to the first worker if none matches."""
 
     def __init__(self, urls: list[str], endpoints: list[str]) -> None:
         self._urls = urls

@@ -1,4 +1,4 @@
-"""Engines for the conformance suite of connections: the same script for real connections and for the fake."""
+"""Engines for the conformance suite of connections: tests run the same steps with real and with fake connections."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_m
 
 
 class Recorder:
-    """Records what a connection feeds, in place of a stream: every call in order, with the numbers of batches.
+    """Records the calls of a connection, in place of a stream: every call in order, with the numbers of batches.
 
-    With `reads_ahead` it returns the numbers that it expects, as a stream does that misses nothing.
+    With `reads_ahead` it returns the numbers that it expects, like a stream without missing batches.
     """
 
     topic = TOPIC
@@ -90,7 +90,7 @@ class Recorder:
 
 
 class Engine(Protocol):
-    """The other side of a connection, controlled by a test."""
+    """The remote side of a connection, controlled by a test."""
 
     source: Source
 
@@ -101,7 +101,7 @@ class Engine(Protocol):
         """Send any frames live."""
 
     def cut(self) -> None:
-        """End the connection after what was sent, and refuse new ones."""
+        """End the connection after everything that was sent, and refuse new ones."""
 
     def come_back(self) -> None:
         """Accept connections again."""
@@ -121,7 +121,7 @@ class RealEngine:
         self._server: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self.greeted = 0
-        """Connections so far that have subscribed, which libzmq does only when its socket is used."""
+        """Number of connections that have subscribed, which libzmq does only when its socket is used."""
         self.received = b""
         """Bytes that subscribers have sent after their subscription."""
         self.requesters: list[bytes] = []
@@ -189,7 +189,7 @@ class RealEngine:
     def end_connection(self) -> None:
         """End the connection only, so that the subscriber may reconnect at once."""
         if self._current is not None:
-            # Not close(): what the subscriber has sent and nothing has read would make the system take back what we sent.
+            # Not close(): if bytes of the subscriber are unread, the system would discard what was sent to it.
             with suppress(OSError):
                 self._current.shutdown(socket.SHUT_WR)
             self._current = None
@@ -202,7 +202,7 @@ class RealEngine:
             self._server = None
 
     def answer(self, *numbers: int) -> None:
-        assert self._router.poll(int(1000 * DEADLINE)), "nothing was asked"
+        assert self._router.poll(int(1000 * DEADLINE)), "no replay was requested"
         requester, *_ = self._router.recv_multipart()
         self.requesters.append(requester)
         for number in numbers:
@@ -322,7 +322,7 @@ def descriptors() -> int:
 
 
 class Reader:
-    """Reads one connection as the multiplexer does: when it is signalled, when it has more, and at its deadline."""
+    """Reads one connection as the multiplexer does: when it is signalled, when it has more to read, and at its deadline."""
 
     def __init__(
         self, transport: Transport, connection: Connection, recorder: Any, clock: Callable[[], float], limit: int

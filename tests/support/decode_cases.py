@@ -1,4 +1,4 @@
-"""Events that every decoder rejects, each with the reason."""
+"""Events that every decoder rejects, each with the reason of the rejection."""
 
 from __future__ import annotations
 

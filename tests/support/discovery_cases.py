@@ -1,4 +1,4 @@
-"""Deadlines and steps of time for tests of discovery."""
+"""Deadlines, and a clock that tests advance, for tests of discovery."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DEADLINE = 60.0
 
 
 class Steps:
-    """Time that passes when a test says so: `paused` waits until a task sleeps, `go` ends that sleep."""
+    """A clock that a test advances: `paused` waits until a task sleeps, `go` ends that sleep."""
 
     def __init__(self, random: float = 0.0) -> None:
         self.time = 0.0
         self.clock = Clock(self._sleep, lambda: self.time, lambda: random)
-        self._asked: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
-        self._held: tuple[float, asyncio.Future[None]] | None = None
+        self._sleeps: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
+        self._current: tuple[float, asyncio.Future[None]] | None = None
 
     async def _sleep(self, seconds: float) -> None:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait((seconds, over))
+        self._sleeps.put_nowait((seconds, over))
         await over
 
     async def paused(self) -> float:
-        self._held = await asyncio.wait_for(self._asked.get(), DEADLINE)
-        return self._held[0]
+        self._current = await asyncio.wait_for(self._sleeps.get(), DEADLINE)
+        return self._current[0]
 
     def go(self) -> None:
-        assert self._held is not None
-        seconds, over = self._held
+        assert self._current is not None
+        seconds, over = self._current
         self.time += seconds
         if not over.done():
             over.set_result(None)
@@ -46,7 +46,7 @@ class Steps:
 
 
 def soon(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
-    """The next finding, being waited for while the test goes on."""
+    """Start a task that returns the next item of `found`; it fails after the deadline."""
 
     async def next_one() -> T:
         return await asyncio.wait_for(anext(found), DEADLINE)

@@ -1,4 +1,4 @@
-"""An HTTP server that acts as an engine."""
+"""An HTTP server in place of an engine's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from discovery_cases import DEADLINE
 
 
 class Engine:
-    """Serves `pages` by path: a status with JSON, raw bytes instead of any HTTP, or a Location; 404 for the rest."""
+    """Serves `pages` by path: JSON with `status`, raw bytes without HTTP, or what a function writes; 404 for other paths."""
 
     def __init__(self, pages: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.pages = pages if pages is not None else {}

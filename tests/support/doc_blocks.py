@@ -1,4 +1,4 @@
-"""Blocks of code in documents: finds them, and runs the commands in them as a reader would, on this machine's own ports."""
+"""Code blocks in documents: finds them, and runs their commands as a reader would, with endpoints of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cli_cases import SECONDS, Program
 from service_cases import Client, until
 
 SHELLS = ("sh", "console", "")
-"""Languages of blocks with commands; in the last two a command begins with `$ `, and other lines are what it prints."""
+"""Languages of blocks with commands. In the last two a command begins with `$ `, and other lines are its output."""
 UNTIL_STOPPED = {
     ("serve",): r"listening at (\S+)",
     ("bridge",): r"writes to the",
@@ -27,9 +27,9 @@ UNTIL_STOPPED = {
     ("play",): r".",
     ("sim", "run"): r"engine-0/0 publishes",
 }
-"""Commands that run until they are stopped, and what they print when they are ready."""
+"""Commands that run until they are stopped, each with a pattern of what it prints when it is ready."""
 FINITE = ("--check", "--list", "--count", "--help")
-"""Options with which they end by themselves."""
+"""Options with which these commands end by themselves."""
 
 
 class Block(NamedTuple):
@@ -48,14 +48,14 @@ class ShellCommand(NamedTuple):
 
     @property
     def program(self) -> str:
-        """The name of the program; of Python's, with `-m` and the module."""
+        """The name of the program; for Python, with `-m` and the module."""
         words = shlex.split(self.text, comments=True)
         words = [word for number, word in enumerate(words) if number or "=" not in word]
         return " ".join(words[:3]) if words[0] == "python" else words[0]
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """Return the fenced blocks of a document, those in lists as well."""
+    """Return the fenced blocks of a document, including those in lists."""
     text = path.read_text(encoding="utf-8")
     found = re.finditer(r"^ *```([\w-]*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return [Block(each[1], each[2], text.count("\n", 0, each.start()) + 1) for each in found]
@@ -90,9 +90,9 @@ def _is_open(command: str) -> bool:
 
 
 class Reader:
-    """Runs the commands of one document in a folder, one after the other; those that run until they are stopped stay.
+    """Runs the commands of one document in a folder, one after the other. Servers keep running until the context ends.
 
-    `places` has what stands for an address or a file of the document.
+    `places` maps addresses and files of the document to their replacements.
     """
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class Reader:
         self._places = dict(places)
         relay, replay = (places.get(f"127.0.0.1:{port}", f"127.0.0.1:{port}") for port in (6557, 6558))
         self._environment = {"KVEVENTS_RELAY_ENDPOINT": f"tcp://{relay}", "KVEVENTS_RELAY_REPLAY_ENDPOINT": f"tcp://{replay}"}
-        """What moves the endpoints that relays have without options."""
+        """Variables that replace the default endpoints of relays."""
         self._stack = ExitStack()
         self._running: list[Program] = []
         folder.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ class Reader:
         ready = next((line for name, line in UNTIL_STOPPED.items() if tuple(words[1 : 1 + len(name)]) == name), None)
         if words[0] == "kvevents" and ready and not set(FINITE) & set(words):
             return self._start(words[1:], ready)
-        if words[:3] == ["kvevents", "plane", "status"]:  # a fault, until the bridge and the replica have introduced themselves
+        if words[:3] == ["kvevents", "plane", "status"]:  # it fails until the bridge and the replica have registered
             until("a plane without faults", lambda: self._run(text).returncode == 0)
         done = self._run(text)
         assert done.returncode == 0, (text, done.stdout, done.stderr)
@@ -157,13 +157,13 @@ class Reader:
         found = re.search(ready, lines.wait(ready))
         if words[0] == "serve" and found:
             self._places["http://127.0.0.1:8090"] = self._places["http://HOST:8090"] = found[1]
-            if "--worker" in words or "--nats" in words:  # its engines are there
+            if "--worker" in words or "--nats" in words:  # its engines are running
                 with closing(Client(found[1])) as client:
                     until("the service to be ready", lambda: client.get("/readyz").status == 200)
         return ""
 
     def stop(self) -> None:
-        """Interrupt what runs, as Ctrl-C does. Each of these programs ends without an error."""
+        """Interrupt the running programs, as Ctrl-C does, and check that each one ends without an error."""
         for program in reversed(self._running):
             program.process.send_signal(signal.SIGINT)
         for program in reversed(self._running):
@@ -174,7 +174,7 @@ class Reader:
 
 
 def same_shape(shown: str, printed: str) -> bool:
-    """Whether a document shows what a command printed, except for sizes and times. `...` stands for any further lines."""
+    """Return whether two outputs are equal except for numbers. `...` in the shown one stands for any further lines."""
     expected, found = (
         [re.sub(r"\d[\d,.]*", "N", line).split() for line in text.strip().splitlines()] for text in (shown, printed)
     )
@@ -185,7 +185,7 @@ def same_shape(shown: str, printed: str) -> bool:
 
 
 def documents() -> list[Path]:
-    """Return all documents for readers, except the changelog and the decisions."""
+    """Return all documents for users, except the changelog and the ADRs."""
     root = paths.ROOT
     names = (
         "README.md",

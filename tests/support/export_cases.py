@@ -1,4 +1,4 @@
-"""Recordings made for tests of exports, and how their tables are read."""
+"""Recordings for tests of exports, and functions that read the exported tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RECORDING = paths.DATA / "vllm-0.32-captures.jsonl.gz"
 
 
 def tokens_of(*names: int) -> list[int]:
-    """A block of tokens for each name."""
+    """Return the tokens of a sequence of blocks, one block for each name."""
     return [name * SIZE + place for name in names for place in range(SIZE)]
 
 
 def stored(hashes: Sequence[int], names: Sequence[int], parent: int | None = None, **fields: Any) -> BlockStored:
-    """A store of blocks that hold the tokens of `names`."""
+    """Return a store of blocks with the tokens of `names`."""
     return BlockStored(list(hashes), parent, tokens_of(*names), SIZE, **fields)
 
 
@@ -60,7 +60,7 @@ def write(path: Path, frames: Iterable[RecordedFrame]) -> Path:
 
 
 def history(path: Path, workers: dict[str, Sequence[tuple[float, Sequence[KVEvent]]]]) -> Path:
-    """A recording of workers, each with batches of a time and events, numbered from 0."""
+    """Write a recording of workers. Each has a list of batches, as times with events, which are numbered from 0."""
     frames = [
         (ts, pub(seq, payload(events, ts), run, ts, f"tcp://{run}:5557"))
         for run, batches in workers.items()
@@ -74,6 +74,6 @@ def table(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def column(folder: Path, name: str, *columns: str) -> list[Any]:
-    """Values of one column, or tuples of those of several."""
+    """Return the values of one column, or tuples with the values of several columns."""
     rows = table(folder, name)
     return [row[columns[0]] for row in rows] if len(columns) == 1 else [tuple(row[each] for each in columns) for row in rows]

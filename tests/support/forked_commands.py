@@ -1,7 +1,7 @@
 """Runs `kvevents` in forks of a process that has imported it already.
 
-A process of its own imports for 0.2 to 0.5 s of CPU, and tests run hundreds of commands from beginning to end. That a command
-can be imported by itself is proven by the programs that tests start and stop.
+A new process spends 0.2 to 0.5 s of CPU on imports, and tests run hundreds of commands from beginning to end. Tests that start
+programs of their own show that each command can be imported in a new process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvevents.cli import main
 from kvevents.cli.command import Command
 from kvevents.cli.program import COMMANDS
 
-OTHERS: Final = frozenset({"demo", "conform", "export", "sim"})
-"""Commands that are imported in forks: their libraries start threads, which a fork would not have, or few tests run them."""
+NOT_PRELOADED: Final = frozenset({"demo", "conform", "export", "sim"})
+"""Commands that are imported in forks, because few tests run them or their libraries start threads, which forks lose."""
 
 
 class CommandServer:
     """A process that forks for each command, and runs one at a time."""
 
     def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._python = of_python(os.environ)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        self._lock = threading.Lock()
+        self._python = select_python_variables(os.environ)
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with child_end:
+            self._process = subprocess.Popen([sys.executable, __file__, str(child_end.fileno())], pass_fds=[child_end.fileno()])
         self._answers = self._socket.makefile("r")
 
     def run(self, arguments: Sequence[str], files: Sequence[IO[bytes]], environment: Mapping[str, str], seconds: float) -> int:
@@ -43,19 +43,19 @@ class CommandServer:
 
         After `seconds` the command is killed, and `TimeoutExpired` is raised.
         """
-        assert of_python(environment) == self._python, "Python reads its variables when it starts: use `Program`"
-        asked = json.dumps({"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}).encode()  # noqa: PTH109 - as given
-        with self._asking:
-            socket.send_fds(self._socket, [len(asked).to_bytes(4, "little")], [file.fileno() for file in files])
-            self._socket.sendall(asked)
+        assert select_python_variables(environment) == self._python, "Python reads its variables when it starts: use `Program`"
+        requests = json.dumps({"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}).encode()  # noqa: PTH109 - as given
+        with self._lock:
+            socket.send_fds(self._socket, [len(requests).to_bytes(4, "little")], [file.fileno() for file in files])
+            self._socket.sendall(requests)
             number = int(self._answers.readline())
-            late = threading.Timer(seconds, os.kill, (number, signal.SIGKILL))
-            late.start()
+            timeout = threading.Timer(seconds, os.kill, (number, signal.SIGKILL))
+            timeout.start()
             try:
                 code = int(self._answers.readline())
             finally:
-                late.cancel()
-                late.join()
+                timeout.cancel()
+                timeout.join()
         if code == -signal.SIGKILL:
             raise subprocess.TimeoutExpired(list(arguments), seconds)
         return code
@@ -67,7 +67,7 @@ class CommandServer:
         self._process.wait()
 
 
-def of_python(environment: Mapping[str, str]) -> dict[str, str]:
+def select_python_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Python reads when it starts."""
     return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
 
@@ -80,30 +80,30 @@ def command_server() -> CommandServer:
     return made
 
 
-def serve(asked: socket.socket) -> dict[str, Any] | None:
-    """Fork for each command. Return in each fork the command that it runs, and in the server None at the end."""
+def serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork for each requested command. Return the command in each fork, and None in the server after the last one."""
     while True:
-        head, files, _, _ = socket.recv_fds(asked, 4, 3)
+        head, files, _, _ = socket.recv_fds(requests, 4, 3)
         if not head:
             return None
-        command = json.loads(asked.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+        command = json.loads(requests.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
         number = os.fork()
         if not number:
             for standard, file in enumerate(files):
                 os.dup2(file, standard)
                 os.close(file)
-            asked.close()
+            requests.close()
             return dict(command)
         for file in files:
             os.close(file)
-        asked.sendall(b"%d\n" % number)
-        asked.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+        requests.sendall(b"%d\n" % number)
+        requests.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, which commands do not know
+    sys.path.pop(0)  # this folder, which is not on the path of commands
     for command in COMMANDS:
-        if isinstance(command, Command) and command.name not in OTHERS:
+        if isinstance(command, Command) and command.name not in NOT_PRELOADED:
             command.load()
     gc.freeze()  # or the first collection in each fork would copy the pages of all objects
     to_run = serve(socket.socket(fileno=int(sys.argv[1])))

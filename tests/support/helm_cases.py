@@ -26,14 +26,14 @@ CHART: Final = ROOT / "deploy" / "helm" / "kvevents"
 HELM: Final = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm") or ""
 
 
-needs_helm = pytest.mark.skipif(not HELM, reason="no helm; `tools/setup` installs one on x86-64, elsewhere it must be there")
+needs_helm = pytest.mark.skipif(not HELM, reason="no helm is installed; `tools/setup` installs it on x86-64 only")
 
 
 _VALIDATE: Final = find_spec("kubernetes_validate")
 
 
 SCHEMAS: Final = Path((_VALIDATE and _VALIDATE.origin) or "/nowhere/x").parent / "kubernetes-json-schema"
-"""Kubernetes' own, of each release, as the package kubernetes-validate carries them."""
+"""Kubernetes' own schemas of each release, from the package kubernetes-validate."""
 
 
 needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="no schemas of Kubernetes: pip install kubernetes-validate")
@@ -46,7 +46,7 @@ VERSIONS: Final = ("1.25", "1.37")
 
 
 OPEN: Final = "replica.insecure=true"
-"""For replicas without a Secret of tokens."""
+"""The setting that allows replicas without a Secret of tokens."""
 
 
 Object = dict[str, Any]
@@ -66,7 +66,7 @@ def rendered(*settings: str, chart: Path = CHART, version: str = "1.30") -> list
 
 
 def faults_of(each: Object, version: str) -> list[str]:
-    """What a release of Kubernetes has against an object; its strict schemas allow no field that there is not."""
+    """Return the errors of an object in the strict schemas of a release of Kubernetes, which reject unknown fields."""
     [folder] = SCHEMAS.glob(f"v{version}.*-local-strict")
 
     @cache

@@ -1,4 +1,4 @@
-"""Shared parts of the index tests: builders of events, histories from bytes, an engine's block pool, and views of an index."""
+"""Parts of the index tests: builders of events, histories made of bytes, an engine's block pool, and views of an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def store(hashes: Sequence[int], tokens: Sequence[Any], size: int, parent: int | None = None, **fields: Any) -> BlockStored:
-    """A store as vLLM announces it, on the GPU unless `fields` says otherwise."""
+    """Return a store as vLLM announces it, on the GPU unless `fields` has another medium."""
     return BlockStored(list(hashes), parent, list(tokens), size, **{"medium": "GPU", **fields})
 
 
@@ -39,12 +39,12 @@ _LIMITS = astuple(DEFAULT_WIRE_LIMITS)[:6]
 
 
 def scanned(payload: bytes) -> list[dict[str, Any]] | None:
-    """The events of a payload as the native scanner reads them; None if it leaves them to Python."""
+    """Return the events of a payload as the native scanner reads them; None if it leaves them to Python."""
     return _native.scanned(_LIMITS, payload)
 
 
 class Feed:
-    """One stream's deliveries, numbered."""
+    """Numbered batches of one stream, applied to an index."""
 
     def __init__(self, index: PrefixIndex, source: str = "a", rank: int = 0, incarnation: int = 0) -> None:
         self.index, self.source, self.rank, self.incarnation, self.seq = index, source, rank, incarnation, 0
@@ -65,13 +65,16 @@ def namespace(scope: Scope) -> Namespace:
     return Namespace(scope.model, scope.lora, scope.salt, [MultiModal(*item) for item in scope.mm])
 
 
-# --- one way to look at an index: what the interface leaves open is decided here ----------------------------------------------
+# --- comparable views of an index -------------------------------------------------------------------------------------------
 
 LEVELS = ("gpu", "cpu", "disk", "other")
 
 
 def answer(match: Match) -> dict[Worker, tuple[int, ...]]:
-    """By worker its tokens per level, cumulative, as `Oracle.match` has them; "other" is left out where it adds nothing."""
+    """Return the matched tokens of each worker up to each level, as `Oracle.match` does.
+
+    `Match.tiers` may omit "other" if it adds nothing.
+    """
     found = {}
     for hit in match:
         tiers = {"other": hit.tokens, **hit.tiers}
@@ -82,30 +85,30 @@ def answer(match: Match) -> dict[Worker, tuple[int, ...]]:
 
 
 def tokens_of(index: PrefixIndex, tokens: Any, scope: Scope = Scope(), worker: Worker = ("a", 0)) -> int:  # noqa: B008
-    """How much of a prompt one worker holds."""
+    """Return how many tokens of a prompt one worker holds."""
     hit = index.match(tokens, namespace(scope)).get(*worker)
     return hit.tokens if hit is not None else 0
 
 
 def blocks_of(index: PrefixIndex, worker: Worker) -> list[tuple[int, int, str, int, int]]:
-    """As `Oracle.blocks` has them; none of a worker that the index does not know."""
+    """Return the blocks of a worker as `Oracle.blocks` does; an empty list if the index does not know the worker."""
     if worker not in workers_of(index):
         return []
     return sorted((block.key, block.hash, block.tier, block.group, block.copies) for block in index.blocks(worker))
 
 
 def count_of(oracle: Oracle, worker: Worker) -> int:
-    """Blocks of a stream, on however many planes each is."""
+    """Return the number of blocks of a stream; a block on several planes counts once."""
     return len(oracle.streams[worker].all) if worker in oracle.streams else 0
 
 
 def waiting_of(index: PrefixIndex) -> int:
-    """Orphans and untied hashes."""
+    """Return the number of orphans and of hashes without tokens."""
     return index.stats().orphans
 
 
 def refused_of(index: PrefixIndex) -> int:
-    """Stores set aside by the index itself, for a kind without a known rule or lengths that do not agree."""
+    """Return how many stores the index has rejected, because of an unknown kind of cache or lengths that do not agree."""
     return sum(index.stats().rejected.values())
 
 
@@ -117,7 +120,7 @@ def workers_of(index: PrefixIndex) -> set[Worker]:
 
 
 def carries(row: Dialect, event: KVEvent) -> bool:
-    """Whether `row` can encode everything that `event` holds."""
+    """Return whether `row` can encode all fields of `event`."""
     if isinstance(event, AllBlocksCleared):
         return event.unknown_fields is None or row.event_form == "map"
     names = (row.stored_fields if isinstance(event, BlockStored) else row.removed_fields) + (
@@ -129,7 +132,7 @@ def carries(row: Dialect, event: KVEvent) -> bool:
 
 
 def encode_in_dialect(batch: Batch, choice: int) -> bytes:
-    """The payload of `batch` in one of the dialects that can encode it; as declared if none can."""
+    """Return the payload of `batch` in one of the dialects that can encode it; in our own encoding if none can."""
     rows = [row for row in dialects() if all(carries(row, event) for event in batch.events)]
     return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else None)
 
@@ -138,7 +141,7 @@ def encode_in_dialect(batch: Batch, choice: int) -> bytes:
 
 
 class Choices:
-    """Bytes as decisions: Hypothesis draws and shrinks bytes much faster than decisions."""
+    """Decisions made by bytes: Hypothesis draws and shrinks bytes much faster than decisions."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -182,10 +185,10 @@ Item = tuple[str | int | bytes, int]
 @dataclass(frozen=True)
 class Page:
     tokens: tuple[int, ...]
-    """Of EAGLE one token more, the first of the next page."""
+    """With EAGLE one token more: the first one of the next page."""
     items: tuple[Item, ...] = ()
     unseen: str | bytes | None = None
-    """An extra key that no prompt shows: a digest, or a bare string behind the root."""
+    """An extra key that no prompt can have: a digest, or a bare string in a block that is not the root."""
 
 
 @dataclass(frozen=True)
@@ -198,19 +201,19 @@ class Path:
 
 @dataclass
 class Stream:
-    """How one invented engine behaves. Its blocks are announced where and how `Adversary` likes."""
+    """The properties of one invented engine. `Adversary` decides where and how its blocks are announced."""
 
     worker: Worker
     size: int
     eagle: bool
     hashing: str
-    """"opaque" (of the whole path, with the engine's seed), "page" (of the page alone) or "chaos" (a few at random)."""
+    """What hashes depend on: "opaque" (the whole path and the worker), "page" (the page only) or "chaos" (8 random values)."""
     style: str
     """"old" (hashes, tokens, a LoRA's number), "vllm", "sglang" or "groups" (vLLM's, a hybrid model)."""
     window: int
     digests: bool
     keyed: bool
-    """Some stores say keys in the place of tokens, as behind a relay that takes those out."""
+    """Whether some stores have keys instead of tokens, as behind a relay that removes tokens."""
     incarnation: int = 0
     seq: int = 0
     paths: list[Path] = field(default_factory=list)
@@ -219,7 +222,7 @@ class Stream:
 
 
 class Adversary:
-    """Deliveries of a few streams with everything that the rules distinguish, so dense that things meet."""
+    """Generates deliveries of three streams that cover all cases of the index's rules, with few values so that they collide."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
@@ -241,13 +244,13 @@ class Adversary:
         )
 
     def steps(self) -> Iterator[Step]:
-        """One step after the other, until the bytes are used up."""
+        """Yield steps until the bytes are used up."""
         while not self.choices.over:
             stream = self.choices.of(self.streams)
             yield from self._step(stream, self.choices.byte())
 
     def prompt(self) -> tuple[list[int], Scope]:
-        """A prompt that probably meets something."""
+        """Return a prompt that probably matches some blocks."""
         stream = self.choices.of(self.streams)
         path = self.choices.of(stream.paths) if stream.paths else Path()
         tokens = [token for page in path.pages for token in page.tokens[: stream.size]]
@@ -267,7 +270,7 @@ class Adversary:
         elif what < 230 and stream.sent:
             yield self.choices.of(stream.sent)
         elif what < 234:
-            lost = self._batch(stream, [self._event(stream)])  # it may still come, late
+            lost = self._batch(stream, [self._event(stream)])  # it may still be delivered later
             yield Gap(*stream.worker, lost.seq, lost.seq, stream.incarnation)
         elif what < 237:
             stream.incarnation, stream.seq = stream.incarnation + what % 2, 0
@@ -291,44 +294,46 @@ class Adversary:
     def _event(self, stream: Stream) -> KVEvent:
         what = self.choices.byte()
         if what < 136 or not stream.hashes:
-            return self._store(stream, self._path(stream))
+            return self._store(stream, self._choose_path(stream))
         if what < 146:
             return self._store(stream, self.choices.of(stream.paths))
         if what < 206:
-            return self._removal(stream, 1 + what % 2)
-        return self._uncommon(stream, what)
+            return self._remove(stream, 1 + what % 2)
+        return self._choose_rare_event(stream, what)
 
-    def _uncommon(self, stream: Stream, what: int) -> KVEvent:
+    def _choose_rare_event(self, stream: Stream, what: int) -> KVEvent:
         if what < 230 and stream.style == "groups":
-            return self._sparse(stream, self.choices.of(stream.paths))
+            return self._store_sparsely(stream, self.choices.of(stream.paths))
         if what < 240 and stream.style != "old":
-            return self._without_tokens(stream)
+            return self._store_without_tokens(stream)
         if what < 248:
-            return self._refused(stream)
+            return self._store_invalid(stream)
         scopes: list[dict[str, Any]] = [{}, {"medium": "cpu"}, {"group_idx": 1}, {"medium": "GPU", "group_idx": 0}]
         return cleared(**self.choices.of(scopes if stream.style != "old" else scopes[:1]))
 
-    def _removal(self, stream: Stream, count: int) -> KVEvent:
+    def _remove(self, stream: Stream, count: int) -> KVEvent:
         hashes = [self.choices.of(stream.hashes[-12:]) for _ in range(count)]
-        return self._with_byte_hashes(stream, removal(*hashes, **self._plane(stream, aside=False)), hashes, None)
+        return self._with_byte_hashes(
+            stream, removal(*hashes, **self._choose_placement(stream, dense_only=False)), hashes, None
+        )
 
-    def _path(self, stream: Stream) -> Path:
-        """A chain to be announced: something new at a root, or behind what was announced, or with a hole between."""
-        path = self.choices.of(stream.paths) if stream.paths and self.choices.chance(70) else Path(self._scope(stream))
+    def _choose_path(self, stream: Stream) -> Path:
+        """Return a chain to announce: a new one, one that continues an announced chain, or one with a gap behind it."""
+        path = self.choices.of(stream.paths) if stream.paths and self.choices.chance(70) else Path(self._choose_scope(stream))
         if len(path.pages) > 3:
             path = Path(path.scope, path.pages[: self.choices.of((1, 2, 3))])
         for _ in range(self.choices.of((1, 1, 1, 2, 2, 3))):
-            path = Path(path.scope, (*path.pages, self._page(stream, path)))
+            path = Path(path.scope, (*path.pages, self._choose_page(stream, path)))
         return path
 
-    def _scope(self, stream: Stream) -> Scope:
+    def _choose_scope(self, stream: Stream) -> Scope:
         lora: str | int | None = None
         if self.choices.chance(15):
             lora = 7 if stream.style == "old" or self.choices.chance(30) else "adapter"
         salt = self.choices.of(("s1", "s2")) if stream.style != "old" and self.choices.chance(25) else None
         return Scope(None, lora, salt)
 
-    def _page(self, stream: Stream, path: Path) -> Page:
+    def _choose_page(self, stream: Stream, path: Path) -> Page:
         first, step = self.choices.of((1, 1, 2, 3)), self.choices.of((0, 0, 1))
         if stream.eagle and path.pages:
             first = path.pages[-1].tokens[-1]
@@ -344,14 +349,14 @@ class Adversary:
             unseen = "bare" if path.pages and self.choices.chance(50) else b"\x07" * 32
         return Page(tuple(tokens), tuple(items), unseen)
 
-    def _hash(self, stream: Stream, path: Path) -> int:
-        """The engine's own; any number, since it is opaque."""
+    def _hash_path(self, stream: Stream, path: Path) -> int:
+        """Return the engine's hash of the last block of a path, which may be any number."""
         if stream.hashing == "chaos":
             return self.choices.of(range(8))
         what = path if stream.hashing == "opaque" else path.pages[-1].tokens
         return xxh3(repr((what, stream.worker)).encode())
 
-    def _plane(self, stream: Stream, *, aside: bool = True) -> dict[str, Any]:
+    def _choose_placement(self, stream: Stream, *, dense_only: bool = True) -> dict[str, Any]:
         if stream.style == "old":
             return {"medium": None}
         plane: dict[str, Any] = {"medium": self.choices.of(("GPU", "GPU", "GPU", "GPU", "gpu", None, "CPU", "DISK", "tape"))}
@@ -362,29 +367,29 @@ class Adversary:
                 "ownership": self.choices.of((None, "fs")),
             }
         if stream.style == "groups":
-            plane["group_idx"] = self.choices.of((0, 0, 0, 3)) if aside else self.choices.of((0, 0, 1, 1, 2, 3))
+            plane["group_idx"] = self.choices.of((0, 0, 0, 3)) if dense_only else self.choices.of((0, 0, 1, 1, 2, 3))
         return plane
 
     def _store(self, stream: Stream, path: Path) -> KVEvent:
-        """The last pages of `path`, or all of them; the parent's hash stands for the others."""
+        """Return a store of the last pages of `path`, or of all of them. The parent's hash identifies the others."""
         count = min(self.choices.of((1, 1, 2, 3, 8)), len(path.pages))
         chain = [Path(path.scope, path.pages[: at + 1]) for at in range(len(path.pages))]
-        hashes = [self._hash(stream, part) for part in chain]
+        hashes = [self._hash_path(stream, part) for part in chain]
         stream.paths.append(path)
         stream.hashes += hashes[-count:]
         parent = hashes[-count - 1] if count < len(chain) else None
-        fields = self._plane(stream)
+        fields = self._choose_placement(stream)
         if stream.style == "groups":
             fields["kv_cache_spec_kind"] = "full_attention" if fields["group_idx"] == 0 else "mla_attention"
         if stream.keyed and self.choices.chance(25):
-            keys = self._keys(path)[-count:]
+            keys = self._make_keys(path)[-count:]
             event = store(hashes[-count:], [], stream.size, parent, **fields, block_keys=keys)
             return self._with_byte_hashes(stream, event, event.block_hashes, parent)
-        event = store(hashes[-count:], self._tokens(stream, path.pages[-count:]), stream.size, parent, **fields)
-        return self._with_byte_hashes(stream, self._named(stream, event, path, count), event.block_hashes, parent)
+        event = store(hashes[-count:], self._encode_tokens(stream, path.pages[-count:]), stream.size, parent, **fields)
+        return self._with_byte_hashes(stream, self._add_namespace(stream, event, path, count), event.block_hashes, parent)
 
-    def _keys(self, path: Path) -> list[int]:
-        """Keys of a path as a relay sends them: true ones, or numbers without meaning."""
+    def _make_keys(self, path: Path) -> list[int]:
+        """Return keys of a path as a relay sends them: correct ones, or random numbers."""
         if self.choices.chance(15):
             return [self.choices.of(range(4)) for _ in path.pages]
         seed, keys = seed_of(path.scope.lora, salt_term(path.scope.salt)), list[int]()
@@ -394,13 +399,13 @@ class Adversary:
             keys.append(rolling(keys[-1] if keys else None, local_hash(page.tokens, seed, extras)))
         return keys
 
-    def _tokens(self, stream: Stream, pages: Sequence[Page]) -> list[Any]:
+    def _encode_tokens(self, stream: Stream, pages: Sequence[Page]) -> list[Any]:
         if not stream.eagle:
             return [token for page in pages for token in page.tokens]
         return [pair for page in pages for pair in zip(page.tokens, page.tokens[1:], strict=False)]
 
-    def _named(self, stream: Stream, event: BlockStored, path: Path, count: int) -> BlockStored:
-        """With LoRA, salt and multimodal items, in the fields that the engine uses."""
+    def _add_namespace(self, stream: Stream, event: BlockStored, path: Path, count: int) -> BlockStored:
+        """Add LoRA, salt and multimodal items to a store, in the fields that the engine uses."""
         scope = path.scope
         event.lora_name = scope.lora if isinstance(scope.lora, str) else None
         event.lora_id = scope.lora if isinstance(scope.lora, int) else 3 if scope.lora and self.choices.chance(50) else None
@@ -409,19 +414,19 @@ class Adversary:
         elif stream.style != "old":
             root = event.parent_block_hash is None
             keys = [
-                self._extra(page, event.lora_name, scope.salt if root and not at else None)
+                self._make_extra_keys(page, event.lora_name, scope.salt if root and not at else None)
                 for at, page in enumerate(path.pages[-count:])
             ]
             event.extra_keys = keys if any(keys) else None
         return event
 
-    def _extra(self, page: Page, lora: str | None, salt: str | None) -> tuple[Any, ...] | None:
+    def _make_extra_keys(self, page: Page, lora: str | None, salt: str | None) -> tuple[Any, ...] | None:
         keys = [lora, *([name, start] for name, start in page.items), salt, page.unseen]
         return tuple(key for key in keys if key is not None) or None
 
-    def _sparse(self, stream: Stream, path: Path) -> KVEvent:
-        """Some hashes of a chain that a window group keeps."""
-        hashes = [self._hash(stream, Path(path.scope, path.pages[: at + 1])) for at in range(len(path.pages))]
+    def _store_sparsely(self, stream: Stream, path: Path) -> KVEvent:
+        """Return a store of some hashes of a chain, as a sliding window group announces them."""
+        hashes = [self._hash_path(stream, Path(path.scope, path.pages[: at + 1])) for at in range(len(path.pages))]
         kept = [value for value in hashes if self.choices.chance(75)]
         kind: dict[str, Any] = {
             "kv_cache_spec_kind": "sliding_window",
@@ -430,18 +435,23 @@ class Adversary:
         }
         medium = self.choices.of(("GPU", "GPU", "GPU", "CPU"))
         return self._with_byte_hashes(
-            stream, store(kept, self._tokens(stream, path.pages), stream.size, medium=medium, **kind), kept, None
+            stream, store(kept, self._encode_tokens(stream, path.pages), stream.size, medium=medium, **kind), kept, None
         )
 
-    def _without_tokens(self, stream: Stream) -> KVEvent:
-        """A move between tiers; now and then of a hash that comes later, or never."""
+    def _store_without_tokens(self, stream: Stream) -> KVEvent:
+        """Return a store without tokens: a move between tiers, sometimes of a hash that is announced later or never."""
         path = self.choices.of(stream.paths)
-        hashes = [self.choices.of(stream.hashes), self._hash(stream, Path(path.scope, (*path.pages, Page((1,) * stream.size))))]
+        hashes = [
+            self.choices.of(stream.hashes),
+            self._hash_path(stream, Path(path.scope, (*path.pages, Page((1,) * stream.size)))),
+        ]
         count = self.choices.of((1, 1, 2))
-        return self._with_byte_hashes(stream, store(hashes[:count], [], 0, **self._plane(stream)), hashes[:count], None)
+        return self._with_byte_hashes(
+            stream, store(hashes[:count], [], 0, **self._choose_placement(stream)), hashes[:count], None
+        )
 
-    def _refused(self, stream: Stream) -> KVEvent:
-        """A kind without a known rule, in a group of its own, or lengths that do not agree."""
+    def _store_invalid(self, stream: Stream) -> KVEvent:
+        """Return a store that the index rejects: an unknown kind of cache in a separate group, or lengths that do not agree."""
         value = self.choices.of(stream.hashes)
         if stream.style == "groups" and self.choices.chance(50):
             return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="chunked_local_attention")
@@ -470,19 +480,19 @@ class Request:
     tokens: list[int]
     salt: str | None
     decode: int
-    """Tokens still to be made."""
+    """Number of tokens that are still to be generated."""
     tables: list[list[int | None]]
-    """By group the pool's blocks; None where a window has passed."""
+    """Blocks of the pool by group; None for blocks that the window has passed."""
     computed: int
     announced: int
-    """Blocks whose hashes are known to the cache."""
+    """Number of blocks whose hashes are in the cache."""
 
 
 class Engine:
-    """vLLM's prefix cache as it is built: one pool of blocks for all groups, evicted in the order in which they were freed.
+    """A model of vLLM's prefix cache: one pool of blocks for all groups, evicted in the order in which they were freed.
 
-    `windows` has an entry per group: None for full attention, else the width of its sliding window. What leaves the window is
-    freed while the request runs. `cached` says what the engine itself would find, by its own search.
+    `windows` has an entry per group: None for full attention, else the width of its sliding window. Blocks that leave the
+    window are freed while the request runs. `cached` searches the cache as vLLM does.
     """
 
     def __init__(self, seed: int, size: int, blocks: int, windows: Sequence[int | None] = (None,)) -> None:
@@ -490,7 +500,7 @@ class Engine:
         self.free: list[int] = list(range(blocks))
         self.users = [0] * blocks
         self.named: list[tuple[int, int] | None] = [None] * blocks
-        """(hash, group) of each block of the pool that holds something."""
+        """(hash, group) of each block of the pool; None for a block without contents."""
         self.events: list[KVEvent] = []
 
     def take_events(self) -> list[KVEvent]:
@@ -505,22 +515,22 @@ class Engine:
         return found
 
     def cached(self, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Blocks of a prompt found in the cache; the last token is always computed again."""
+        """Return how many blocks of a prompt are in the cache. The last token is always computed again."""
         hashes = self.hashes(tokens, salt)[: (len(tokens) - 1) // self.size]
         length, before = len(hashes), -1
         while length != before:
             before = length
             for group, window in enumerate(self.windows):
-                held = [self._holder(value, group) is not None for value in hashes[:length]]
-                length = _from_the_left(held) if window is None else _from_the_right(held, self._need(window))
+                held = [self._find_block(value, group) is not None for value in hashes[:length]]
+                length = _search_forward(held) if window is None else _search_backward(held, self._blocks_of_window(window))
         return length
 
     def admit(self, tokens: Sequence[int], salt: str | None = None, decode: int = 0) -> Request:
         hit, hashes = self.cached(tokens, salt), self.hashes(tokens, salt)
         tables: list[list[int | None]] = []
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, hit - self._need(window))
-            held = [self._holder(value, group) for value in hashes[first:hit]]
+            first = 0 if window is None else max(0, hit - self._blocks_of_window(window))
+            held = [self._find_block(value, group) for value in hashes[first:hit]]
             for block in held:
                 assert block is not None
                 self._touch(block)
@@ -529,7 +539,7 @@ class Engine:
         return Request(list(tokens), salt, decode, tables, hit * self.size, hit)
 
     def step(self, request: Request, chunk: int) -> bool:
-        """Compute up to `chunk` tokens, or make one; False when the request is done and its blocks are freed."""
+        """Compute up to `chunk` tokens, or generate one. Return False when the request is done and its blocks are freed."""
         if request.computed == len(request.tokens):
             if request.decode == 0:
                 self._finish(request)
@@ -547,15 +557,15 @@ class Engine:
         return True
 
     def reset(self) -> None:
-        """Forget the cache; only while no request runs."""
+        """Clear the cache, which is allowed only while no request runs."""
         assert not any(self.users)
         self.named = [None] * len(self.named)
         self.events.append(AllBlocksCleared())
 
-    def _need(self, window: int) -> int:
+    def _blocks_of_window(self, window: int) -> int:
         return -(-(window - 1) // self.size)
 
-    def _holder(self, value: int, group: int) -> int | None:
+    def _find_block(self, value: int, group: int) -> int | None:
         return self.named.index((value, group)) if (value, group) in self.named else None
 
     def _touch(self, block: int) -> None:
@@ -604,12 +614,12 @@ class Engine:
         request.announced = end
 
 
-def _from_the_left(held: list[bool]) -> int:
+def _search_forward(held: list[bool]) -> int:
     return held.index(False) if False in held else len(held)
 
 
-def _from_the_right(held: list[bool], need: int) -> int:
-    """vLLM's search for a window: the last run of `need` blocks; shorter only from the very beginning."""
+def _search_backward(held: list[bool], need: int) -> int:
+    """Return the end of the last run of `need` blocks, as vLLM does for windows; only a run from the start may be shorter."""
     run = 0
     for at in reversed(range(len(held))):
         run = run + 1 if held[at] else 0
@@ -619,14 +629,14 @@ def _from_the_right(held: list[bool], need: int) -> int:
 
 
 class Traffic:
-    """Requests that share beginnings, run through an `Engine` a step at a time."""
+    """Requests with common prefixes, run on an `Engine` step by step."""
 
     def __init__(self, engine: Engine, choices: Choices, *, salts: Sequence[str | None] = (None,), longest: int = 40) -> None:
         self.engine, self.choices, self.salts, self.longest = engine, choices, salts, longest
         self.running: list[tuple[Request, int]] = []
 
     def arrive(self) -> tuple[list[int], str | None]:
-        """The next prompt, one of few beginnings with something of its own."""
+        """Return the next prompt and its salt: one of a few prefixes, followed by random tokens."""
         topic, salt = self.choices.of(range(4)), self.choices.of(self.salts)
         shared = [10 + topic + at % 7 for at in range(min(self.choices.byte() % self.longest, self.longest))]
         return shared + [30 + self.choices.of(range(2)) for _ in range(1 + self.choices.of(range(8)))], salt

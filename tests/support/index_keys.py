@@ -16,12 +16,12 @@ from kvevents.events import BlockRemoved, BlockStored, TokenId
 MODULUS = 2**64
 Worker = tuple[str, int]
 Scheme = tuple[int, bool]
-"""Block size, and whether blocks are EAGLE's: one token longer than they are counted."""
+"""Block size, and whether blocks are those of EAGLE, which have one token more than they count."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a prompt is matched within: `Namespace` without the native module. `mm` holds (id, start, length)."""
+    """The namespace and the model of a prompt, without the native module. `mm` has (id, start, length) of multimodal items."""
 
     model: str | None = None
     lora: str | int | None = None
@@ -30,9 +30,9 @@ class Scope:
 
 
 def seed_of(lora: str | int | None, salt: int) -> int:
-    """`salt` is what `salt_term` gives, 0 without one."""
-    by_id = 0 if lora is None else xxh3(struct.pack("<q", lora), 2) if isinstance(lora, int) else xxh3(lora.encode())
-    return (1337 + by_id + salt) % MODULUS
+    """Return the seed of local hashes. `salt` is the result of `salt_term`; 0 without a salt."""
+    lora_term = 0 if lora is None else xxh3(struct.pack("<q", lora), 2) if isinstance(lora, int) else xxh3(lora.encode())
+    return (1337 + lora_term + salt) % MODULUS
 
 
 def salt_term(salt: str | None) -> int:
@@ -48,7 +48,7 @@ def rolling(parent: int | None, local: int) -> int:
 
 
 def item_hash(item: str | int | bytes, offset: int) -> int:
-    """A multimodal item in a block that begins `offset` tokens before the item does."""
+    """Return the hash of a multimodal item in a block that begins `offset` tokens before the item."""
     if isinstance(item, int):
         return item % MODULUS
     digest = isinstance(item, str) and re.fullmatch("[0-9a-fA-F]{64}", item)
@@ -83,7 +83,7 @@ def scheme_of(event: BlockStored) -> Scheme:
 
 
 def has_keys(event: BlockStored) -> bool:
-    """Whether the event has a key for each hash, of blocks of a size."""
+    """Return whether the event has a key for each hash, and a valid block size."""
     return 0 < event.block_size < 2**32 and len(event.block_keys or ()) == len(event.block_hashes)
 
 
@@ -95,13 +95,13 @@ def event_tokens(event: BlockStored, index: int) -> list[int]:
 
 
 def has_tokens(event: BlockStored) -> bool:
-    """Whether all of its tokens are some that keys are defined for."""
+    """Return whether keys are defined for all tokens of the event."""
     tokens = [part for token in event.token_ids for part in (token if isinstance(token, tuple) else (token,))]
     return all(0 <= token < 2**32 for token in tokens)
 
 
 def event_extras(event: BlockStored, index: int) -> tuple[list[str], list[int]]:
-    """Of one block's extra keys: the bare strings, of which the first is the salt at a root, and hashes of everything else."""
+    """Return the bare strings of a block's extra keys, and hashes of all others. At a root the first string is the salt."""
     keys: list[Any] = list(event.extra_keys[index] or ()) if event.extra_keys and index < len(event.extra_keys) else []
     keys = keys[1:] if keys and event.lora_name is not None and keys[0] == event.lora_name else keys
     return [key for key in keys if isinstance(key, str)], [_extra_hash(key) for key in keys if not isinstance(key, str)]
@@ -116,7 +116,7 @@ def _extra_hash(key: Any) -> int:
 
 
 def block_key(event: BlockStored, index: int, parent: tuple[int, int] | None) -> tuple[int, int]:
-    """Key and salt of a block of `event` behind one of that key and salt; None for the root."""
+    """Return key and salt of a block of `event`. `parent` is those of its parent; None for the root."""
     bare, extras = event_extras(event, index)
     named = event.cache_salt
     if parent is None and named is None and bare:

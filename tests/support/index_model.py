@@ -1,8 +1,8 @@
-"""The prefix index as plain Python: what `kvevents.index` must answer, slowly and by eye.
+"""A model of the prefix index in plain Python that gives the answers that `kvevents.index` must give; slow, but easy to read.
 
-A stream knows blocks by the engine's hash, the newest of a hash last; a block stored by key is another than one stored by
-its tokens. What cannot be placed yet waits in one queue, oldest
-first: orphans for their parent, hashes without tokens ("untied") for a store that has them.
+A stream stores blocks by the engine's hash, the newest block of a hash last. A block stored by key differs from a block stored
+by its tokens. What cannot be placed yet waits in one queue, oldest first: orphans wait for their parent, hashes without tokens
+("untied") wait for a store that has them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(eq=False)
 class Waiting:
-    """An orphan has the event that it came in, and its place there; an untied hash, which awaits itself, has neither."""
+    """An orphan, with its event and its index in it, or an untied hash, which has neither and waits for its own hash."""
 
     hash: int
     plane: Plane
@@ -57,7 +57,9 @@ class Stream:
     last: int = -1
     blocks: dict[int, list[Block]] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
-    rules: dict[int, int | str] = field(default_factory=dict)  # by group "dense", "unknown", or blocks that its window needs
+    rules: dict[int, int | str] = field(
+        default_factory=dict
+    )  # by group: "dense", "unknown", or how many blocks its window needs
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -81,7 +83,7 @@ class Stream:
             self.counts["unknown-kind"] += 1
         elif window or not (event.token_ids or event.block_keys is not None):
             if window and size > 0:
-                self.rules[group] = max(1, -(-(window - 1) // size))  # vLLM looks for one block at least
+                self.rules[group] = max(1, -(-(window - 1) // size))  # vLLM requires at least one block
             for value in event.block_hashes:
                 self.put(Waiting(value, plane, value))
         elif event.block_keys is not None:
@@ -106,7 +108,7 @@ class Stream:
             self.put(Waiting(value, plane, None, event, index))
 
     def put(self, what: Waiting, before: Block | None = None) -> Block | None:
-        """Place a block, and what waited for it, or let it wait. `before` is the block in front of it in its own event."""
+        """Place a block and those that waited for it, or add it to the queue. `before` is the previous block of its event."""
         parent = before or (self.blocks[what.awaited][-1] if what.awaited in self.blocks else None)
         if parent is None and what.awaited is not None:
             self.waiting.append(what)
@@ -115,7 +117,7 @@ class Stream:
                 self.counts["dropped"] += 1
             return None
         placed, queue = [], [(what, parent)]
-        for item, above in queue:  # which grows meanwhile
+        for item, above in queue:  # which grows during the iteration
             fresh = item.hash not in self.blocks
             placed.append(self.place(item, above))
             if fresh:
@@ -124,7 +126,7 @@ class Stream:
         return placed[0]
 
     def place(self, item: Waiting, parent: Block | None) -> Block:
-        """One copy more of the block that `item` is under `parent`; an untied one is `parent`. It is the newest of its hash."""
+        """Add a copy of the block of `item` under `parent`, as the newest of its hash; an untied hash adds one of `parent`."""
         if item.event is None:
             assert parent is not None
             parent.copies[item.plane] += 1
@@ -142,7 +144,7 @@ class Stream:
         return block
 
     def remove(self, value: int, plane: Plane) -> None:
-        """One copy, of the oldest block of the hash that is there, else of what waits, orphans first."""
+        """Remove a copy of the oldest block of a hash on the plane. If there is none, remove a waiting item, orphans first."""
         held = [block for block in self.blocks.get(value, []) if block.copies[plane]]
         waiting = [item for item in self.waiting if (item.hash, item.plane) == (value, plane)]
         if held:
@@ -154,7 +156,7 @@ class Stream:
             self.counts["unknown-hash"] += 1
 
     def sweep(self, value: int) -> None:
-        """Forget the blocks of a hash that are nowhere any more, and the hash with the last of them."""
+        """Drop the blocks of a hash that have no copies, and the hash if no block is left."""
         self.blocks[value] = [block for block in self.blocks[value] if block.copies.total()]
         if not self.blocks[value]:
             del self.blocks[value]
@@ -168,13 +170,13 @@ class Stream:
             self.sweep(block.hash)
 
     def held(self, scheme: Scheme, level: int, group: int | None) -> set[int]:
-        """Keys on some plane of at most `level`, of one group or of any."""
+        """Return the keys of blocks on planes of at most `level`, of one group or of all groups."""
         on: Callable[[Plane], bool] = lambda plane: plane.level <= level and group in (None, plane.group)  # noqa: E731
         there = [block for block in self.all if any(count and on(plane) for plane, count in block.copies.items())]
         return {block.key for block in there if block.scheme == scheme}
 
     def longest(self, keys: list[int], scheme: Scheme, level: int) -> int:
-        """How many blocks of a prompt count as a prefix at `level`."""
+        """Return how many blocks of a prompt match as a prefix at `level`."""
         rules: dict[int | None, int | str] = {group: rule for group, rule in self.rules.items() if rule != "unknown"}
         rules = rules if len(rules) > 1 else {None: "dense"}
         held = {group: self.held(scheme, level, group) for group in rules}
@@ -213,7 +215,7 @@ class Oracle:
         self.fences |= {worker: self.streams.pop(worker).incarnation} if worker in self.streams else {}
 
     def match(self, tokens: Sequence[int], scope: Scope) -> dict[Worker, tuple[int, ...]]:
-        """By worker with a hit its tokens at most on the GPU, the CPU, a disk, anything."""
+        """Return the matched tokens of each worker with a match: on the GPU, also the CPU, also a disk, on any tier."""
         answer = {}
         for worker, stream in self.streams.items():
             found = [(prompt_keys(tokens, scheme, scope), scheme) for scheme in {block.scheme for block in stream.all}]
@@ -223,6 +225,6 @@ class Oracle:
         return answer
 
     def blocks(self, worker: Worker) -> list[tuple[int, int, str, int, int]]:
-        """(key, hash, tier, group, copies) of every block on every plane, sorted."""
+        """Return (key, hash, tier, group, copies) of every block on every plane, sorted."""
         blocks = self.streams[worker].all if worker in self.streams else []
         return sorted((at.key, at.hash, plane.tier, plane.group, n) for at in blocks for plane, n in at.copies.items() if n)

@@ -1,4 +1,4 @@
-"""A stand-in for the HTTP server of an engine that reports its load."""
+"""An HTTP server in place of that of an engine, which reports its load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoadServer:
                 self.wfile.write(outer.body)
 
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -52,13 +52,13 @@ class LoadServer:
 
 
 def metrics_of(running: int, waiting: int) -> bytes:
-    """What vLLM's `/metrics` has of one rank."""
+    """Return the load of one rank as in vLLM's `/metrics`."""
     return b"vllm:num_requests_running %d\nvllm:num_requests_waiting %d\n" % (running, waiting)
 
 
 @contextmanager
 def load_server(running: int, waiting: int) -> Iterator[LoadServer]:
-    """A server whose engine has these requests."""
+    """Yield a server that reports these numbers of requests."""
     found = LoadServer()
     found.body = metrics_of(running, waiting)
     try:

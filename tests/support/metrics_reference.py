@@ -1,4 +1,4 @@
-"""The tables of docs/reference/metrics.md, and what a process exports in the same form."""
+"""Metrics in the tables of docs/reference/metrics.md and in the export of a process, in the same form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import paths
 
 PAGE: Final = paths.ROOT / "docs" / "reference" / "metrics.md"
 OF_SOURCES: Final = frozenset({"engine", "rank", "model", "tenant", "group"})
-"""Labels that the page names once."""
+"""Labels that the page lists once for all metrics of sources."""
 
 
 class Metric(NamedTuple):
-    """A row: the meaning is the help text of the export, without its full stop."""
+    """A row of a table. The meaning is the help text of the export, without its full stop."""
 
     meaning: str
     labels: frozenset[str]

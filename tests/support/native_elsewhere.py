@@ -1,4 +1,4 @@
-"""A plugin of pytest's: tests run with the build of the native module that `KVEVENTS_NATIVE` names, as in `make sanitize`."""
+"""A plugin of pytest that loads the native module from the path in `KVEVENTS_NATIVE`, as in `make sanitize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and credentials of NATS users, made by hand as `nk` and `nsc` make them."""
+"""Keys and credentials of NATS users, like those that `nk` and `nsc` create."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_LIMIT: Final = (
 
 
 class Key(NamedTuple):
-    """The seed that its owner keeps, and the public key by which others know the owner."""
+    """The secret seed and the public key of an owner: an operator, an account or a user."""
 
     seed: str
     public: str
@@ -34,7 +34,7 @@ class Key(NamedTuple):
         return cls(seed.decode(), nkeys.from_seed(bytearray(seed)).public_key.decode())
 
     def signed(self, about: Key, name: str, nats: dict[str, Any], **claims: Any) -> str:
-        """A JWT by which this key's owner says something about another."""
+        """Return a JWT that is signed with this key and contains claims about the owner of another key."""
         claims |= {"jti": name, "iat": int(time.time()), "iss": self.public, "name": name, "sub": about.public, "nats": nats}
         parts = [_base64(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, claims)]
         signature = nkeys.from_seed(bytearray(self.seed.encode())).sign(".".join(parts).encode())
@@ -42,14 +42,14 @@ class Key(NamedTuple):
 
 
 class Operator:
-    """An operator that defines the accounts for servers that accept no other: their configuration, and users' credentials."""
+    """An operator that defines the only accounts that its servers accept: their configuration, and credentials of users."""
 
     def __init__(self) -> None:
         self._key, self._system, self.account = Key.new(OPERATOR), Key.new(ACCOUNT), Key.new(ACCOUNT)
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `NatsServer`: an account of the system's, and one with all of JetStream."""
+        """Options for `NatsServer`: a system account, and an account with unlimited JetStream."""
         limits = dict.fromkeys(_NO_LIMIT, -1) | {"wildcards": True}
         system = {"type": "account", "version": 2, "limits": limits | dict.fromkeys(_NO_LIMIT[-4:], 0)}
         account = {"type": "account", "version": 2, "limits": limits}
@@ -66,10 +66,10 @@ class Operator:
     def credentials(
         self, path: Path, name: str = "bridge", permissions: Mapping[str, Mapping[str, list[str]]] = ANYTHING, **claims: Any
     ) -> Path:
-        """A `.creds` file of a new user, with permissions as a server's configuration has them; claims may be `exp`."""
+        """Write a `.creds` file of a new user with permissions as in a server's configuration. `claims` may have `exp`."""
         user = Key.new()
-        may = {"pub": permissions["publish"], "sub": permissions["subscribe"]}
-        nats = {"type": "user", "version": 2, **may, **dict.fromkeys(("subs", "data", "payload"), -1)}
+        granted = {"pub": permissions["publish"], "sub": permissions["subscribe"]}
+        nats = {"type": "user", "version": 2, **granted, **dict.fromkeys(("subs", "data", "payload"), -1)}
         jwt = self.account.signed(user, name, nats, **claims)
         path.write_text(
             f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"

@@ -1,7 +1,7 @@
-"""Real NATS servers with JetStream, for tests of the plane: one of them, or a cluster of three on this machine.
+"""Real NATS servers with JetStream, for tests of the plane: one server, or a cluster of three on this machine.
 
-The servers' own protocol is not used, which tests may forbid: the monitoring page shows whether a server is ready, and
-which one leads.
+The monitoring pages show whether a server is ready and which one is the leader. The NATS protocol is not used for this, since
+tests may configure servers that refuse it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tools.nats_process import find_server
 T = TypeVar("T")
 
 SECONDS: Final = 30.0
-"""Deadline of every wait; nothing waits for it unless it fails."""
+"""Deadline of every wait. Only a failing test waits that long."""
 PLAIN: Final[Mapping[str, Any]] = {}
 HOST: Final = "127.0.0.1"
-_TRIES: Final = 5
-"""Sets of ports; another process may be as quick to take one."""
+_ATTEMPTS: Final = 5
+"""Number of attempts with other ports, since another process may take a port first."""
 
 
 NATS_SERVER: Final = find_server() or ""
@@ -44,11 +44,11 @@ class PortTakenError(Exception):
 
 
 class NatsServer:
-    """One server in a folder of its own, that may be killed and come back where it was; a context manager.
+    """One server with its own folder, which a test can kill and restart at the same address; a context manager.
 
-    `options` are what its configuration file says besides, in the words of that file: `authorization`, `accounts`, `tls`,
-    `max_payload`, `write_deadline` and so on. `jetstream` is None for a server without, or says more of it, such as `max_file`.
-    It is at `host`, where `command` begins a command that is to run there.
+    `options` are further settings of its configuration file, with the names of that file: `authorization`, `accounts`, `tls`,
+    `max_payload`, `write_deadline` and so on. `jetstream` has settings of JetStream, such as `max_file`; None disables it. The
+    server listens at `host`. `command` is put before the command line, to run it there.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class NatsServer:
         self.port, self.monitor_port = quiet_port(), quiet_port()
         self.home = home
         self.store = home / "store"
-        """Where JetStream keeps its streams."""
+        """The folder in which JetStream stores its streams."""
         self.log = home / "log"
         self._process: subprocess.Popen[bytes] | None = None
         self._options = options if jetstream is None else options | {"jetstream": {"store_dir": str(self.store), **jetstream}}
@@ -86,48 +86,48 @@ class NatsServer:
         return f"nats://{self.host}:{self.port}"
 
     def url_of(self, login: str, scheme: str = "nats") -> str:
-        """With `USER:PASSWORD` or a token in it."""
+        """Return the URL with `login`, which is `USER:PASSWORD` or a token."""
         return f"{scheme}://{login}@{self.host}:{self.port}"
 
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    # --- what is done to it ------------------------------------------------------------------------------------------------
+    # --- control -----------------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start it; it takes clients when this returns. Raises `PortTakenError`."""
+        """Start the server and wait until it accepts clients. Raise `PortTakenError` if another process took a port."""
         self.launch()
-        until(f"{self} to answer", self._answers, SECONDS)
+        until(f"{self} to answer", self._is_answering, SECONDS)
         return self
 
     def launch(self) -> None:
-        """Start it and wait for nothing."""
+        """Start the process without waiting."""
         assert not self.is_running
-        self._write()
+        self._write_configuration()
         with self.log.open("ab") as log:
             argv = [*self._command, NATS_SERVER, "-c", str(self.home / "conf")]
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
 
     def kill(self) -> None:
-        """End it with nothing said and nothing written; one that is stopped or has ended, too."""
+        """Kill the process with SIGKILL, also if it is suspended or has ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(SECONDS)
 
     def stop(self) -> None:
-        """End it as an operator would."""
+        """Terminate the process with SIGTERM."""
         assert self._process
         self._process.terminate()
         self._process.wait(SECONDS)
 
     def restart(self) -> None:
-        """The same ports and the same streams; killed first if it runs."""
+        """Kill the server if it runs, and start it again with the same ports and streams."""
         self.kill()
         self.start()
 
     def pause(self) -> None:
-        """It holds its connections and does nothing, as a machine that is overloaded or suspended, from when this returns."""
+        """Suspend the process, which keeps its connections open, like an overloaded or suspended machine."""
         assert self._process
         suspend(self._process)
 
@@ -136,27 +136,27 @@ class NatsServer:
         self._process.send_signal(signal.SIGCONT)
 
     def configure(self, **options: Any) -> None:
-        """Change its configuration; a running server reads it again, and has when this returns."""
+        """Change the configuration. If the server runs, wait until it has reloaded it."""
         self._options |= options
-        self._write()
+        self._write_configuration()
         if self.is_running:
             assert self._process
             before = self.read("varz")["config_load_time"]
             self._process.send_signal(signal.SIGHUP)
             until(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before, SECONDS)
 
-    # --- what it says ------------------------------------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------------------------------
 
     def read(self, page: str) -> Any:
-        """One of its monitoring pages, such as `varz`, `connz?subs=1` or `jsz?accounts=1&streams=1`."""
+        """Return a monitoring page, such as `varz`, `connz?subs=1` or `jsz?accounts=1&streams=1`."""
         with urlopen(f"http://{self.host}:{self.monitor_port}/{page}", timeout=SECONDS) as answer:
             return json.load(answer)
 
     def said(self) -> str:
-        """Its log."""
+        """Return the text of the server's log."""
         return self.log.read_text(errors="replace")
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         if not self.is_running:
             if "address already in use" in self.said():
                 raise PortTakenError
@@ -168,29 +168,29 @@ class NatsServer:
         except (URLError, OSError):
             return False
 
-    def _write(self) -> None:
+    def _write_configuration(self) -> None:
         at = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
         (self.home / "conf").write_text(json.dumps(at | self._options, indent=1))
 
 
 @contextmanager
 def nats_server(home: Path, **options: Any) -> Iterator[NatsServer]:
-    """A server that runs, with `NatsServer`'s options."""
+    """Yield a running server with the options of `NatsServer`."""
     with ExitStack() as stack:
-        yield _first(lambda: stack.enter_context(NatsServer(home, **options)))
+        yield _start_first(lambda: stack.enter_context(NatsServer(home, **options)))
 
 
 @pytest.fixture(scope="module", name="server")
 def server_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """A server for all tests of a module, which give their planes different names."""
+    """Yield one server for all tests of a module, whose planes have different names."""
     with nats_server(tmp_path_factory.mktemp("nats")) as found:
         yield found
 
 
 class NatsCluster:
-    """Three servers that share their streams; a context manager.
+    """Three servers that replicate their streams; a context manager.
 
-    `options` are those of each server, but for what `each` says of some, by name.
+    `options` are those of all servers. `each` has options of single servers by name, which override them.
     """
 
     NAMES: Final = ("n1", "n2", "n3")
@@ -210,7 +210,7 @@ class NatsCluster:
                 undo.callback(node.kill)
                 node.launch()
             for node in self.nodes.values():
-                until(f"{node} to answer", node._answers, SECONDS)
+                until(f"{node} to answer", node._is_answering, SECONDS)
             self.settle()
             undo.pop_all()
         return self
@@ -231,23 +231,23 @@ class NatsCluster:
         self.nodes[name].kill()
 
     def restart(self, name: str) -> None:
-        """It takes clients when this returns; `settle` waits until it is up to date as well."""
+        """Restart a server and wait until it accepts clients. `settle` also waits until it is up to date."""
         self.nodes[name].restart()
 
     def settle(self) -> None:
-        """Wait until the servers that run have a leader among them, and each is up to date with all that it keeps."""
+        """Wait until one of the running servers is the leader, and each of them is up to date."""
         until("the cluster to have a leader", self.leader, SECONDS)
         for node in self.running:
             until(f"{node} to be up to date", partial(self._is_healthy, node), SECONDS)
 
     def leader(self) -> str | None:
-        """Who leads the cluster as a whole, if those that run agree on one of them."""
+        """Return the leader of the cluster; None unless the running servers agree on one of them."""
         names = {node.read("jsz").get("meta_cluster", {}).get("leader") for node in self.running}
         found = names.pop() if len(names) == 1 else None
         return found if found in {node.name for node in self.running} else None
 
     def leader_of(self, stream: str) -> str:
-        """Who leads a stream of any account; waits until there is one that runs."""
+        """Wait until a running server is the leader of a stream in any account, and return its name."""
         return until(f"a leader of {stream}", lambda: self._leader_of(stream), SECONDS)
 
     def _leader_of(self, stream: str) -> str | None:
@@ -262,25 +262,25 @@ class NatsCluster:
     def _is_healthy(node: NatsServer) -> bool:
         try:
             return bool(node.read("healthz")["status"] == "ok")
-        except URLError:  # 503: not yet
+        except URLError:  # status 503: not healthy yet
             return False
 
 
 def streams_of(server: NatsServer) -> list[dict[str, Any]]:
-    """What a server says of each stream that it keeps a copy of: name, state, cluster."""
+    """Return what a server reports about each stream that it stores: name, state, cluster."""
     accounts = server.read("jsz?accounts=1&streams=1&config=1").get("account_details", [])
     return [stream for account in accounts for stream in account.get("stream_detail", [])]
 
 
 @contextmanager
 def nats_cluster(home: Path, **options: Any) -> Iterator[NatsCluster]:
-    """Three servers that run, have found each other and take streams, with `NatsServer`'s options."""
+    """Yield three running servers that have formed a cluster, with the options of `NatsServer`."""
     with ExitStack() as stack:
-        yield _first(lambda: stack.enter_context(NatsCluster(home, **options)))
+        yield _start_first(lambda: stack.enter_context(NatsCluster(home, **options)))
 
 
-def _first(start: Callable[[], T]) -> T:
-    for _ in range(_TRIES):
+def _start_first(start: Callable[[], T]) -> T:
+    for _ in range(_ATTEMPTS):
         try:
             return start()
         except PortTakenError:

@@ -1,8 +1,8 @@
-"""A model of a publisher, its incarnations, and the network between it and one stream, small enough to check by reading.
+"""A model of a publisher, its incarnations, and the network between it and one stream, small enough to verify by reading.
 
-It has the faults of released engines and real networks only. PUB drops whole messages. A replay reply loses messages after its
+It has only the faults of released engines and real networks. PUB drops whole messages. A replay reply loses messages after its
 first ones, and perhaps its end marker. The replay buffer is bounded. Numbers are skipped. A restart ends every connection. An
-event may be unreadable. The publisher may be kvevents, whose heartbeats state what it holds, correctly or not.
+event may be unreadable. The publisher may be kvevents, whose heartbeats have a digest of what it holds, correct or not.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
 RESIDENT = 12
-"""Batches whose blocks a publisher keeps; each batch says that all older ones are gone."""
+"""Number of batches whose blocks a publisher holds; each batch implies that the blocks of all older ones are removed."""
 EVERY = 10_000.0
 Word: TypeAlias = Literal["EXACT", "lie", "DEGRADED", "STALE"]
-"""What a heartbeat says: the digest is true save for a lie."""
+"""The trust state in a heartbeat, whose digest is correct. A "lie" has the state EXACT and a wrong digest."""
 Held: TypeAlias = frozenset[tuple[int, int]]
-"""Life and number of each batch whose blocks are held."""
+"""Incarnation and number of each batch whose blocks are held."""
 
 
 def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
@@ -73,7 +73,7 @@ class Life:
     clears: set[int] = field(default_factory=set)
 
     def holds(self, last: int) -> Held:
-        """Return the true state after number `last`."""
+        """Return what the publisher holds after number `last`."""
         sent = [seq for seq in self.payloads if seq <= last]
         first = max((seq for seq in self.clears if seq <= last), default=0)
         return resident(frozenset((self.number, seq) for seq in sent if seq >= first), max(sent, default=-1))
@@ -121,8 +121,8 @@ class Publisher:
 class Observer:
     """An application that compares deliveries with what was published, and applies each number once.
 
-    `next_seq` is the position of its stream, `applied` that of its state. They differ while a stream that was resumed from an
-    older checkpoint delivers batches again that the state contains already.
+    `next_seq` is the position of its stream, `applied` that of its state. They differ while a stream that was restored from an
+    older checkpoint delivers batches again that the state already contains.
     """
 
     def __init__(self, publisher: Publisher, *, knows_incarnations: bool) -> None:
@@ -133,27 +133,27 @@ class Observer:
         self.next_seq = 0
         self.known = False
         self.batches = 0
-        self._forget()
+        self._clear_state()
 
-    def _forget(self) -> None:
+    def _clear_state(self) -> None:
         self.applied = -1
         self.held: Held = frozenset()
         self.unread: Held = frozenset()
-        """Of those, the ones that no consumer could decode."""
+        """The held batches that no consumer could decode."""
         self.gap_since_clear = False
-        """Or since the last agreement."""
+        """Whether there was a gap since the last clear or the last equal digest."""
         self.unreadable_since_clear = False
         self.spoilt = False
-        """Whether something went wrong here that the stream cannot know of yet."""
+        """Whether the state is wrong in a way that the stream cannot know of yet."""
         self.said: str | None = None
-        """What the sender's newest heartbeat says of itself."""
+        """The trust state in the newest heartbeat of the publisher."""
 
     def resume(self, incarnation: int, next_seq: int) -> None:
         """Continue the stream from a checkpoint, with the same state."""
         self.incarnation, self.next_seq = incarnation, next_seq
 
     def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> list[tuple[Batch, BatchReport]]:
-        """Apply deliveries and return what there is to report about them."""
+        """Apply deliveries and return the reports about them."""
         found: list[tuple[Batch, BatchReport]] = []
         for delivery in deliveries:
             if isinstance(delivery, Reset):
@@ -173,7 +173,7 @@ class Observer:
         return found
 
     def spoil(self) -> None:
-        """A bug, a bit that flips: blocks appear that no event announced."""
+        """Add blocks that no event announced, as a bug or a flipped bit would."""
         self.held |= {(-1, self.applied + 1)}
         self.spoilt = True
 
@@ -181,16 +181,16 @@ class Observer:
         assert reset.incarnation == self.incarnation + 1
         self.resume(reset.incarnation, 0)
         self.known = False
-        self._forget()
+        self._clear_state()
 
     def _batch(self, batch: Batch) -> BatchReport | None:
-        assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
+        assert batch.seq == self.next_seq, f"{batch.seq} was delivered, but {self.next_seq} is next"
         assert batch.incarnation == self.incarnation
         life, seq = divmod(int(batch.ts), 1_000_000)
         assert seq == batch.seq
         if self.known and self.knows_incarnations:
-            assert life == self.life, f"a batch of life {life} in the incarnation of life {self.life}"
-        assert life >= self.life, "an older life came back"
+            assert life == self.life, f"a batch of incarnation {life} was delivered in {self.life}"
+        assert life >= self.life, "a batch of an older incarnation was delivered"
         self.life, self.known = life, True
         assert batch.payload == self.publisher.lives[life].payloads[seq]
         self.next_seq = seq + 1
@@ -204,7 +204,7 @@ class Observer:
         self.applied = batch.seq
         self.batches += 1
         if batch.seq in self.publisher.lives[life].clears:
-            self._believe_all()
+            self._confirm_all()
             self.held = self.unread = frozenset()
         self.held = resident(self.held | {(life, batch.seq)}, batch.seq)
         if batch.rejected:
@@ -215,14 +215,14 @@ class Observer:
         self.said = heartbeat.trust
         agrees = digest_of(self.held - self.unread) == heartbeat.digest
         if agrees:
-            self._believe_all()
+            self._confirm_all()
         return replace(found, digest_matches=agrees)
 
-    def _believe_all(self) -> None:
+    def _confirm_all(self) -> None:
         self.gap_since_clear = self.unreadable_since_clear = self.spoilt = False
 
     def holds_everything(self) -> bool:
-        """Return whether the state is that of an application that has followed from the beginning to its newest batch."""
+        """Return whether the state equals that of an application that has followed from the start to its newest batch."""
         return self.held == self.publisher.lives[self.life].holds(max(self.applied, self.next_seq - 1))
 
 
@@ -231,11 +231,11 @@ def clears(batch: Batch) -> bool:
 
 
 class Twins:
-    """Two streams with the same input, one with raw batches and one that decodes. Tests decide when the first one is reported
-    to.
+    """Two streams with the same input: one delivers raw batches, one decodes them. Tests decide when reports about raw batches
+    are passed to the first one.
 
-    It has the interface of a stream. Both must deliver and request the same, and have the same degraded reasons once everything
-    is reported.
+    It has the interface of a stream. Both streams must deliver and request the same, and have the same degraded reasons after
+    all reports.
     """
 
     def __init__(self, source: Source, limits: StreamLimits) -> None:
@@ -308,11 +308,11 @@ class Twins:
                 self._read(delivery, batch)
             else:
                 deliveries.append(delivery)
-        # What a heartbeat says of its sender may end the life at hand, which the other one has read already.
+        # The report about a heartbeat may end the current incarnation, which the decoding stream has noticed already.
         deliveries += [delivery for delivery in self.raw.deliveries() if not isinstance(delivery, RawBatch)]
         assert deliveries == self.decoding.deliveries()
         assert self.decoding.degraded_reasons - {DegradedReason.REJECTED} <= self.raw.degraded_reasons, (
-            "healed by a clear that is older"
+            "repaired by an older clear"
         )
         return deliveries
 
@@ -324,7 +324,7 @@ class Twins:
             self.unreported.append((raw, batch))
 
     def report(self, batch: Batch, report: BatchReport) -> None:
-        """Report to both whether the state is the sender's, before anything else: what is known already may explain it."""
+        """Report to both streams whether the state equals the publisher's, after all older reports, which may explain it."""
         while self.unreported:
             self.report_one(-1)
         raw = RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, batch.replayed, batch.payload, batch.topic)
@@ -332,7 +332,7 @@ class Twins:
         self.decoding.report(batch, report)
 
     def report_one(self, which: int) -> None:
-        """Report about one of the batches that wait for it."""
+        """Pass one of the pending reports to the raw stream."""
         raw, batch = self.unreported.pop(which % len(self.unreported))
         self.raw.report(raw, BatchReport(batch.rejected, clears(batch)))
 
@@ -353,12 +353,12 @@ class Saved:
 
 
 class Network:
-    """Carries frames between one publisher and one stream. The test decides on every fault."""
+    """Passes frames between one publisher and one stream. The test controls every fault."""
 
     def __init__(self, publisher: Publisher, stream: Stream | Twins) -> None:
         self.publisher = publisher
         self.stream = stream
-        # Without replay a new incarnation that has already passed the old number looks like the old one.
+        # Without replay, a new incarnation that has already passed the old number cannot be distinguished from the old one.
         self.observer = Observer(publisher, knows_incarnations=stream.source.replay_endpoint is not None)
         self.now = 0.0
         self.up = False
@@ -377,9 +377,9 @@ class Network:
         self.unreported: list[tuple[Batch, BatchReport]] = []
         self.reports_at_once = True
         self.moved = False
-        """Whether anything was delivered since the network was last at rest."""
+        """Whether anything was delivered since the last call of `quiesce`."""
         self.honest = True
-        """Whether digests were true, and the application's state what was delivered."""
+        """Whether all digests were correct, and the application's state equals what was delivered."""
 
     # --- the publisher's side
 
@@ -449,7 +449,7 @@ class Network:
     # --- a subscriber that restarts
 
     def save(self, waiting: int = 0) -> None:
-        """Store a checkpoint from before the last `waiting` of the newest deliveries, and the state of that moment."""
+        """Store a checkpoint and the state before the last `waiting` of the newest deliveries."""
         now, state = self.stream.position(), copy(self.observer)
         if waiting := min(waiting, len(self._delivered)):
             before, state = self._before[0], copy(self._before[1])
@@ -464,7 +464,7 @@ class Network:
             self.saved.append(Saved(checkpoint, state))
 
     def resubscribe(self, stream: Stream | Twins, which: int, newer: int) -> None:
-        """Restart the subscriber's process with an older checkpoint and the state of `newer` checkpoints later."""
+        """Restart the subscriber's process with an older checkpoint, and the state that was saved `newer` checkpoints later."""
         self.cut()
         older = which % len(self.saved)
         kept = self.saved[min(older + newer, len(self.saved) - 1)]
@@ -483,12 +483,12 @@ class Network:
         self.saved.append(Saved(checkpoint, copy(self.observer)))
 
     def spoil(self) -> None:
-        """The application's state goes wrong."""
+        """Make the application's state wrong."""
         self.observer.spoil()
         self.honest = False
 
     def report(self, which: int = 0) -> None:
-        """The application says what one of the heartbeats has shown that it has not reported yet."""
+        """Have the application pass one of its pending reports about heartbeats to the stream."""
         batch, report = self.unreported.pop(which % len(self.unreported))
         self.stream.report(batch, report)
         if report.digest_matches is False and batch.incarnation == self.observer.incarnation:
@@ -530,17 +530,17 @@ class Network:
             self.replies.append(replay_end_frames(with_topic=True))
 
     def check_exact(self) -> None:
-        """Check that EXACT is true: no gap counts, and nothing below the newest delivered number is missing."""
+        """Check that a stream in state EXACT has no gap, and that no batch before the newest delivered one is missing."""
         if self.stream.trust == Trust.EXACT and not self.observer.spoilt:
             assert not self.observer.gap_since_clear, "EXACT after a gap"
-            assert self.observer.said in {None, "EXACT"}, "EXACT though its sender is not"
+            assert self.observer.said in {None, "EXACT"}, "EXACT although its publisher is not"
             assert isinstance(self.stream, Twins) or not self.observer.unreadable_since_clear, "EXACT after an unreadable event"
-            assert self.stream.waiting == 0, "EXACT while batches wait"
+            assert self.stream.waiting == 0, "EXACT while batches are waiting"
             assert self.stream.last_seq + 1 == self.observer.next_seq
-            assert self.observer.holds_everything(), "EXACT with another state than the truth"
+            assert self.observer.holds_everything(), "EXACT with a state that differs from the publisher's"
 
     def quiesce(self) -> None:
-        """Make the network healthy and wait until nothing changes any more."""
+        """End all faults, and run until nothing changes any more."""
         self.reply_limit, self.lose_marker, self.mute = None, False, False
         self.connect()
         self._settle()

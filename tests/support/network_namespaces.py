@@ -1,7 +1,7 @@
-"""Hosts of their own on this machine, each a network namespace, and a cable between two halves of them that can be pulled.
+"""Several hosts on this machine, each in a network namespace, and network partitions between them.
 
-All hosts are on one switch; `split` puts some of them on another one, which nothing connects to the first. A host there
-reaches no other, and learns nothing of it: packets vanish, as between machines. The test itself is on the first switch.
+All hosts are connected to one switch. `split` moves some of them to a second switch, which is not connected to the first one.
+Packets between the two are lost without an error, as between machines. The test itself is connected to the first switch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import pytest
 
 IP: Final = shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin") or ""
 SECONDS: Final = 30.0
-_TRIES: Final = 5
-"""Names and addresses; another run of the tests may have the same."""
+_ATTEMPTS: Final = 5
+"""Number of attempts with other names and addresses, since another run of the tests may have the same."""
 _NEWNET: Final = 0x40000000
 """`CLONE_NEWNET` of Linux's sched.h."""
 
 
 class Network:
-    """Hosts by name, each with an address; a context manager."""
+    """A network of named hosts, each with an address; a context manager."""
 
     def __init__(self, *hosts: str) -> None:
         self._tag = f"kv{random.randrange(1 << 24):06x}"
         subnet = f"10.{random.randrange(128, 250)}.{random.randrange(256)}"
         self.address: Final = f"{subnet}.1"
-        """Of the test itself."""
+        """The address of the test itself."""
         self.addresses: Final = {host: f"{subnet}.{at}" for at, host in enumerate(hosts, 2)}
         self._switches: Final = (f"{self._tag}a", f"{self._tag}b")
 
@@ -79,20 +79,20 @@ class Network:
     def _port(self, host: str) -> str:
         return f"{self._tag}p{list(self.addresses).index(host)}"
 
-    # --- what is done on hosts, and between them
+    # --- control of hosts and of the network
 
     def command(self, host: str) -> Sequence[str]:
-        """What to put before a command for its process to be on a host."""
+        """Return the command that runs another command on a host; put it before the command line."""
         return (IP, "netns", "exec", self._space(host))
 
     def enter(self, host: str) -> None:
-        """Have this thread, and those that it starts, be on a host from now on."""
+        """Move this thread, and those that it starts, to a host."""
         with Path("/run/netns", self._space(host)).open() as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter the network of {host}")
 
     def split(self, *hosts: str) -> None:
-        """Connect these hosts to each other, and to no other host."""
+        """Disconnect these hosts from all others; they stay connected to each other."""
         for host in hosts:
             _ip("link", "set", self._port(host), "master", self._switches[1])
 
@@ -103,8 +103,8 @@ class Network:
 
 
 def network(*hosts: str) -> Network:
-    """One whose names and addresses are free; to be entered."""
-    for _ in range(_TRIES - 1):
+    """Return a network whose names and addresses are free. The caller enters it."""
+    for _ in range(_ATTEMPTS - 1):
         found = Network(*hosts)
         if found.address not in _ip("-o", "address"):
             return found
@@ -115,18 +115,18 @@ def _ip(*words: str) -> str:
     return subprocess.run((IP, *words), check=True, capture_output=True, text=True, timeout=SECONDS).stdout
 
 
-def _why_not() -> str:
-    """Why there can be no networks here; empty where there can."""
+def _find_obstacle() -> str:
+    """Return why this machine cannot have such networks; empty if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "network namespaces need root"
     if not IP:
-        return "there is no `ip`; `tools/setup tests` installs Debian's iproute2"
+        return "`ip` is not installed; `tools/setup tests` installs Debian's iproute2"
     try:
         with Network("probe"):
             return ""
     except subprocess.CalledProcessError as error:
-        return f"this machine gives no network namespaces: {error.stderr.strip()}"
+        return f"this machine cannot create network namespaces: {error.stderr.strip()}"
 
 
-WHY_NOT: Final = _why_not()
-needs_networks = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+OBSTACLE: Final = _find_obstacle()
+needs_networks = pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)

@@ -1,7 +1,7 @@
-"""A stand-in for the publishers that vLLM and SGLang have themselves, which are alike in all releases.
+"""A stand-in for the built-in publishers of vLLM and SGLang, which are equal in all releases.
 
-As theirs do, it sends from a thread of its own, with numbers from `_seq_gen`, and answers replay from `_buffer`. Only the
-attributes that the plugin uses have the engines' names.
+Like them, it sends from a thread, takes numbers from `_seq_gen` and answers replay requests from `_buffer`. Only the attributes
+that the plugin uses have the names of the engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the checkout and the data of the tests are."""
+"""Paths of the checkout and of the data of the tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-"""The checkout."""
+"""The root of the checkout."""
 TESTS: Final = ROOT / "tests"
 DATA: Final = TESTS / "data"

@@ -1,4 +1,4 @@
-"""Shared parts of the plane tests: bridges in threads, engines, and a reader of the log."""
+"""Parts of the plane tests: bridges in threads, engines, and a reader of the log."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def plane_at(*urls: str, partitions: int = 2, **more: Any) -> PlaneSettings:
 
 
 class Running:
-    """Something with `run(stop)` in a thread and an event loop of its own."""
+    """An object whose `run(stop)` runs in a thread with an event loop."""
 
     def __init__(self, what: Any) -> None:
         self.what = what
         self.error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._begun.wait(SECONDS)
+        assert self._started.wait(SECONDS)
 
     def _run(self) -> None:
         try:
@@ -47,20 +47,20 @@ class Running:
         except BaseException as error:  # noqa: BLE001 - raised by `end`
             self.error = error
         finally:
-            self._begun.set()
+            self._started.set()
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._begun.set()
+        self._started.set()
         await self.what.run(self._stop)
 
     def call(self, work: Any) -> None:
-        """Have something done on the loop."""
+        """Call a function on the event loop."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(work)
 
     def end(self) -> None:
-        """As SIGTERM does."""
+        """Set `stop`, as SIGTERM does, and wait for the thread. Raise the exception that `run` has raised."""
         if self._thread.is_alive() and self._stop is not None:
             self.call(self._stop.set)
         self._thread.join(SECONDS)
@@ -85,7 +85,7 @@ def watch(publisher: ZmqEventPublisher, name: str = "engine", card: bytes = b"ca
 
 
 class Log:
-    """A plane's partitions as any reader without knowledge of bridges can read them."""
+    """The partitions of a plane, as read by a consumer that knows nothing about bridges."""
 
     def __init__(self, plane: PlaneSettings) -> None:
         self.layout = Layout(plane.name, plane.partitions)
@@ -96,7 +96,7 @@ class Log:
         self._plane = plane
 
     def read(self) -> Self:
-        """Everything that is there now."""
+        """Read all pages that are in the log now."""
         asyncio.run(self._read())
         return self
 
@@ -143,7 +143,7 @@ class Log:
 
     @property
     def flaws(self) -> tuple[int, int]:
-        """Records that were doubled, and that no bridge writes."""
+        """Numbers of duplicate and of invalid records."""
         return sum(state.duplicate_records for state in self.states.values()), sum(
             state.invalid_records for state in self.states.values()
         )

@@ -20,7 +20,7 @@ LONG = 3600.0
 
 
 class Clock:
-    """One that the test sets."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Bucket:
-    """Leases of a plane of their own, which the servers let expire after `ttl`."""
+    """The leases of one plane. The servers expire them after the `ttl` of the bucket."""
 
     def __init__(self, js: Any, name: str) -> None:
         self.js = js
@@ -38,7 +38,7 @@ class Bucket:
         self.store: Any = None
 
     def lease(self, host: str = "here", **more: Any) -> Lease:
-        """A lease of a holder of unknown state."""
+        """Return a lease with a new random holder."""
         return Lease(self.js, self.layout, KEY, LeaseHolder(host, 1, os.urandom(8).hex()), **more)
 
     async def revision(self) -> int:

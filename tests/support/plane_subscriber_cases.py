@@ -1,4 +1,4 @@
-"""A subscriber of the plane, and records pushed to it."""
+"""A subscriber of the plane's log, and messages with records for it."""
 
 from __future__ import annotations
 

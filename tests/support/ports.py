@@ -12,25 +12,25 @@ from typing import Final
 
 LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(15_000, 32_000)
-"""Below those that systems give to outgoing connections: while a server is down nothing else gets its port, not even a client
-that tries to reach it, which could otherwise reach itself."""
+"""Ports below the ephemeral ones: while a server is down, no outgoing connection gets its port. A client that retries a local
+ephemeral port could even connect to itself."""
 _CHOICE: Final = random.SystemRandom()
 _LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-test-ports-{os.getuid()}").open("ab")  # noqa: SIM115
-"""A process locks byte N of this file for port N, until it ends: tests run in several processes, and a test starts its servers
-some time after it has chosen their ports. It is open as long as the process runs, since closing it would end the locks."""
+"""A process locks byte N of this file for port N until it ends, because tests run in several processes, and a test starts its
+servers some time after it has chosen their ports. The file stays open, since closing it would release the locks."""
 _leased: Final[set[int]] = set()
-"""Those of this process, which its own locks do not keep from it."""
+"""Ports that this process has reserved; its own locks do not prevent that it locks them again."""
 
 
 def quiet_port() -> int:
-    """A port that nothing listens at, that no test of any process gets again, and that no system gives away by itself."""
+    """Return a port at which nothing listens, which no other test gets, and which is not an ephemeral port."""
     while not lease(port := _CHOICE.choice(_PORTS)):
         pass
     return port
 
 
 def lease(*ports: int) -> bool:
-    """Reserve all of these ports for this process, or none of them, if one is in use or leased already."""
+    """Reserve these ports for this process. Return False, and reserve none, if one of them is in use or reserved already."""
     if not all(port not in _leased and _is_free(port) for port in ports):
         return False
     locked: list[int] = []
@@ -47,7 +47,7 @@ def lease(*ports: int) -> bool:
 
 
 def _is_free(port: int) -> bool:
-    """At every address, since some servers listen at all."""
+    """Return whether a port is free at all addresses, since some servers listen at all of them."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""A Prometheus server, and scrapes of our metrics."""
+"""A client of a Prometheus server that scrapes the service."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ needs_prometheus = pytest.mark.skipif(
 
 
 class Prometheus:
-    """A server that scrapes one service, and evaluates the rules without patience."""
+    """The API of a Prometheus server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """`data` of an answer of its API."""
+        """Return the `data` of an answer of the API."""
         with urlopen(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=SECONDS) as answer:  # noqa: S310 - ours
             answered = json.load(answer)
         assert answered["status"] == "success", answered
@@ -39,7 +39,7 @@ class Prometheus:
         return found
 
     def firing(self) -> list[dict[str, str]]:
-        """Labels of alerts."""
+        """Return the labels of all alerts that are firing."""
         return [alert["labels"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"]
 
 

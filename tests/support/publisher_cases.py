@@ -1,4 +1,4 @@
-"""Shared by the publisher tests: consumers on real sockets, waiting with a deadline, and a batch that holds the thread."""
+"""Parts of the publisher tests: consumers on real sockets, waits with a deadline, and a batch that blocks the thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 
 DEADLINE = 60.0
-"""Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
+"""Deadline of every wait in seconds. Only a failing test waits that long."""
 ANY = "tcp://127.0.0.1:*"
 QUICK = PublisherSettings(max_sleep=0.005, poll_interval=0.002)
-"""Settings with which a publisher polls often, so that no test waits long for the number of subscribers."""
+"""Settings with which a publisher polls often, so that tests do not wait long for the number of subscribers."""
 Socket = zmq.Socket[bytes]
 _opened: list[Socket] = []
 
@@ -70,7 +70,7 @@ def last_endpoint(socket: Socket) -> str:
 
 
 def subscribe(context: zmq.Context[Socket], publisher: ZmqEventPublisher, topic: bytes = b"") -> Socket:
-    """Return a subscriber that the publisher has noticed: it receives everything from now on."""
+    """Return a subscriber whose subscription has reached the publisher, so that it receives everything from now on."""
     before = publisher.stats().subscribers
     socket = open_consumer(context, zmq.SUB)
     socket.connect(publisher.endpoint)
@@ -114,7 +114,7 @@ def batch(number: int = 0, blocks: int = 1) -> EventBatch:
 
 
 class Gate:
-    """A batch of a user's own type. Its encoding waits until the test opens the gate, and then fails."""
+    """A batch of a custom type. Its encoding waits until the test opens the gate, and then fails."""
 
     def __init__(self) -> None:
         self.data_parallel_rank = 0
@@ -133,7 +133,7 @@ class Gate:
 
 @contextmanager
 def held(publisher: ZmqEventPublisher) -> Iterator[Gate]:
-    """Hold the publisher's thread while it encodes a batch; the gate uses one number."""
+    """Block the publisher's thread while it encodes a batch. The batch uses one sequence number."""
     gate = Gate()
     publisher.publish(gate)
     assert gate.reached.wait(DEADLINE)

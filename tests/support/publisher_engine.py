@@ -1,4 +1,4 @@
-"""A small engine for the publisher tests: the events it sends, and the blocks it holds."""
+"""A small engine for the publisher tests that generates events and counts the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 4
 
 
 class Engine:
-    """A small cache with chains of blocks. If it is full, it evicts the oldest leaf."""
+    """A small cache with chains of blocks. If it is full, it evicts the oldest leaf, or sometimes the oldest block."""
 
     def __init__(self, seed: int = 0, room: int = 12) -> None:
         self._random = random.Random(seed)
@@ -37,7 +37,7 @@ class Engine:
             self._chains[value] = hashes[place - 1] if place else parent
         self.live.update(hashes)
         while len(self.live) > self._room:
-            # A leaf, as the tail of a sequence goes first; now and then a middle block.
+            # A leaf, as engines evict the tail of a sequence first; sometimes a block in the middle.
             parents = {self._chains[value] for value in self.live}
             leaves = [value for value in self.live if value not in parents]
             gone = min(self.live if self._random.random() < 0.1 else leaves or self.live)

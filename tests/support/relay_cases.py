@@ -1,4 +1,4 @@
-"""Shared by tests of the relay: a relay with engines and consumers in memory, which a test can kill at any step."""
+"""A relay with engines and consumers in memory, which a test can kill at any step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 SIZE = 4
 """Tokens of a block."""
 MANY_TURNS = 150
-"""Of a tenth of a second each: longer than all timeouts for answers."""
+"""Turns of a tenth of a second each; together they are longer than all timeouts of replay requests."""
 
 TICK = 1e-6
-"""Seconds between two batches at least."""
+"""Minimum number of seconds between two batches."""
 
 LIMITS: Final = RelayLimits(journal=TINY)
-"""With a journal of tiny files."""
+"""Limits with which a journal has tiny files."""
 
 FOREIGN = -1.0
 """The time of batches of another engine."""
@@ -55,10 +55,10 @@ class Upstream:
         self.held: Held = Counter()
         self._is_forged = False
         self.held_at: dict[float, Held] = {}
-        """What it held after each batch, by the batch's time, which is unique."""
+        """What it held after each batch, by the time of the batch, which is unique."""
 
     def say(self, *events: KVEvent, lost: bool = False) -> int:
-        """Publish a batch; with `lost` it arrives by replay only."""
+        """Publish a batch. With `lost` the live message is lost, so that only replay has the batch."""
         self._note(*events)
         seq = self.engine.publish(*events, lost=lost)
         if self._is_forged:
@@ -97,7 +97,7 @@ class Upstream:
         self.engine._buffer.clear()
 
     def forge(self) -> None:
-        """Have replay return another engine's batches from now on; their times are `FOREIGN`."""
+        """Replace batches in the replay buffer by those of another engine from now on; their times are `FOREIGN`."""
         self._is_forged = True
 
     def _note(self, *events: KVEvent) -> None:
@@ -119,7 +119,7 @@ class Upstream:
 
 
 class RelayEndpoint(FakeEngine):
-    """The endpoint at which consumers find the current relay."""
+    """The endpoint at which consumers connect to the current relay."""
 
     buffer: ReplayBuffer
 
@@ -133,7 +133,10 @@ class RelayEndpoint(FakeEngine):
 
 
 class FakeEventServer:
-    """Replaces the sockets. `step`, called before `keep` and `send` and after `sent`, can kill the relay."""
+    """Replaces the sockets. It calls `step` with "keep" and "send" before these steps, and with "sent" after a message.
+
+    `step` can kill the relay.
+    """
 
     endpoint, replay_endpoint, barrier_requested, subscribers = "fake://relay", None, False, 0
 
@@ -238,7 +241,7 @@ class World:
         self.relay: Relay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
-        """Called before each step at which the relay can be killed: those of the disk, `keep` and `send`."""
+        """Called before each step at which the relay can be killed: calls of the disk, "keep" and "send"."""
         self.sent: Callable[[], None] = lambda: None
         """Called after a message was sent."""
         self._folder = folder
@@ -263,7 +266,7 @@ class World:
             self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport(), disk=found
         )
         if self.relay._journal is not None:
-            self._stack.callback(crash, self.relay._journal)  # at the end of a test, so that its files do not stay open
+            self._stack.callback(crash, self.relay._journal)  # so that its files do not stay open after the test
         self.station.buffer = self.relay._buffer
         self.station.reconnect()
         return self.relay
@@ -338,14 +341,14 @@ def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000
 
 
 def kill_before(world: World, step: str, after: int = 0) -> None:
-    """Kill the relay before a step: before the next one, or after `after` more."""
-    left = after
+    """Kill the relay before the next `step`, or after `after` more of them."""
+    remaining = after
 
     def before(each: str) -> None:
-        nonlocal left
+        nonlocal remaining
         if each == step:
-            left -= 1
-            if left < 0:
+            remaining -= 1
+            if remaining < 0:
                 world.before = lambda _: None
                 raise Killed
 

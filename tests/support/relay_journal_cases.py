@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 
 class TornError(Exception):
-    """Has a write raise `error` after `written` bytes."""
+    """Makes a write raise `error` after `written` bytes."""
 
     def __init__(self, written: int, error: BaseException) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def no_failure(*_: object) -> None:
 
 
 class WatchedDisk(Disk):
-    """A disk that calls `before` first, with the name of the call and the bytes to write; that can raise."""
+    """A disk that calls `before` with the name of each call and the bytes to write, before it. `before` can raise."""
 
     def __init__(self, before: Callable[[str, bytes], None] | None = None, boot_id_file: Path = BOOT_ID_FILE) -> None:
         super().__init__(boot_id_file)
@@ -95,7 +95,7 @@ def release_later(release: Callable[[], None]) -> None:
 
 
 def release_all() -> None:
-    """Release what tests have left open, as the system does for a process that ends."""
+    """Close everything that tests have left open, as the system does for a process that ends."""
     while _opened:
         _opened.pop()()
 
@@ -117,7 +117,7 @@ def batches_of(rows: Sequence[ForwardedBatch]) -> Batches:
 
 @dataclass
 class Model:
-    """The records that a journal was given."""
+    """The records that were written to a journal."""
 
     records: list[ForwardedBatch | SkippedNumbers] = field(default_factory=list)
     checkpoint: bytes | None = None
@@ -134,7 +134,7 @@ class Model:
         return last.last + 1 if isinstance(last, SkippedNumbers) else last.number + 1
 
     def batches(self, sizes: Sequence[int], upstream: int) -> list[ForwardedBatch]:
-        """Create and record batches of these sizes."""
+        """Create batches of these sizes and add them to the records."""
         first, (incarnation, seq) = self.next_number, self.positions.get(upstream, (0, -1))
         made = [
             ForwardedBatch(first + at, upstream, incarnation, seq + 1 + at, payload_of(first + at, size))

@@ -1,4 +1,4 @@
-"""A consumer of a relay, and the events that its engines have sent."""
+"""A consumer of a relay, and the state of an engine behind it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Listener:
 
 
 class Truth:
-    """What an engine holds, by what it published."""
+    """The state of an engine, computed from what it has published."""
 
     def __init__(self, publisher: ZmqEventPublisher) -> None:
         self._publisher = publisher
-        self._payload = PrefixIndex()
+        self._index = PrefixIndex()
         self._seq = 0
 
     def say(self, *events: KVEvent) -> None:
@@ -48,9 +48,9 @@ class Truth:
         self._apply(events)
 
     def _apply(self, events: Sequence[KVEvent]) -> None:
-        self._payload.apply(Batch("it", 0, 0, self._seq, 0.0, list(events), False))
+        self._index.apply(Batch("it", 0, 0, self._seq, 0.0, list(events), False))
         self._seq += 1
 
     @property
     def digest(self) -> str:
-        return self._payload.digest("it")
+        return self._index.digest("it")

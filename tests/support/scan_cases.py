@@ -1,4 +1,4 @@
-"""Hypothesis strategies for payloads in every encoding that engines may choose."""
+"""Hypothesis strategies for events with valid and invalid fields, and mutations of payloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of the service's tests: a real `kvevents serve`, a small client, and waiting with a deadline."""
+"""Parts of the service's tests: a real `kvevents serve`, a small client, engines, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from publisher_cases import ANY, last_endpoint, publishing
 T = TypeVar("T")
 
 DEADLINE = 60.0
-"""Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
+"""Deadline of every wait in seconds. Only a failing test waits that long."""
 PAUSE = 0.01
 """Seconds between two polls of a service in another process."""
 BLOCK = 16
@@ -40,13 +40,13 @@ MODEL = "m"
 
 
 def suspend(process: subprocess.Popen[Any]) -> None:
-    """Stop a child: none of its threads does anything from when this returns, and not only when the signal reaches it."""
+    """Suspend a child process and wait until all of its threads are stopped."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
 def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
-    """Poll until a value is true, and return it; fail after the deadline."""
+    """Call `look` until its result is true, and return the result. Fail after the deadline."""
     end = monotonic() + seconds
     pause = threading.Event()
     while not (found := look()):
@@ -56,7 +56,7 @@ def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) ->
 
 
 class Answer(NamedTuple):
-    """A response."""
+    """An HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Of an error, which must be one as documented."""
+        """The reason of an error, after a check that the response is as documented."""
         found = self.json
         problem = msgspec.convert(found, Problem)
         assert all(found.values()), found
@@ -80,7 +80,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A client of one server with its own connection."""
+    """A client of one server, with one connection."""
 
     def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
@@ -88,7 +88,7 @@ class Client:
         assert parts.port
         self.host, self.port = parts.hostname, parts.port
         self.token = token
-        self._asked_at = monotonic()
+        self._requested_at = monotonic()
         self._connection = (
             HTTPConnection(self.host, self.port, timeout=DEADLINE)
             if tls is None
@@ -96,13 +96,13 @@ class Client:
         )
 
     def ask(self, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Answer:
-        """Send one request; `_` in the names of headers stands for `-`."""
+        """Send one request and return the response. `_` in the names of headers is sent as `-`."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token is not None:
             sent["authorization"] = f"Bearer {self.token}"
-        if monotonic() - self._asked_at > 30:
+        if monotonic() - self._requested_at > 30:
             self._connection.close()  # the server closes connections that are idle for longer; the next request opens another
-        self._asked_at = monotonic()
+        self._requested_at = monotonic()
         self._connection.request(method, path, body, sent)
         response = self._connection.getresponse()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
@@ -111,16 +111,16 @@ class Client:
         return self.ask("GET", path, **headers)
 
     def post(self, path: str, body: Any = None, **fields: Any) -> Answer:
-        """A body as JSON, from an object or from fields."""
+        """Send `body`, or an object with `fields`, as JSON."""
         return self.ask("POST", path, msgspec.json.encode(fields if body is None else body), content_type="application/json")
 
     def confirm(self) -> None:
-        """`confirm` for every source."""
+        """Call `confirm` for every source."""
         for source in self.get("/v1/sources").json["sources"]:
             confirm(source)
 
     def ready(self) -> None:
-        """Wait until the service is ready, and engines of `engine` have confirmed what replay has brought."""
+        """Wait until the service is ready, and live batches of engines from `engine` have confirmed replayed batches."""
 
         def look() -> bool:
             self.confirm()
@@ -134,7 +134,7 @@ class Client:
 
 
 class Service(Client):
-    """A `kvevents serve` in its own process, and a client of it."""
+    """A process of `kvevents serve`, and a client of it."""
 
     def __init__(self, program: Program, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.program = program
@@ -145,39 +145,39 @@ class Service(Client):
 
     @property
     def log(self) -> list[str]:
-        """Lines on stderr so far."""
+        """The lines that the service has written to stderr so far."""
         return self.program.err.all
 
     def says(self, pattern: str) -> None:
-        """Wait until a line of the log matches: what is written before an answer may be read behind it."""
+        """Wait until a line of the log matches. A test may read a line later than an answer that was sent after it."""
         self.program.err.wait(pattern)
 
     def log_lines(self, pattern: str) -> list[str]:
-        """Lines of the log so far that match; for what must not be there, or not often."""
+        """Return the matching lines of the log so far; for lines that must be absent or rare."""
         return [line for line in self.log if re.search(pattern, line)]
 
     # --- the fleet
 
     def register(self, instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> Answer:
-        """Register an engine as in Dynamo's API."""
+        """Register an engine through Dynamo's API."""
         return self.post("/register", registration(instance, engine, rank, **more))
 
     def sources(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Sources of all scopes, by instance and rank."""
+        """Return the sources of all scopes, by instance and rank."""
         return {(each["instance"], each["rank"]): each for each in self.get("/v1/sources").json["sources"]}
 
     def source(self, instance: int | str, rank: int = 0) -> dict[str, Any]:
         return self.sources()[str(instance), rank]
 
     def trust(self, instance: int | str, rank: int = 0) -> tuple[str, str]:
-        """Return state and reason."""
+        """Return the trust state of a source, and its reason."""
         found = self.source(instance, rank)["trust"]
         return found["state"], found["reason"]
 
     def exact(self, instance: int | str, rank: int = 0, *, blocks: int | None = None) -> dict[str, Any]:
-        """Wait until a source is EXACT, and holds so many blocks.
+        """Wait until a source is EXACT, with `blocks` blocks if given, and return it.
 
-        An engine of `engine` publishes an empty batch if no live batch has confirmed yet what replay has brought.
+        An engine from `engine` publishes an empty batch if no live batch has confirmed the replayed ones yet.
         """
 
         def look() -> dict[str, Any] | None:
@@ -191,23 +191,23 @@ class Service(Client):
         return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
 
     def query(self, tokens: Sequence[int], **more: Any) -> Any:
-        """The answer of Dynamo's API about all that caches hold, the block of the last token included."""
+        """Return the answer of Dynamo's API for a prompt, including the block of the last token."""
         answer = self.post("/query", {"model_name": MODEL, "token_ids": list(tokens), "whole_prompt": True, **more})
         assert answer.status == 200, answer
         return answer.json
 
     def held(self, tokens: Sequence[int], **more: Any) -> dict[str, int]:
-        """Longest prefix by instance, of those that hold something."""
+        """Return the tokens of the longest prefix match of each instance with a match."""
         found = self.query(tokens, **more)["instances"].items()
         return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
 
     def holds(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
-        """Wait until an instance holds so much of a prompt; all of it by default."""
+        """Wait until an instance holds `length` tokens of a prompt; all of them by default."""
         wanted = len(tokens) if length is None else length
         until(f"{instance} to hold {wanted} tokens", lambda: self.held(tokens, **more).get(str(instance)) == wanted)
 
     def keys(self, instance: int | str, rank: int = 0) -> set[tuple[str, str]]:
-        """Key and tier of every block that it holds, page by page."""
+        """Return the key and the tier of every block of a source, read page by page."""
         found: set[tuple[str, str]] = set()
         cursor = ""
         while True:
@@ -217,15 +217,15 @@ class Service(Client):
                 return found
             cursor = page["next"]
 
-    # --- its end
+    # --- the end of the process
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> Ended:
-        """Send SIGTERM and wait for the end."""
+        """Send a signal, SIGTERM by default, and wait until the process has ended."""
         self.close()
         return self.program.interrupt(number)
 
     def kill(self) -> None:
-        """Kill it, as a power failure would."""
+        """Kill the process with SIGKILL."""
         self.close()
         self.program.process.kill()
         self.program.end()
@@ -238,7 +238,7 @@ COMMAND = (sys.executable, "-W", "error", "-m", "kvevents", "serve", "--port", "
 def serving(
     *args: object, token: str | None = None, tls: ssl.SSLContext | None = None, command: Sequence[str] = COMMAND, **env: str
 ) -> Iterator[Service]:
-    """A service, ended without mercy afterwards. Nothing that it has written may be a traceback or a warning of Python's."""
+    """Yield a service and kill it afterwards. Check that it has written no traceback and no warning of Python."""
     with Program(*args, command=command, **env) as program:
         service = Service(program, token, tls)
         try:
@@ -249,14 +249,14 @@ def serving(
 
 
 def registration(instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> dict[str, Any]:
-    """Return a body for `/register` of Dynamo's API."""
+    """Return the body of a request to `/register` of Dynamo's API."""
     endpoint, replay = (engine, None) if isinstance(engine, str) else (engine.endpoint, engine.replay_endpoint)
     body = {"instance_id": instance, "endpoint": endpoint, "replay_endpoint": replay, "model_name": MODEL, "block_size": BLOCK}
     return {**body, "dp_rank": rank, **more}
 
 
 class Engine:
-    """A publisher with replay that keeps count of what it holds: the truth that a service must know."""
+    """A publisher of one rank that chooses the hashes of its blocks."""
 
     def __init__(self, publisher: ZmqEventPublisher, seed: int = 1) -> None:
         self.publisher = publisher
@@ -268,7 +268,7 @@ class Engine:
     def store(
         self, tokens: Sequence[int], *, parent: Sequence[int] = (), block_size: int = BLOCK, medium: str = "GPU", **more: Any
     ) -> list[int]:
-        """Announce the blocks of a prompt, which may go on behind those of another; returns the hashes so far."""
+        """Announce the blocks of a prompt, behind those with the hashes `parent`, and return all hashes."""
         before = list(parent)
         hashes = [self._next + number for number in range(len(tokens) // block_size)]
         self._next += len(hashes)
@@ -281,7 +281,7 @@ class Engine:
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest batch; -1 before the first."""
+        """The sequence number of the newest batch; -1 before the first batch."""
         return self.publisher.stats().published - 1
 
     def remove(self, hashes: Sequence[int], medium: str = "GPU") -> None:
@@ -293,29 +293,29 @@ class Engine:
 
 @contextmanager
 def engine(*, seed: int = 1, **options: Any) -> Iterator[Engine]:
-    """One rank of an engine on real sockets, by default with replay."""
+    """Yield one rank of an engine on real sockets, by default with replay."""
     options.setdefault("replay_endpoint", ANY)
     with publishing(**options) as publisher:
         made = _ENGINES[publisher.endpoint] = Engine(publisher, seed)
         yield made
-        if _ENGINES.get(publisher.endpoint) is made:  # another one may have come back at its place
+        if _ENGINES.get(publisher.endpoint) is made:  # a newer engine may have the same endpoint
             del _ENGINES[publisher.endpoint]
 
 
 _ENGINES: dict[str, Engine] = {}
-"""Those that run, by endpoint."""
+"""The running engines by endpoint."""
 
 
 def is_unproven(source: Mapping[str, Any]) -> bool:
-    """Whether no live batch has confirmed yet what replay has brought. Replicas of a log have the sentence, and no code."""
+    """Return whether no live batch has confirmed the replayed ones yet. Replicas report this as text, without a code."""
     return DegradedReason.REPLAY_UNPROVEN.value in source["trust"]["reason"]
 
 
 def confirm(source: Mapping[str, Any]) -> None:
-    """Have an engine of `engine` publish an empty batch if no live batch has confirmed yet what replay has brought.
+    """Have an engine from `engine` publish an empty batch if no live batch has confirmed the replayed ones yet.
 
-    `source` is as `/v1/sources` lists it. Nothing is published while something that was published before has not arrived, so
-    that it is one batch in most cases, however often this is called.
+    `source` is an item of `/v1/sources`. The engine publishes nothing while an earlier batch has not arrived, so that repeated
+    calls publish one batch in most cases.
     """
     made = _ENGINES.get(source["endpoint"])
     if made is not None and is_unproven(source) and source["last_seq"] >= made.last_seq:
@@ -324,18 +324,18 @@ def confirm(source: Mapping[str, Any]) -> None:
 
 @contextmanager
 def engines(count: int, **options: Any) -> Iterator[list[Engine]]:
-    """Several engines."""
+    """Yield several engines with different seeds."""
     with ExitStack() as stack:
         yield [stack.enter_context(engine(seed=number + 1, **options)) for number in range(count)]
 
 
 def prompt(first: int, blocks: int = 4, block_size: int = BLOCK) -> list[int]:
-    """Token ids that no other `first` has."""
+    """Return token ids that differ from those for any other `first`."""
     return [first * 100_000 + place for place in range(blocks * block_size)]
 
 
 def hex_keys(tokens: Sequence[int], block_size: int = BLOCK) -> list[str]:
-    """Keys of a prompt's blocks as `/v1` writes them."""
+    """Return the keys of a prompt's blocks in the form of `/v1`."""
     return [f"{key:016x}" for key in block_keys(list(tokens), block_size)]
 
 
@@ -345,7 +345,7 @@ def write(path: Path, text: str) -> Path:
 
 
 class Stream:
-    """A client of `/v1/events`, connected and listened to by the service when this is made."""
+    """A client of `/v1/events`. When it is created, the service has accepted it and sends events to it."""
 
     def __init__(self, service: Client, query: str = "") -> None:
         self._connection = HTTPConnection(service.host, service.port, timeout=DEADLINE)
@@ -355,10 +355,10 @@ class Stream:
         self.status = self.response.status
         if self.status == 200:
             assert self.response.headers["content-type"] == "text/event-stream"
-            assert self._block() == ["retry: 2000"]
+            assert self._read_block() == ["retry: 2000"]
 
-    def _block(self) -> list[str] | None:
-        """Lines up to an empty one; None at the end."""
+    def _read_block(self) -> list[str] | None:
+        """Return the lines up to an empty one; None at the end of the stream."""
         lines: list[str] = []
         while line := self.response.readline():
             if line == b"\n":
@@ -367,11 +367,11 @@ class Stream:
         return None
 
     def next(self, kind: str, fits: Callable[[Any], object] = lambda _: True) -> Any:
-        """The next event of a kind that fits; others before it are passed over."""
+        """Return the next event of a kind for which `fits` returns true. Other events are skipped."""
         end = monotonic() + DEADLINE
         while True:
             assert monotonic() < end, f"no {kind}"
-            block = self._block()
+            block = self._read_block()
             assert block is not None, f"the stream ended without {kind}"
             if block[0] == f"event: {kind}":
                 event = msgspec.json.decode(block[1].removeprefix("data: "))
@@ -379,8 +379,8 @@ class Stream:
                     return event
 
     def ended(self) -> bool:
-        """Read on until the end, which must come within the deadline."""
-        while self._block() is not None:
+        """Read until the end of the stream, which must come within the deadline."""
+        while self._read_block() is not None:
             pass
         return True
 
@@ -396,7 +396,7 @@ class Stream:
 
 
 class Wire:
-    """An engine that sends given bytes and answers no replay requests."""
+    """An engine that sends given bytes and has no replay endpoint."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._socket = context.socket(zmq.XPUB)
@@ -412,13 +412,13 @@ class Wire:
         assert self._socket.recv()[:1] == b"\x01"
 
     def send(self, payload: bytes, *, skip: int = 0) -> None:
-        """One batch; `skip` numbers before it are lost."""
+        """Send one batch, and skip `skip` sequence numbers before it."""
         self._seq += skip
         self._socket.send_multipart([b"", self._seq.to_bytes(8, "big"), payload])
         self._seq += 1
 
     def send_frames(self, *frames: bytes) -> None:
-        """A message that need not be a batch."""
+        """Send a message, which need not be a batch."""
         self._socket.send_multipart(frames)
 
     def close(self) -> None:
@@ -427,7 +427,7 @@ class Wire:
 
 @contextmanager
 def wire() -> Iterator[Wire]:
-    """Bytes on a real socket."""
+    """Yield an engine that sends given bytes on a real socket."""
     with zmq.Context() as context:
         made = Wire(context)
         try:
@@ -437,7 +437,7 @@ def wire() -> Iterator[Wire]:
 
 
 def exchange(client: Client, sent: bytes, *, half: bool = False) -> bytes:
-    """Bytes to a server and everything that comes back until it closes; with `half` our side is closed after sending."""
+    """Send bytes to a server, and return what it sends until it closes. With `half` our side is closed after sending."""
     with socket.create_connection((client.host, client.port), DEADLINE) as connection:
         connection.sendall(sent)
         if half:

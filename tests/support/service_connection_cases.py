@@ -1,4 +1,4 @@
-"""The options that switch tracing on."""
+"""A program that runs the service with tracing."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from kvevents.cli import main
 trace.set_tracer_provider(TracerProvider())
 sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
 """
-"""As `opentelemetry-instrument kvevents serve` does."""
+"""A program that enables tracing as `opentelemetry-instrument kvevents serve` does."""

@@ -11,12 +11,12 @@ import grpc
 import paths
 
 PROTO: Final = paths.ROOT / "src" / "kvevents" / "service" / "proto" / "kvevents" / "v1"
-"""Not the folder above: `kvevents.v1` would be looked for in the package."""
+"""The folder of the contract. With a parent folder, `kvevents.v1` would be searched in the package."""
 
 
 @functools.cache
 def read_messages() -> Any:
-    """Classes of the messages, made from the contract itself."""
+    """Return the classes of the messages, generated from the contract."""
     sys.path.insert(0, str(PROTO))
     try:
         return grpc.protos("query.proto")

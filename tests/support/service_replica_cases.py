@@ -1,4 +1,4 @@
-"""The state that a replica reports."""
+"""Watches of engines for replicas of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service that serves a replica."""
+"""A replica of the service without HTTP."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Serving:
         return any(member.trust == Trust.EXACT for member in list(self.fleet.members.values()))
 
     def confirm(self) -> None:
-        """`confirm` for every source."""
+        """Call `confirm` for every source."""
         for member in list(self.fleet.members.values()):
             if member.status is not None:
                 trust, endpoint = member.status.trust, member.registration.endpoint
                 confirm({"endpoint": endpoint, "trust": {"reason": trust.reason}, "last_seq": member.status.last_seq})
 
     def spoil(self) -> None:
-        """Have the index forget what it holds, as a fault of ours or of the memory would."""
+        """Remove all blocks from the index, as a bug or a fault of the memory would."""
         index = self.fleet.index
         index.remove_worker(self.key)
         index.readmit(self.key)

@@ -1,4 +1,4 @@
-"""Services that hold a share each, in threads of this process, so that their pauses can be short."""
+"""Sharded services in threads of this process, so that their intervals can be short."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PACE = {
     "refresh_seconds": 0.1,
     "avoid_seconds": 0.3,
 }
-"""Seconds of production are tenths here; but no replica that is slow on a crowded machine is taken for dead."""
+"""Intervals of tenths of seconds, except those after which a slow replica on a busy machine would be considered dead."""
 
 
-class _Quiet(_Server):
-    """Without signals, which only the main thread has."""
+class _ServerWithoutSignals(_Server):
+    """A server that handles no signals, which is possible in the main thread only."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,7 +50,7 @@ class Replica(Client):
             **more,
         }
         if holders is not None:
-            # All of them are in one process here, which may be slow where the machine is crowded.
+            # All replicas run in this process, which may be slow on a busy machine.
             tables["shard"] = {
                 "url": self.url,
                 "replication_factor": holders,
@@ -61,12 +61,12 @@ class Replica(Client):
         self.config = convert(tables, ServiceConfig, "test")
         self.service = Service(self.config)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: _Quiet | None = None
-        self._begun = threading.Event()
+        self._server: _ServerWithoutSignals | None = None
+        self._started = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._begun.wait(SECONDS)
+        assert self._started.wait(SECONDS)
         super().__init__(self.url)
 
     def _run(self) -> None:
@@ -75,12 +75,12 @@ class Replica(Client):
         except BaseException as error:  # noqa: BLE001 - raised by `end`
             self.error = error
         finally:
-            self._begun.set()
+            self._started.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         with _listen("127.0.0.1", self._port) as listening:
-            self._server = _Quiet(self.service, lambda _: self._begun.set(), self.url)
+            self._server = _ServerWithoutSignals(self.service, lambda _: self._started.set(), self.url)
             await self._server.run_at(listening)
 
     @property

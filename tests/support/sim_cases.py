@@ -1,4 +1,4 @@
-"""Requests, engines and fleets that the simulator's tests run."""
+"""Requests, engines and fleets for tests of the simulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=
 
 
 def request(prompt: Iterable[int], answer: int = 1, at: float = 0.0, **within: str | None) -> Request:
-    """An answer is of token 9, so that prompts can go on from it."""
+    """Return a request. Its answer consists of token 9, so that later prompts can contain it."""
     return Request(at, Text.of(prompt), Text.of([9] * answer), **within)
 
 
@@ -36,25 +36,25 @@ def conversations(
     loras: Sequence[str | None] = (None,),
     salts: Sequence[str | None] = (None,),
 ) -> Iterator[Request]:
-    """Turns of conversations behind a few system prompts: each repeats what was said before. Of `rate` a second."""
+    """Yield turns of conversations behind three system prompts, `rate` per second. Each prompt repeats the turns before it."""
     random = Random(seed)
     systems = [Text([(number, 40)]) for number in range(3)]
     fresh = count(100)
-    open_: dict[str, Text] = {}
+    histories: dict[str, Text] = {}
     times = accumulate(random.expovariate(rate) for _ in range(number))
     for at in times:
         session = f"user-{random.randrange(max(2, number // 4))}"
-        said = open_.pop(session, None) or systems[random.randrange(3)]
-        prompt = said + Text([(next(fresh), random.randint(1, 30))])
+        history = histories.pop(session, None) or systems[random.randrange(3)]
+        prompt = history + Text([(next(fresh), random.randint(1, 30))])
         answer = Text([(next(fresh), random.randint(1, 20))])
         if random.random() < 0.8:
-            open_[session] = prompt + answer
+            histories[session] = prompt + answer
         place = int(session[5:])
         yield Request(at, prompt, answer, session, loras[place % len(loras)], salts[place % len(salts)])
 
 
 class Recorder:
-    """A cost model that notes what each step computed: prefilled tokens, pairs, decoding sequences, their context."""
+    """A cost model that records what each step computed: prefilled tokens, pairs, decoding sequences, their context."""
 
     def __init__(self, costs: CostModel = SECONDS) -> None:
         self.costs = costs
@@ -68,7 +68,7 @@ class Recorder:
 
 @dataclass
 class Run:
-    """An engine at work, checked in every step."""
+    """An engine that is checked after every step."""
 
     size: CacheSize
     step_limits: StepLimits
@@ -78,7 +78,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.costs = Recorder()
-        # Only `seconds` and `reload` are asked of a cost model here.
+        # Only `seconds` and `reload` of a cost model are used here.
         self.engine = SimulatedEngine(self.size, self.costs, self.step_limits, seed="a")  # type: ignore[arg-type]
         self.mirror = Mirror()
         self.prefilled = 0
@@ -89,7 +89,7 @@ class Run:
         return jobs
 
     def step(self) -> StepResult:
-        """One step, after which events describe the cache and each lookup found what events before it said."""
+        """Run a step. Check that events describe the cache, and that each lookup found what earlier events describe."""
         engine, limits = self.engine, self.step_limits
         self.seconds.append(engine.begin())
         prefilled, _, decoding, _ = self.costs.steps[-1]
@@ -116,17 +116,17 @@ class Run:
             self.mirror.apply(event)
 
     def finish(self) -> None:
-        """Run until nothing is left. In every step the oldest sequence gets on, so there is a limit to them."""
+        """Run until no request is left. In every step the oldest sequence advances, so the number of steps is limited."""
         most = len(self.steps) + 2 + sum(1 + len(job.request.prompt) + len(job.request.output) for job in self.submitted)
         while not self.engine.idle:
-            assert len(self.steps) < most, "the engine does not come to an end"
+            assert len(self.steps) < most, "the engine does not finish"
             self.step()
         assert self.engine.jobs() == []
         assert self.engine.cache.pool.free == self.size.blocks
 
 
 def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy | None = None) -> SimulatedFleet:
-    """What `simulate` makes, to be stepped by hand."""
+    """Return a fleet as `simulate` creates it. The caller runs its steps."""
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
@@ -136,17 +136,17 @@ def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy
 
 
 def play(fleet: SimulatedFleet, most: int = 100_000) -> Iterator[int]:
-    """Do one planned action after the other and yield its number, until none is left."""
+    """Run planned actions one after the other, and yield the number of each, until no action is left."""
     for number in count():
         if fleet.timeline.next is None:
             return
-        assert number < most, "the fleet does not come to an end"
+        assert number < most, "the fleet does not finish"
         fleet.timeline.step()
         yield number
 
 
 def growing_conversations(file: Path, requests: int) -> Path:
-    """A trace of six conversations that take turns, each prompt the one before and 512 tokens more."""
+    """Write a trace of six alternating conversations. Each prompt has 512 tokens more than the one before it."""
     rows = []
     for number in range(requests):
         turn, session = divmod(number, 6)

@@ -1,4 +1,4 @@
-"""Simulated engines over sockets."""
+"""Simulated engines on real sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.sim.network import parse_faults
 from kvevents.sim.settings import FleetSettings, LiveTimers
 
 SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
-"""So little memory that blocks are evicted and sequences preempted all the time."""
+"""Settings with so little memory that blocks are evicted and sequences are preempted all the time."""
 
 
 @contextmanager
@@ -25,5 +25,5 @@ def opened(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **
 
 
 def openings() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - names are all that is wanted
+    """Return the numbers of open descriptors and of threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - only the number of names is needed

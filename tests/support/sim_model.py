@@ -1,7 +1,7 @@
-"""The simulated engine's cache in plain Python: slow, and to be checked by eye.
+"""A model of the simulated engine's cache in plain Python; slow, but easy to read.
 
-The free queue is a list whose first block goes next, contents are a dict from block to (group, hash) in the order in which
-they were named, and what events say is a count for each (medium, group, hash).
+The free queue is a list whose first block is used next. Contents are a dict from block to (group, hash), in the order in which
+they were stored. The state that events describe is a count for each (medium, group, hash).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PlainPool:
         self.queue = list(range(1, self.size + 1))
 
     def find(self, what: tuple[int, int]) -> int | None:
-        """The oldest block with these contents."""
+        """Return the oldest block with these contents."""
         return next((block for block, held in self.contents.items() if held == what), None)
 
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -48,14 +48,14 @@ class PlainPool:
 
 @dataclass
 class PlainCache:
-    """Of full attention alone. Events are ("removed", hash) and ("stored", parent, hashes)."""
+    """A cache with full attention only. Its events are ("removed", hash) and ("stored", parent, hashes)."""
 
     pool: PlainPool
     block_size: int
     events: list[tuple[object, ...]] = field(default_factory=list)
 
     def find(self, hashes: Sequence[int], known: int) -> list[int]:
-        """Blocks of the prefix that is there, never with the last token in it."""
+        """Return the blocks of the longest cached prefix, without the block of the last token."""
         found: list[int] = []
         for name in hashes[: (known - 1) // self.block_size]:
             block = self.pool.find((0, name))
@@ -65,7 +65,7 @@ class PlainCache:
         return found
 
     def admit(self, hashes: Sequence[int], known: int, tokens: int) -> list[int] | None:
-        """The table of a sequence that begins with `tokens` tokens after what was found; None where all of it has no room."""
+        """Return the table of a new sequence with `tokens` tokens after the cached prefix; None if there is no room for it."""
         table = self.find(hashes, known)
         if self.blocks(known) - len(table) + sum(not self.pool.uses[block] for block in table) > len(self.pool.queue):
             return None
@@ -94,7 +94,7 @@ class PlainCache:
 
 @dataclass
 class Mirror:
-    """What a reader of the events believes. A strict one takes no removal of what it does not know."""
+    """The state that events describe. If it is strict, it accepts no removal of an unknown block."""
 
     strict: bool = True
     held: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -109,10 +109,10 @@ class Mirror:
             if self.held[place] + change >= 0:
                 self.held[place] += change
             else:
-                assert not self.strict, f"{name} was removed and is not there"
+                assert not self.strict, f"{name} was removed but is not held"
 
     def cached(self, size: CacheSize, hashes: Sequence[int], known: int) -> int:
-        """Tokens of a prompt that an engine must have found: the longest prefix that every group can go on from."""
+        """Return the tokens of a prompt that an engine must find: the longest prefix that all groups hold."""
         full = {name for (_, group, name), count in self.held.items() if count and group == (size.window is not None)}
         sliding = {name for (_, group, name), count in self.held.items() if count and group == 0}
         reach = -(-((size.window or 1) - 1) // size.block_size)
@@ -124,13 +124,13 @@ class Mirror:
 
 
 def waiting(pool: Pool) -> list[int]:
-    """Free blocks, the next one first: each at the last place that the queue has for it."""
+    """Return the free blocks, the next one first. Each is at the last of its positions in the queue."""
     last = {block: place for place, block in enumerate(pool._queue)}
     return [block for place, block in enumerate(pool._queue) if last[block] == place and not pool.uses[block]]
 
 
 def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
-    """What a cache really holds, block by block."""
+    """Return the contents of a cache, read from its blocks."""
     pool, host = cache.pool, cache._host
     found = Counter(
         (MEDIUM_GPU, table.place, name) for table, name in zip(pool._tables, pool._names, strict=True) if table is not None
@@ -141,7 +141,7 @@ def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
 
 
 def plainly(events: Sequence[KVEvent]) -> list[tuple[object, ...]]:
-    """Events as `PlainCache` reports them."""
+    """Return events in the form of `PlainCache`."""
     found: list[tuple[object, ...]] = []
     for event in events:
         if isinstance(event, BlockStored):

@@ -8,7 +8,7 @@ from kvevents.sim.results import Distribution, FleetSample, PolicyResult, Worker
 
 
 def result(policy: str = "round-robin", **changes: Any) -> PolicyResult:
-    """A policy that answered everything; two workers, a minute."""
+    """Return the result of a policy that finished all requests, with two workers and in a minute."""
     p90 = changes.pop("p90", 0.9)
     known: dict[str, Any] = {
         "requests": 100,

@@ -23,7 +23,7 @@ def opened(settings: FleetSettings = TWO, **given: Any) -> Iterator[Sockets]:
 
 
 def four_free_ports() -> int:
-    """The first of them."""
+    """Return the first of four consecutive free ports."""
     for _ in range(100):
         port = quiet_port()
         try:

@@ -1,4 +1,4 @@
-"""Index snapshots: written, read back, and changed byte by byte."""
+"""Functions that write, read and change snapshots of an index."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def framed(content: bytes, head: bytes) -> bytes:
 
 
 def furnished() -> bytes:
-    """The longest of some snapshots, so that every kind of item is in it."""
+    """Return the longest of some snapshots, so that it has every kind of item."""
     found = []
     for seed in range(40):
         index = PrefixIndex()

@@ -1,7 +1,7 @@
-"""A stand-in for the parts of vLLM 0.33 that the plugin touches; the real ones need its wheel and are run by `make engines`.
+"""A stand-in for the parts of vLLM 0.33 that the plugin uses. The real ones need vLLM's wheel, and `make engines` tests them.
 
-Names, signatures and the order of calls are vLLM's: the scheduler creates its publisher and then its KVCacheManager, and takes
-all events of the block pool just before it publishes them.
+Names, signatures and the order of calls are those of vLLM: the scheduler creates its publisher and then its KVCacheManager, and
+takes all events of the block pool just before it publishes them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvevents.compat import vllm as compat
 from own_publisher import OwnPublisher
 
 ENDPOINTS: Final = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
-"""As vLLM's configuration has them: any free ports."""
+"""Endpoints as in vLLM's configuration, at any free ports."""
 
 
 class BlockHashToBlockMap:
-    """Copies of a block by their hash with a group."""
+    """Copies of blocks by hash with group."""
 
     def __init__(self) -> None:
         self.copies: dict[bytes, set[int]] = {}
@@ -75,18 +75,18 @@ class KVCacheManager:
 
 
 def stored(block_hash: int, group: int) -> compat.BlockStored:
-    """The event of one block at the beginning of a prompt, with tokens of its own."""
+    """Return the event of one block at the start of a prompt, with tokens that depend on its hash."""
     tokens = [block_hash & 0xFFFF_FFFF, block_hash >> 32, 3, 4]
     return compat.BlockStored([block_hash], None, tokens, 4, None, "GPU", None, group_idx=group)
 
 
 def key_of(block_hash: int, group: int) -> bytes:
-    """`make_block_hash_with_group_id` of a hash of 32 bytes whose low 64 bits are announced."""
+    """Return `make_block_hash_with_group_id` of a hash of 32 bytes whose low 64 bits are `block_hash`."""
     return bytes(24) + block_hash.to_bytes(8, "big") + group.to_bytes(4, "big")
 
 
 class Vllm:
-    """The modules, as they are imported by the names of vLLM."""
+    """The modules that are imported under vLLM's names."""
 
     def __init__(self) -> None:
         self.events = types.ModuleType("vllm.distributed.kv_events")
@@ -99,7 +99,7 @@ class Vllm:
         class Factory(compat.EventPublisherFactory):
             _registry = {"null": compat.NullEventPublisher, "zmq": own_publisher}  # noqa: RUF012 - as vLLM's class has it
 
-        # Classes of their own for each test, since hooks stay.
+        # New classes for each test, since the hooks of the plugin are never removed.
         map_class = type("BlockHashToBlockMap", (BlockHashToBlockMap,), {})
         pool_class = type("BlockPool", (BlockPool,), {})
         manager_class = type("KVCacheManager", (KVCacheManager,), {})
@@ -163,14 +163,14 @@ def installed() -> Iterator[Vllm]:
 
 @pytest.fixture(name="engine")
 def installed_engine() -> Iterator[Vllm]:
-    """The stand-in, importable during the test."""
+    """Yield the stand-in, which is importable during the test."""
     with installed() as found:
         yield found
 
 
 @pytest.fixture(name="schedule")
 def schedulers_of_a_test(engine: Vllm) -> Iterator[Callable[..., Any]]:
-    """Start a scheduler with these options, whose publisher listens at any ports of this machine."""
+    """Yield a function that starts a scheduler with options; its publisher listens at any free ports of this machine."""
     schedulers: list[Any] = []
 
     def begin(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Golden payloads, and strategies for events and msgpack, shared by the wire tests."""
+"""Golden payloads, and strategies for events and msgpack, for the wire tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvevents.wire import Dialect, Rejected
 DATA = paths.DATA
 CAPTURES = DATA / "vllm-0.32-captures.jsonl.gz"
 
-# Written down again here, so that the table is held against something else than itself.
+# Repeated here, so that tests do not compare the table of dialects with itself.
 ARRAY_FIELDS = {
     "BlockStored": (
         "block_hashes",
@@ -84,13 +84,13 @@ def load_goldens() -> list[Golden]:
 
 GOLDENS = load_goldens()
 RELEASES = list({(golden.engine, golden.release): golden for golden in GOLDENS}.values())
-"""One golden of each release, for what depends on nothing else."""
+"""One golden of each release, for tests that depend on the release only."""
 
 
 def canonical(event: Any) -> KVEvent:
-    """Return an event of `decoded_json` as one of ours:
+    """Return an event of `decoded_json` in our form.
 
-    unsigned hashes, shortened byte hashes with their bytes, extra keys as tuples.
+    It has unsigned hashes, shortened byte hashes together with their bytes, and extra keys as tuples.
     """
     if isinstance(event, list):
         tag, fields = event[0], dict(zip(ARRAY_FIELDS[event[0]], event[1:], strict=False))
@@ -128,12 +128,12 @@ def batch_of(*events: Any, rank: int | None = 0) -> bytes:
 
 def stored(**fields: Any) -> dict[str, Any]:
     """Return a small BlockStored as vLLM sends it, with additional `fields`."""
-    basis = {"type": "BlockStored", "block_hashes": [11], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
-    return {**basis, "lora_id": None, "medium": "GPU", "lora_name": None} | fields
+    default = {"type": "BlockStored", "block_hashes": [11], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
+    return {**default, "lora_id": None, "medium": "GPU", "lora_name": None} | fields
 
 
 GOOD = BlockStored([11], None, [1, 2], 2, None, "GPU", None)
-"""What `stored()` decodes to."""
+"""The event that `stored()` is decoded to."""
 
 # --- generators ------------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ _FIELD_VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def events_of(row: Dialect) -> st.SearchStrategy[KVEvent]:
-    """Return events with exactly the fields of `row`."""
+    """Return a strategy for events with exactly the fields of `row`."""
 
     def build(kind: Any, names: tuple[str, ...]) -> st.SearchStrategy[KVEvent]:
         found: st.SearchStrategy[KVEvent] = st.builds(kind, **{name: _FIELD_VALUES[name] for name in names})
@@ -186,7 +186,7 @@ def batches_of(row: Dialect) -> st.SearchStrategy[KVEventBatch]:
 
 
 def worded_as(native: Sequence[Rejected], python: Sequence[Rejected]) -> tuple[Rejected, ...]:
-    """Return Python's rejections with the native decoder's details where Python's quote msgspec or a peer."""
+    """Return Python's rejections, with the native decoder's details where those of Python quote msgspec or the peer."""
     found = []
     for ours, theirs in zip_longest(native, python):
         if ours is None or theirs is None:

@@ -1,4 +1,4 @@
-"""Publishers whose bytes a test decides: a server that speaks ZMTP, or violates it."""
+"""A publisher whose bytes are chosen by a test: a server that follows ZMTP, or violates it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peer:
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.failure: BaseException | None = None
         self.times: list[float] = []
-        """When connections came."""
+        """The times at which connections were accepted."""
         self._acts = acts
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -58,7 +58,7 @@ class Peer:
 
 
 class PeerConnection:
-    """A connection, seen from the publisher."""
+    """The publisher's side of a connection."""
 
     def __init__(self, connection: socket.socket, done: threading.Event) -> None:
         self.connection = connection
@@ -74,9 +74,9 @@ class PeerConnection:
     def read(self, size: int) -> bytes:
         found = b""
         while len(found) < size:
-            came = self.connection.recv(size - len(found))
-            assert came, "the subscriber has closed"
-            found += came
+            received = self.connection.recv(size - len(found))
+            assert received, "the subscriber has closed"
+            found += received
         return found
 
     def frame(self) -> tuple[int, bytes]:
@@ -90,7 +90,7 @@ class PeerConnection:
         return name, data
 
     def is_closed(self) -> bool:
-        """Return whether the subscriber closes the connection in time."""
+        """Wait until the subscriber closes the connection, and return True; fail after the deadline."""
         try:
             while self.connection.recv(1 << 16):
                 pass
@@ -101,7 +101,7 @@ class PeerConnection:
 
 @pytest.fixture
 def peer() -> Iterator[Callable[..., Peer]]:
-    """Start peers, and end them after the test. A failure in a script fails the test."""
+    """Yield a function that starts peers. They end after the test. A failure in a script fails the test."""
     opened: list[Peer] = []
 
     def start(*acts: Callable[[PeerConnection], None]) -> Peer:
