@@ -139,7 +139,7 @@ sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under A
 	  KVEVENTS_NATIVE=native/target/sanitized/$$host/debug/libkvevents_native.so PYTHONPATH=tests/support PYTHONMALLOC=malloc \
 	  LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 $(PYTEST) -p native_elsewhere \
 	  --numprocesses 2 --dist loadfile --timeout 600 --deselect \
-	  tests/integration/test_index.py::test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size $(NATIVE_TESTS)
+	  tests/integration/test_index.py::test_the_memory_of_a_hostile_payload_is_bounded_by_a_multiple_of_its_size $(NATIVE_TESTS)
 	host=$$(rustc --print host-tuple) && $(SANITIZED) TSAN_OPTIONS=suppressions=$(abspath native/thread_sanitizer.txt) \
 	  RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg thread_sanitizer" \
 	  cargo test $(CARGO_FLAGS) --package kvevents-index --lib --tests --target $$host --target-dir native/target/threads

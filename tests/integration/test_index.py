@@ -1,4 +1,4 @@
-"""`kvevents.index`: each rule of exactness, each way to ask, each refusal, once and by name."""
+"""Tests of `kvevents.index`: each rule that keeps a match exact, each query, and each error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from wire_cases import batch_of, pack, stored
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
 PROMPT = list(range(1, 9))
-"""Four blocks of two tokens."""
+"""The tokens of four blocks of two."""
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def feed(index: PrefixIndex) -> Feed:
     return Feed(index)
 
 
-def chain(*hashes: int, **fields: Any) -> Any:
-    """A store of as many blocks of `PROMPT` as there are hashes, from the root."""
+def store_chain(*hashes: int, **fields: Any) -> Any:
+    """Return a store event for the first blocks of `PROMPT`, one for each hash, from the root."""
     return store(hashes, PROMPT[: 2 * len(hashes)], 2, **fields)
 
 
@@ -62,13 +62,14 @@ def tiers_of(index: PrefixIndex, tokens: Sequence[int] = PROMPT) -> tuple[int, .
     return answer(index.match(tokens)).get(("a", 0), (0, 0, 0, 0))
 
 
-# --- keys are of tokens, not of the engine's hashes -------------------------------------------------------------------------
+# --- keys depend on tokens, not on the engine's hashes ----------------------------------------------------------------------
 
 
-def test_engines_with_other_hash_seeds_and_of_other_makes_share_prefixes(index: PrefixIndex) -> None:
-    """Two vLLMs with random seeds and an SGLang of negative hashes announce one prompt; one query finds all three."""
-    Feed(index, "vllm-1")(chain(0xFFFF_0000_0000_0001, 12, 13, 14, group_idx=0, kv_cache_spec_kind="full_attention"))
-    Feed(index, "vllm-2")(chain(21, 22, 23))
+def test_engines_with_different_hash_seeds_and_dialects_share_prefixes(index: PrefixIndex) -> None:
+    """Two vLLM engines with random seeds and an SGLang engine with negative hashes store one prompt; one query finds all
+    three."""
+    Feed(index, "vllm-1")(store_chain(0xFFFF_0000_0000_0001, 12, 13, 14, group_idx=0, kv_cache_spec_kind="full_attention"))
+    Feed(index, "vllm-2")(store_chain(21, 22, 23))
     sglang = [1.0, [["BlockStored", [-5], None, PROMPT[:2], 2, None], ["BlockStored", [-6], -5, PROMPT[2:4], 2, None]], 0]
     index.apply_payload(("sglang", 0), 0, 0, pack(sglang))
     found = answer(index.match(PROMPT))
@@ -78,33 +79,33 @@ def test_engines_with_other_hash_seeds_and_of_other_makes_share_prefixes(index: 
 
 
 def test_equal_page_hashes_under_different_parents_are_different_blocks(index: PrefixIndex, feed: Feed) -> None:
-    """SGLang before 0.5.7 hashes the page alone: the page (7, 7) under two prefixes is one hash and two blocks."""
+    """SGLang before 0.5.7 hashes the page alone, so the page (7, 7) under two prefixes has one hash but is two blocks."""
     feed(store([1], [1, 1], 2), store([7], [7, 7], 2, 1), store([2], [2, 2], 2), store([7], [7, 7], 2, 2))
     assert tokens_of(index, [1, 1, 7, 7]) == tokens_of(index, [2, 2, 7, 7]) == 4
     assert tokens_of(index, [7, 7]) == 0
     feed(store([8], [8, 8], 2, 7))
-    assert tokens_of(index, [2, 2, 7, 7, 8, 8]) == 6, "the newest block of the hash is meant as a parent"
+    assert tokens_of(index, [2, 2, 7, 7, 8, 8]) == 6, "the newest block with the hash is the parent"
     assert tokens_of(index, [1, 1, 7, 7, 8, 8]) == 4
     feed(removal(7))
-    assert tokens_of(index, [1, 1, 7, 7]) == 2, "a removal takes the oldest of them"
+    assert tokens_of(index, [1, 1, 7, 7]) == 2, "a removal takes the oldest block with the hash"
     assert tokens_of(index, [2, 2, 7, 7, 8, 8]) == 6
     feed(removal(7))
     assert tokens_of(index, [2, 2, 7, 7, 8, 8]) == 2
 
 
-def test_a_prompt_that_only_shares_pages_with_what_is_stored_gets_no_credit(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2, 3, 4))
+def test_a_prompt_that_shares_pages_but_no_prefix_gets_no_credit(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, 2, 3, 4))
     assert tokens_of(index, PROMPT[2:]) == 0
     assert tokens_of(index, PROMPT[:4] + PROMPT[6:]) == 4
     assert tokens_of(index, PROMPT[:3]) == 2
 
 
-# --- what is resident -------------------------------------------------------------------------------------------------------
+# --- resident blocks --------------------------------------------------------------------------------------------------------
 
 
 def test_copies_are_counted_and_the_first_removal_of_two_leaves_one(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2))
-    feed(chain(1, 2))
+    feed(store_chain(1, 2))
+    feed(store_chain(1, 2))
     assert {copies for *_, copies in blocks_of(index, feed.worker)} == {2}
     feed(removal(1, 2))
     assert tokens_of(index, PROMPT) == 4
@@ -115,23 +116,24 @@ def test_copies_are_counted_and_the_first_removal_of_two_leaves_one(index: Prefi
 
 
 def test_a_removal_may_list_a_hash_twice(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1), chain(1))
+    feed(store_chain(1), store_chain(1))
     feed(removal(1, 1))
     assert tokens_of(index, PROMPT) == 0
 
 
-def test_orphans_give_no_credit_until_their_parent_comes(index: PrefixIndex, feed: Feed) -> None:
-    """Grandchild, then child, then root: the moment the root comes the whole chain counts; nothing is ever put at the root."""
+def test_orphans_give_no_credit_until_their_parent_arrives(index: PrefixIndex, feed: Feed) -> None:
+    """The grandchild arrives first, then the child, then the root. The whole chain counts when the root arrives, and no orphan
+    is ever attached to the root."""
     feed(store([3, 4], PROMPT[4:], 2, 2))
     feed(store([2], PROMPT[2:4], 2, 1))
     assert answer(index.match(PROMPT)) == answer(index.match(PROMPT[4:])) == answer(index.match(PROMPT[2:])) == {}
     assert waiting_of(index) == 3
-    feed(chain(1))
+    feed(store_chain(1))
     assert tokens_of(index, PROMPT) == 8
     assert waiting_of(index) == 0
 
 
-def test_orphans_are_bounded_and_the_oldest_go_first() -> None:
+def test_orphans_are_bounded_and_the_oldest_are_evicted_first() -> None:
     index = PrefixIndex(limits=IndexLimits(max_orphans=2))
     feed = Feed(index)
     feed(store([2], [2, 2], 2, 1), store([3], [3, 3], 2, 1), store([4], [4, 4], 2, 1))
@@ -141,14 +143,14 @@ def test_orphans_are_bounded_and_the_oldest_go_first() -> None:
     assert tokens_of(index, [1, 1, 3, 3]) == tokens_of(index, [1, 1, 4, 4]) == 4
 
 
-def test_a_removal_reaches_an_orphan_too(index: PrefixIndex, feed: Feed) -> None:
-    feed(store([2], PROMPT[2:4], 2, 1), removal(2), chain(1))
+def test_a_removal_also_removes_an_orphan(index: PrefixIndex, feed: Feed) -> None:
+    feed(store([2], PROMPT[2:4], 2, 1), removal(2), store_chain(1))
     assert tokens_of(index, PROMPT) == 2
 
 
-def test_a_middle_block_removed_and_stored_again_opens_and_closes_the_hole(index: PrefixIndex, feed: Feed) -> None:
-    """What is behind the hole stays resident, as it does in the engine."""
-    feed(chain(1, 2, 3, 4))
+def test_removing_a_middle_block_shortens_the_prefix_until_it_is_stored_again(index: PrefixIndex, feed: Feed) -> None:
+    """The blocks after the removed one stay resident, as they do in the engine."""
+    feed(store_chain(1, 2, 3, 4))
     feed(removal(2))
     assert tokens_of(index, PROMPT) == 2
     assert len(blocks_of(index, feed.worker)) == 3
@@ -156,33 +158,34 @@ def test_a_middle_block_removed_and_stored_again_opens_and_closes_the_hole(index
     assert tokens_of(index, PROMPT) == 8
 
 
-def test_a_hash_that_is_nowhere_any_more_is_no_parent(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2), removal(2), store([3], PROMPT[4:6], 2, 2))
+def test_a_removed_hash_is_no_longer_a_parent(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, 2), removal(2), store([3], PROMPT[4:6], 2, 2))
     assert waiting_of(index) == 1
     feed(store([2], PROMPT[2:4], 2, 1))
     assert tokens_of(index, PROMPT) == 6
 
 
-def test_clears_and_removals_reach_their_own_stream_only(index: PrefixIndex, feed: Feed) -> None:
-    """Ranks of one engine, and engines with equal hashes, are streams apart."""
+def test_clears_and_removals_apply_only_to_their_own_stream(index: PrefixIndex, feed: Feed) -> None:
+    """Ranks of one engine are separate streams, and so are engines with equal hashes."""
     rank, other = Feed(index, "a", 1), Feed(index, "b")
     for each in (feed, rank, other):
-        each(chain(1, 2))
+        each(store_chain(1, 2))
     feed(removal(1))
     rank(cleared())
     assert [tokens_of(index, PROMPT, worker=each.worker) for each in (feed, rank, other)] == [0, 0, 4]
 
 
-def test_a_removal_reaches_its_own_tier_group_locality_and_owner_only(index: PrefixIndex, feed: Feed) -> None:
-    """Whatever differs from the store is another place; what says the same in other words is the same place."""
+def test_a_removal_applies_only_to_its_own_tier_group_locality_and_owner(index: PrefixIndex, feed: Feed) -> None:
+    """A field that differs from the store means another placement; another spelling of the same value means the same
+    placement."""
     here: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "fs", "group_idx": 1}
-    feed(chain(1, **here))
+    feed(store_chain(1, **here))
     for elsewhere in ({"medium": "GPU"}, {"locality": None}, {"ownership": "s3"}, {"group_idx": 0}):
         feed(removal(1, **{**here, **elsewhere}))
         assert tokens_of(index, PROMPT) == 2
     feed(removal(1, **{**here, "medium": "disk"}))
     assert tokens_of(index, PROMPT) == 0
-    feed(chain(1, group_idx=None, medium=None), removal(1, group_idx=0, medium="hbm"))
+    feed(store_chain(1, group_idx=None, medium=None), removal(1, group_idx=0, medium="hbm"))
     assert tokens_of(index, PROMPT) == 0
 
 
@@ -195,11 +198,11 @@ def test_a_removal_reaches_its_own_tier_group_locality_and_owner_only(index: Pre
         ({"medium": "gpu"}, ["cpu", "disk"]),
     ],
 )
-def test_a_clear_may_be_of_one_tier_or_one_group(
+def test_a_clear_can_be_limited_to_one_tier_or_one_group(
     index: PrefixIndex, feed: Feed, scope: dict[str, Any], left: list[str]
 ) -> None:
-    """Orphans go with what is cleared; what the stream may have lost before is in doubt unless all of it went."""
-    feed(chain(1), chain(1, medium="CPU"), chain(1, medium="DISK", group_idx=1))
+    """The orphans of the cleared placement are removed too. A clear of the whole stream is reported; a partial one is not."""
+    feed(store_chain(1), store_chain(1, medium="CPU"), store_chain(1, medium="DISK", group_idx=1))
     feed(store([9], [9, 9], 2, 1), store([8], [8, 8], 2, 77))
     applied = feed(cleared(**scope))
     assert applied.report == (None if scope else BatchReport(cleared=True))
@@ -207,10 +210,10 @@ def test_a_clear_may_be_of_one_tier_or_one_group(
     assert waiting_of(index) == ("gpu" in left)
 
 
-def test_what_is_stored_after_a_clear_counts(index: PrefixIndex, feed: Feed) -> None:
-    assert feed(chain(1, 2), cleared(), chain(1)).report == BatchReport(cleared=True)
+def test_blocks_stored_after_a_clear_count(index: PrefixIndex, feed: Feed) -> None:
+    assert feed(store_chain(1, 2), cleared(), store_chain(1)).report == BatchReport(cleared=True)
     assert tokens_of(index, PROMPT) == 2
-    assert feed(chain(1, 2)).report is None
+    assert feed(store_chain(1, 2)).report is None
 
 
 # --- hybrid models ----------------------------------------------------------------------------------------------------------
@@ -218,51 +221,52 @@ def test_what_is_stored_after_a_clear_counts(index: PrefixIndex, feed: Feed) -> 
 DENSE = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 
 
-def sparse(*hashes: int, window: int = 4, **fields: Any) -> Any:
+def store_windows(*hashes: int, window: int = 4, **fields: Any) -> Any:
     kind = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window}
     return store(hashes, PROMPT, 2, **{**kind, **fields})
 
 
-def test_a_hybrid_model_is_matched_by_its_windows_too(index: PrefixIndex, feed: Feed) -> None:
-    """A window of 4 needs the last ceil(3 / 2) = 2 blocks before the end, or all of them from the very beginning."""
-    feed(chain(1, 2, 3, 4, **DENSE))
+def test_a_match_in_a_hybrid_model_needs_the_blocks_of_its_windows(index: PrefixIndex, feed: Feed) -> None:
+    """A window of 4 needs the last ceil(3 / 2) = 2 blocks before the end, or all blocks from the beginning."""
+    feed(store_chain(1, 2, 3, 4, **DENSE))
     assert tokens_of(index, PROMPT) == 8, "a model is dense until a window is known"
-    feed(sparse(3, 4))
+    feed(store_windows(3, 4))
     assert tokens_of(index, PROMPT) == 8
     feed(removal(4, group_idx=1))
-    assert tokens_of(index, PROMPT) == 0, "3 alone ends no window"
-    feed(sparse(2))
+    assert tokens_of(index, PROMPT) == 0, "block 3 alone fills no window"
+    feed(store_windows(2))
     assert tokens_of(index, PROMPT) == 6
-    feed(removal(3, group_idx=1), sparse(1))
+    feed(removal(3, group_idx=1), store_windows(1))
     assert tokens_of(index, PROMPT) == 4
     feed(removal(2, group_idx=1))
-    assert tokens_of(index, PROMPT) == 2, "shorter than a window, from the beginning"
+    assert tokens_of(index, PROMPT) == 2, "a prefix shorter than a window counts if it is complete"
     feed(removal(1, group_idx=0))
-    assert tokens_of(index, PROMPT) == 0, "the dense group must hold all of it"
+    assert tokens_of(index, PROMPT) == 0, "the dense group must hold the whole prefix"
 
 
-def test_an_event_of_a_window_group_without_hashes_makes_the_group_known(index: PrefixIndex, feed: Feed) -> None:
-    """57 of 208 stores of a real hybrid model had no hash at all."""
-    feed(chain(1, 2, **DENSE), sparse())
+def test_a_store_without_hashes_announces_its_window_group(index: PrefixIndex, feed: Feed) -> None:
+    """57 of 208 stores of a real hybrid model have no hash."""
+    feed(store_chain(1, 2, **DENSE), store_windows())
     assert tokens_of(index, PROMPT) == 0
 
 
 def test_sparse_hashes_wait_for_the_tokens_of_the_dense_group(index: PrefixIndex, feed: Feed) -> None:
-    feed(sparse(1, 2))
+    feed(store_windows(1, 2))
     assert blocks_of(index, feed.worker) == []
-    feed(chain(1, 2, **DENSE))
+    feed(store_chain(1, 2, **DENSE))
     assert tokens_of(index, PROMPT) == 4
     assert {group for _, _, _, group, _ in blocks_of(index, feed.worker)} == {0, 1}
 
 
 def test_every_dense_group_must_hold_the_prefix(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2, 3, **DENSE), chain(1, 2, group_idx=2, kv_cache_spec_kind="mla_attention"))
+    feed(store_chain(1, 2, 3, **DENSE), store_chain(1, 2, group_idx=2, kv_cache_spec_kind="mla_attention"))
     assert tokens_of(index, PROMPT) == 4
 
 
 def test_kinds_without_a_known_rule_give_no_credit_and_are_counted(index: PrefixIndex, feed: Feed) -> None:
-    """Events do not have the length of chunks: a group of these is set aside with its removals, and matches are estimates."""
-    applied = feed(chain(1, 2, **DENSE), chain(1, 2, 3, group_idx=1, kv_cache_spec_kind="chunked_local_attention"))
+    """Events do not carry the length of a chunk, so the index ignores such a group and its removals, and marks matches as
+    estimates."""
+    applied = feed(store_chain(1, 2, **DENSE), store_chain(1, 2, 3, group_idx=1, kv_cache_spec_kind="chunked_local_attention"))
     assert applied.status == "applied"
     assert tokens_of(index, PROMPT) == 4
     assert refused_of(index) == 1
@@ -275,17 +279,17 @@ def test_kinds_without_a_known_rule_give_no_credit_and_are_counted(index: Prefix
     ("hashes", "tokens", "size"),
     [([1, 2], PROMPT[:2], 2), ([1], PROMPT[:3], 2), ([1], PROMPT[:4], 2), ([1], PROMPT[:2], 0), ([], [1], 2)],
 )
-def test_lengths_that_do_not_agree_give_no_credit_and_are_counted(
+def test_stores_with_inconsistent_lengths_give_no_credit_and_are_counted(
     index: PrefixIndex, feed: Feed, hashes: list[int], tokens: list[int], size: int
 ) -> None:
     feed(store(hashes, tokens, size), store([5], [9, 9], 2))
-    assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5], "its neighbours count"
+    assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5], "the other event of the batch counts"
     assert refused_of(index) == 1
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**63, -(2**63)])
 def test_an_invalid_token_gives_no_credit_and_is_counted(index: PrefixIndex, feed: Feed, bad: int) -> None:
-    """Never cut to 32 bits, where it would be another token."""
+    """The index must not truncate it to 32 bits, where it would be another token."""
     feed(store([1], [bad, 2], 2), store([5], [9, 9], 2))
     assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5]
     assert tokens_of(index, [bad % 2**32, 2]) == 0
@@ -312,9 +316,9 @@ SCOPES = [
 ]
 
 
-def announced(scope: Scope, *, sglang: bool) -> Any:
-    """`PROMPT` as an engine announces it within `scope`."""
-    event = chain(1, 2, 3, 4)
+def store_prompt(scope: Scope, *, sglang: bool) -> Any:
+    """Return the store event of `PROMPT` as an engine sends it for the namespace `scope`."""
+    event = store_chain(1, 2, 3, 4)
     event.lora_name = scope.lora if isinstance(scope.lora, str) else None
     event.lora_id = scope.lora if isinstance(scope.lora, int) else None
     keys: list[list[Any]] = [[event.lora_name] if event.lora_name else [] for _ in range(4)]
@@ -331,9 +335,9 @@ def announced(scope: Scope, *, sglang: bool) -> Any:
 
 @pytest.mark.parametrize("sglang", [False, True], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("mine", SCOPES, ids=repr)
-def test_no_namespace_is_credited_for_another(index: PrefixIndex, feed: Feed, mine: Scope, sglang: bool) -> None:
-    """Salts, LoRAs by name and by number, multimodal items by identity and place: each finds its own and none of the others."""
-    feed(announced(mine, sglang=sglang))
+def test_blocks_of_one_namespace_do_not_match_another(index: PrefixIndex, feed: Feed, mine: Scope, sglang: bool) -> None:
+    """Salts, LoRA names, LoRA numbers, and multimodal items with their positions match only their own blocks."""
+    feed(store_prompt(mine, sglang=sglang))
     assert {scope for scope in SCOPES if tokens_of(index, PROMPT, scope)} == {
         scope for scope in SCOPES if prompt_keys(PROMPT, (2, False), scope)[0] == prompt_keys(PROMPT, (2, False), mine)[0]
     }
@@ -341,7 +345,7 @@ def test_no_namespace_is_credited_for_another(index: PrefixIndex, feed: Feed, mi
 
 
 def test_a_salt_is_inherited_by_children_and_by_orphans_of_a_salted_root(index: PrefixIndex, feed: Feed) -> None:
-    """vLLM names the salt at block 0 only."""
+    """vLLM sends the salt with block 0 only."""
     feed(store([3], PROMPT[4:6], 2, 2))
     feed(store([1], PROMPT[:2], 2, extra_keys=[("tenant",)]), store([2], PROMPT[2:4], 2, 1))
     assert tokens_of(index, PROMPT, Scope(salt="tenant")) == 6
@@ -349,16 +353,17 @@ def test_a_salt_is_inherited_by_children_and_by_orphans_of_a_salted_root(index: 
 
 
 def test_a_multimodal_item_marks_the_blocks_it_covers_and_no_others(index: PrefixIndex, feed: Feed) -> None:
-    """An image over the second and third block: what is before it is shared with every prompt, what is behind it is not."""
+    """An image covers the second and third block. Every prompt shares the block before it; no other prompt shares the blocks
+    after it."""
     image = Scope(mm=(("image", 2, 3),))
-    feed(announced(image, sglang=False))
+    feed(store_prompt(image, sglang=False))
     assert tokens_of(index, PROMPT, image) == 8
     assert tokens_of(index, PROMPT) == tokens_of(index, PROMPT, Scope(mm=(("other", 2, 3),))) == 2
     assert tokens_of(index, PROMPT, Scope(mm=(("image", 3, 3),))) == 2
 
 
-def test_what_only_an_engine_can_know_is_never_credited(index: PrefixIndex, feed: Feed) -> None:
-    """Digests of prompt embeddings, and a bare string behind the root, stand for content that a prompt does not show."""
+def test_content_that_only_the_engine_knows_gives_no_credit(index: PrefixIndex, feed: Feed) -> None:
+    """Digests of prompt embeddings, and a bare string after the root, identify content that is not in a prompt's tokens."""
     feed(
         store([1], [0, 0], 2, extra_keys=[(b"\x01" * 32,)]),
         store([2], [5, 5], 2),
@@ -369,17 +374,18 @@ def test_what_only_an_engine_can_know_is_never_credited(index: PrefixIndex, feed
     assert tokens_of(index, [5, 5, 6, 6], Scope(salt="x")) == 0
 
 
-def test_model_labels_are_walls(index: PrefixIndex, feed: Feed) -> None:
-    """Workers of one model never answer for another, nor unlabelled ones for a labelled; all ranks of a source have one."""
+def test_workers_match_only_prompts_of_their_own_model(index: PrefixIndex, feed: Feed) -> None:
+    """Workers of one model are not matched for another model, and workers without a label are not matched for a labelled one.
+    All ranks of a source share one label."""
     rank, other = Feed(index, "a", 1), Feed(index, "b")
     for each in (feed, rank, other):
-        each(chain(1))
+        each(store_chain(1))
     index.set_model("a", "llama")
     index.set_model("c", "llama")
     assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("a", 0), ("a", 1)}
     assert answer(index.match(PROMPT)).keys() == {("b", 0)}
     assert len(index.match(PROMPT, Namespace(model="qwen"))) == 0
-    Feed(index, "c")(chain(1))
+    Feed(index, "c")(store_chain(1))
     index.set_model("a", None)
     assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("c", 0)}
 
@@ -389,7 +395,7 @@ def test_model_labels_are_walls(index: PrefixIndex, feed: Feed) -> None:
 
 def test_tiers_are_cumulative_along_the_prefix(index: PrefixIndex, feed: Feed) -> None:
     feed(
-        chain(1, 2, 3, 4),
+        store_chain(1, 2, 3, 4),
         store([2, 3, 4], [], 0, medium="CPU"),
         store([3, 4], [], 0, medium="DISK"),
         store([4], [], 0, medium="TAPE"),
@@ -414,23 +420,24 @@ def test_tiers_are_cumulative_along_the_prefix(index: PrefixIndex, feed: Feed) -
         ("tape", (0, 0, 0, 2)),
     ],
 )
-def test_a_medium_has_its_tier_whatever_its_case(
+def test_a_medium_maps_to_its_tier_regardless_of_case(
     index: PrefixIndex, feed: Feed, medium: str | None, tiers: tuple[int, ...]
 ) -> None:
-    feed(chain(1, medium=medium))
+    feed(store_chain(1, medium=medium))
     assert tiers_of(index) == tiers
     assert [tier for _, _, tier, *_ in blocks_of(index, feed.worker)] == [("gpu", "cpu", "disk", "TAPE")[tiers.index(2)]]
 
 
-def test_what_is_remote_is_no_nearer_than_a_disk(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, locality="REMOTE"))
+def test_remote_blocks_count_in_the_disk_tier(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, locality="REMOTE"))
     assert tiers_of(index) == (0, 0, 2, 2)
     assert [tier for _, _, tier, *_ in blocks_of(index, feed.worker)] == ["gpu"]
 
 
 def test_a_move_between_tiers_needs_no_tokens(index: PrefixIndex, feed: Feed) -> None:
-    """As vLLM offloads: the hash alone is announced on the CPU, then removed from the GPU, and comes back later."""
-    feed(chain(1, 2))
+    """vLLM offloads like this: it announces the hash alone on the CPU, removes the block from the GPU, and stores it again
+    later."""
+    feed(store_chain(1, 2))
     feed(store([1, 2], [], 0, medium="CPU"), removal(1, 2))
     assert tiers_of(index) == (0, 4, 4, 4)
     feed(store([1], [], 0))
@@ -442,19 +449,19 @@ def test_a_move_between_tiers_needs_no_tokens(index: PrefixIndex, feed: Feed) ->
 def test_a_hash_stored_without_tokens_waits_for_them(index: PrefixIndex, feed: Feed) -> None:
     feed(store([1], [], 0, medium="CPU"))
     assert tiers_of(index) == (0, 0, 0, 0)
-    feed(chain(1), removal(1))
+    feed(store_chain(1), removal(1))
     assert tiers_of(index) == (0, 2, 2, 2)
 
 
-# --- lives of a stream ------------------------------------------------------------------------------------------------------
+# --- incarnations of a stream ------------------------------------------------------------------------------------------------
 
 
-def test_late_events_of_an_old_incarnation_are_void(index: PrefixIndex) -> None:
+def test_late_events_of_an_old_incarnation_are_ignored(index: PrefixIndex) -> None:
     old, new = Feed(index), Feed(index, incarnation=1)
-    old(chain(1, 2))
-    late = old.batch(chain(1, 2, 3, 4))
-    assert new(chain(1)).status == "applied"
-    assert tokens_of(index, PROMPT) == 2, "the old life is forgotten with the first batch of the new one"
+    old(store_chain(1, 2))
+    late = old.batch(store_chain(1, 2, 3, 4))
+    assert new(store_chain(1)).status == "applied"
+    assert tokens_of(index, PROMPT) == 2, "the first batch of a new incarnation removes the old blocks"
     assert index.apply(late).status == "void"
     assert index.apply_payload(("a", 0), 0, 9, batch_of(stored())).status == "void"
     assert index.apply(Gap("a", 0, 9, 9, incarnation=0)).status == "void"
@@ -462,94 +469,95 @@ def test_late_events_of_an_old_incarnation_are_void(index: PrefixIndex) -> None:
     assert tokens_of(index, PROMPT) == 2
 
 
-def test_a_reset_forgets_the_stream_and_begins_again_from_0(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2), store([9], [9, 9], 2, 77))
+def test_a_reset_removes_all_blocks_of_the_stream_and_numbers_restart_at_0(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, 2), store([9], [9, 9], 2, 77))
     assert index.apply(Reset("a", 0, 1, "restart")).status == "applied"
     assert blocks_of(index, ("a", 0)) == []
     assert waiting_of(index) == 0
-    assert Feed(index, incarnation=1)(chain(1)).status == "applied"
+    assert Feed(index, incarnation=1)(store_chain(1)).status == "applied"
     assert tokens_of(index, PROMPT) == 2
 
 
-def test_a_stream_may_name_64_places_in_each_life(index: PrefixIndex, feed: Feed) -> None:
-    """Names of media and groups are a peer's words, and kept: beyond 64, stores and hashes without tokens of one life are set
-    aside and counted, places known before stay usable, other streams are not touched, and a new life begins with none."""
-    named = [f"M{number}" for number in range(66)]
-    feed(*(chain(1, medium=medium) for medium in named))
+def test_a_stream_can_use_64_placements_in_each_incarnation(index: PrefixIndex, feed: Feed) -> None:
+    """Names of media and groups come from a peer and are stored, so their number is bounded. Above 64 in one incarnation,
+    stores are rejected and counted. Placements that are already known stay usable, other streams are not affected, and a new
+    incarnation starts from zero."""
+    media = [f"M{number}" for number in range(66)]
+    feed(*(store_chain(1, medium=medium) for medium in media))
     assert index.stats().rejected == {("none", "too-many-placements"): 2}
-    assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == set(named[:64])
-    feed(store([1], [], 0, medium=named[65]), chain(1, 2, medium=named[3]))
+    assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == set(media[:64])
+    feed(store([1], [], 0, medium=media[65]), store_chain(1, 2, medium=media[3]))
     assert index.stats().rejected == {("none", "too-many-placements"): 3}
     assert tokens_of(index, PROMPT) == 4
     other = Feed(index, "b")
-    other(*(chain(1, medium=medium) for medium in named[64:]))
+    other(*(store_chain(1, medium=medium) for medium in media[64:]))
     assert {tier for _, _, tier, *_ in blocks_of(index, ("b", 0))} == {"M64", "M65"}
     index.apply(Reset("a", 0, 1, "restart"))
-    Feed(index, incarnation=1)(*(chain(1, medium=medium) for medium in named[64:]))
+    Feed(index, incarnation=1)(*(store_chain(1, medium=medium) for medium in media[64:]))
     assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == {"M64", "M65"}
     assert sum(info.rejected.get(("none", "too-many-placements"), 0) for info in index.workers() if info.source == "b") == 0
 
 
 def test_duplicates_are_ignored(index: PrefixIndex, feed: Feed) -> None:
-    """Replay overlaps with what was live: a batch applied twice would leave copies that no removal takes."""
-    batch = feed.batch(chain(1))
+    """Replay overlaps with live batches; a batch that is applied twice would leave copies that no removal takes."""
+    batch = feed.batch(store_chain(1))
     assert [index.apply(batch).status for _ in range(3)] == ["applied", "duplicate", "duplicate"]
     assert index.apply_payload(("a", 0), 0, 0, batch_of(stored())).status == "duplicate"
     assert {copies for *_, copies in blocks_of(index, feed.worker)} == {1}
 
 
-def test_a_gap_forgets_nothing_and_what_it_names_is_late(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1))
+def test_a_gap_removes_no_blocks_and_its_numbers_are_duplicates_afterwards(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1))
     late = feed.batch(removal(1))
     assert index.apply(Gap("a", 0, 1, 5)).status == "applied"
     assert index.apply(late).status == "duplicate"
     assert tokens_of(index, PROMPT) == 2
     feed.seq = 6
-    assert feed(chain(1, 2)).status == "applied"
+    assert feed(store_chain(1, 2)).status == "applied"
 
 
 def test_a_compacted_gap_is_not_counted(index: PrefixIndex, feed: Feed) -> None:
-    """The snapshot behind it has what it left out."""
-    feed(chain(1))
+    """The snapshot after the gap contains what the gap left out."""
+    feed(store_chain(1))
     assert index.apply(Gap("a", 0, 1, 5, compacted=True)).status == "applied"
     assert index.stats().gaps == 0
     feed.seq = 6
-    assert feed(chain(1, 2)).status == "applied"
+    assert feed(store_chain(1, 2)).status == "applied"
 
 
-def test_a_removed_worker_stays_removed_until_it_is_admitted(index: PrefixIndex, feed: Feed) -> None:
-    """What is still in flight when a worker leaves never brings it back; a new life does, or `admit`."""
-    feed(chain(1, 2))
+def test_a_removed_worker_stays_removed_until_it_is_readmitted(index: PrefixIndex, feed: Feed) -> None:
+    """Batches still in flight do not restore a removed worker; a new incarnation or `readmit` does."""
+    feed(store_chain(1, 2))
     assert index.remove_worker("a", 0) == 2
     assert workers_of(index) == set()
-    assert feed(chain(1)).status == "void"
+    assert feed(store_chain(1)).status == "void"
     assert index.apply(Reset("a", 0, 0, "late")).status == "void"
     assert workers_of(index) == set()
-    assert index.remove_worker("a", 0) == 0, "once more does no harm"
+    assert index.remove_worker("a", 0) == 0, "a second removal does nothing"
     index.readmit("a")
-    assert feed(chain(1)).status == "applied"
+    assert feed(store_chain(1)).status == "applied"
     index.remove_worker(("a", 0))
-    assert feed(chain(1)).status == "void"
-    assert Feed(index, incarnation=1)(chain(1, 2, 3)).status == "applied"
+    assert feed(store_chain(1)).status == "void"
+    assert Feed(index, incarnation=1)(store_chain(1, 2, 3)).status == "applied"
     assert tokens_of(index, PROMPT) == 6
 
 
 def test_removing_a_source_removes_all_its_ranks_and_no_other(index: PrefixIndex, feed: Feed) -> None:
     for each in (feed, Feed(index, "a", 3), Feed(index, "ab")):
-        each(chain(1, 2))
+        each(store_chain(1, 2))
     assert index.remove_worker("a") == 4
     assert workers_of(index) == {("ab", 0)}
     assert index.remove_worker("absent") == 0
 
 
-def test_streams_come_and_go_by_dozens(index: PrefixIndex) -> None:
-    """Numbers of streams that went are given to those that come; bitmaps over them shrink and grow."""
+def test_dozens_of_streams_can_be_removed_and_replaced(index: PrefixIndex) -> None:
+    """New streams reuse the numbers of removed ones, and the bitmaps over streams shrink and grow."""
     feeds = [Feed(index, f"engine-{number}") for number in range(130)]
     for feed in feeds:
-        feed(chain(1))
-    for gone in (*range(64, 130), 5):
-        index.remove_worker(f"engine-{gone}")
-    Feed(index, "late")(chain(1, 2))
+        feed(store_chain(1))
+    for removed in (*range(64, 130), 5):
+        index.remove_worker(f"engine-{removed}")
+    Feed(index, "late")(store_chain(1, 2))
     assert len(index.match(PROMPT)) == 64
     index.set_model("late", "llama")
     assert [hit.source for hit in index.match(PROMPT, Namespace(model="llama"))] == ["late"]
@@ -559,17 +567,17 @@ def test_streams_come_and_go_by_dozens(index: PrefixIndex) -> None:
 # --- block sizes and EAGLE --------------------------------------------------------------------------------------------------
 
 
-def test_workers_of_different_block_sizes_are_matched_side_by_side(index: PrefixIndex) -> None:
-    Feed(index, "two")(chain(1, 2, 3))
+def test_one_query_matches_workers_of_different_block_sizes(index: PrefixIndex) -> None:
+    Feed(index, "two")(store_chain(1, 2, 3))
     Feed(index, "four")(store([1, 2], PROMPT, 4))
     assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT)).items()} == {"two": 6, "four": 8}
     assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT[:7])).items()} == {"two": 6, "four": 4}
 
 
 @pytest.mark.parametrize("held", [63, 64, 65, 100])
-def test_block_sizes_of_which_one_is_looked_at_twice_are_matched_at_once(index: PrefixIndex, held: int) -> None:
-    """The first look is at 64 blocks of each size, and of 200 tokens only blocks of 2 are more: what the first look found of
-    the other size is in the answer of the second, and nothing is counted twice."""
+def test_one_query_matches_block_sizes_that_need_different_numbers_of_lookups(index: PrefixIndex, held: int) -> None:
+    """The first lookup covers 64 blocks of each size, and only blocks of 2 need a second one for 200 tokens. The final result
+    includes what the first lookup found for the other size, and counts nothing twice."""
     tokens = list(range(1000, 1200))
     Feed(index, "two")(store(range(1, held + 1), tokens[: 2 * held], 2))
     Feed(index, "four")(store(range(1, 51), tokens, 4))
@@ -579,12 +587,12 @@ def test_block_sizes_of_which_one_is_looked_at_twice_are_matched_at_once(index: 
 
 
 def test_a_block_of_another_size_continues_no_chain(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1), store([2], PROMPT[2:6], 4, 1))
+    feed(store_chain(1), store([2], PROMPT[2:6], 4, 1))
     assert tokens_of(index, PROMPT) == 2
 
 
 def test_eagle_blocks_cover_one_token_more_than_they_count(index: PrefixIndex, feed: Feed) -> None:
-    """SGLang under EAGLE sends pairs: a block of 2 is known by 3 tokens, so a prompt must show the third."""
+    """SGLang under EAGLE sends pairs of tokens: a block of 2 is identified by 3 tokens, so a prompt must contain the third."""
     pairs = list(pairwise(PROMPT))
     feed(store([1, 2], pairs[:4], 2), store([3], pairs[4:6], 2, 2))
     assert [tokens_of(index, PROMPT[:length]) for length in range(2, 9)] == [0, 2, 2, 4, 4, 6, 6]
@@ -594,14 +602,14 @@ def test_eagle_blocks_cover_one_token_more_than_they_count(index: PrefixIndex, f
     )
 
 
-def test_eagle_blocks_and_plain_ones_of_one_token_more_are_not_confused(index: PrefixIndex) -> None:
-    """Both hash the same tokens; they count them differently."""
+def test_eagle_blocks_and_plain_blocks_with_equal_tokens_are_distinct(index: PrefixIndex) -> None:
+    """Both hash the same tokens but count them differently."""
     Feed(index, "eagle")(store([1], [(1, 2), (2, 3)], 2))
     Feed(index, "plain")(store([1], [1, 2, 3], 3))
     assert {worker[0]: tiers[0] for worker, tiers in answer(index.match([1, 2, 3])).items()} == {"eagle": 2, "plain": 3}
 
 
-# --- asking -----------------------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------------
 
 BIG = [2**32 - 1, 0, 2**31, 2**16 + 1, 7, 8]
 
@@ -611,7 +619,7 @@ BIG = [2**32 - 1, 0, 2**31, 2**16 + 1, 7, 8]
     [list, tuple, lambda tokens: array("I", tokens), lambda tokens: np.array(tokens, dtype=np.uint32)],
     ids=["list", "tuple", "array-I", "numpy-uint32"],
 )
-def test_tokens_are_taken_as_a_list_an_array_or_any_buffer_of_u32(
+def test_tokens_can_be_a_list_a_tuple_or_a_buffer_of_u32(
     index: PrefixIndex, feed: Feed, given: Callable[[list[int]], Any]
 ) -> None:
     feed(store([1, 2, 3], BIG, 2))
@@ -652,14 +660,14 @@ OTHERS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("given", OTHERS.values(), ids=OTHERS.keys())
-def test_other_tokens_are_read_right_or_refused_and_never_misread(
+def test_other_token_containers_are_read_correctly_or_rejected(
     index: PrefixIndex, feed: Feed, given: Callable[[list[int]], Any]
 ) -> None:
-    feed(chain(1, 2, 3, 4))
+    feed(store_chain(1, 2, 3, 4))
     try:
         found = tokens_of(index, given(PROMPT))
     except REFUSED as refusal:
-        assert len(str(refusal)) > 10  # noqa: PT017 - refusing is one of two right answers
+        assert len(str(refusal)) > 10  # noqa: PT017 - an error is one of two correct results
     else:
         assert found == 8
 
@@ -668,9 +676,9 @@ def test_other_tokens_are_read_right_or_refused_and_never_misread(
     "tokens", [b"\1\0\0\0\2\0\0\0", bytearray(8), memoryview(b"\1\0\0\0\2\0\0\0"), "12", 7, None, 1.5, {1: 2}]
 )
 def test_an_invalid_list_of_tokens_raises(index: PrefixIndex, tokens: Any) -> None:
-    for ask in (index.match, lambda what: index.match_many([what]), lambda what: block_keys(what, 2)):
+    for query in (index.match, lambda what: index.match_many([what]), lambda what: block_keys(what, 2)):
         with pytest.raises(REFUSED, match=r"(?i)token") as refusal:
-            ask(tokens)
+            query(tokens)
         assert type(tokens).__name__ in str(refusal.value)
 
 
@@ -689,10 +697,10 @@ def test_an_invalid_list_of_tokens_raises(index: PrefixIndex, tokens: Any) -> No
     ids=repr,
 )
 def test_an_invalid_namespace_raises(index: PrefixIndex, given: Any) -> None:
-    """In one sentence that says what a namespace is, but no salt."""
-    for ask in (lambda: index.match(PROMPT, given), lambda: block_keys(PROMPT, 2, given)):
+    """The message is one sentence that says what a namespace is. It does not contain the salt."""
+    for query in (lambda: index.match(PROMPT, given), lambda: block_keys(PROMPT, 2, given)):
         with pytest.raises(TypeError, match="namespace is a Namespace with text for model and salt") as refusal:
-            ask()
+            query()
         assert type(given).__name__ in str(refusal.value)
         assert "tenant" not in str(refusal.value)
 
@@ -710,7 +718,7 @@ def test_a_token_outside_of_u32_raises(index: PrefixIndex, bad: Any) -> None:
         index.match([1, bad, 3])
 
 
-def test_a_token_outside_of_u32_in_a_wider_buffer_is_never_cut_short(index: PrefixIndex, feed: Feed) -> None:
+def test_a_token_outside_of_u32_in_a_wider_buffer_is_rejected_and_not_truncated(index: PrefixIndex, feed: Feed) -> None:
     feed(store([1], [1, 2], 2))
     for tokens in (
         np.array([2**32 + 1, 2], dtype=np.int64),
@@ -724,15 +732,15 @@ def test_a_token_outside_of_u32_in_a_wider_buffer_is_never_cut_short(index: Pref
 def test_prompts_shorter_than_a_block_match_nothing(index: PrefixIndex, feed: Feed) -> None:
     assert len(index.match([])) == len(index.match(PROMPT)) == 0
     assert index.match_many([]) == []
-    feed(chain(1, 2))
+    feed(store_chain(1, 2))
     for prompt in ([], PROMPT[:1]):
         match = index.match(prompt)
         assert (len(match), match.best, match.get("a"), list(match)) == (0, None, None, [])
 
 
-def test_a_match_names_the_best_worker_and_every_other(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1))
-    Feed(index, "b", 2)(chain(1, 2, 3, medium="CPU"))
+def test_a_match_names_the_best_worker_and_all_others(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1))
+    Feed(index, "b", 2)(store_chain(1, 2, 3, medium="CPU"))
     match = index.match(PROMPT)
     best = match.best
     assert best is not None
@@ -748,16 +756,16 @@ def test_a_match_names_the_best_worker_and_every_other(index: PrefixIndex, feed:
     assert {hit.source for hit in match} == {"a", "b"}
 
 
-def test_match_many_is_match_of_each(index: PrefixIndex, feed: Feed) -> None:
-    feed(announced(Scope(salt="t"), sglang=True), store([9], [9, 9], 2))
+def test_match_many_returns_what_match_returns_for_each_prompt(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_prompt(Scope(salt="t"), sglang=True), store([9], [9, 9], 2))
     prompts = [PROMPT, [9, 9], [], PROMPT[:5], [8, 8]]
     for scope in (Scope(), Scope(salt="t"), Scope(model="m")):
         found = index.match_many(prompts, namespace(scope))
         assert [answer(match) for match in found] == [answer(index.match(prompt, namespace(scope))) for prompt in prompts]
 
 
-def test_keys_made_elsewhere_are_matched_as_tokens_are(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2, 3))
+def test_matching_precomputed_keys_equals_matching_tokens(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, 2, 3))
     keys = block_keys(PROMPT, 2)
     for given in (keys, array("Q", keys), np.array(keys, dtype=np.uint64), tuple(keys)):
         assert answer(index.match_keys(given)) == answer(index.match_keys(given, 2)) == answer(index.match(PROMPT))
@@ -771,9 +779,9 @@ def test_invalid_keys_raise(index: PrefixIndex, keys: Any) -> None:
         index.match_keys(keys)
 
 
-def test_keys_alone_do_not_say_their_block_size(index: PrefixIndex, feed: Feed) -> None:
-    """With workers of two sizes the caller must; the refusal says so."""
-    feed(chain(1, 2))
+def test_matching_keys_needs_a_block_size_if_workers_have_several(index: PrefixIndex, feed: Feed) -> None:
+    """If workers have two block sizes, the caller must pass one; the error says so."""
+    feed(store_chain(1, 2))
     Feed(index, "four")(store([1], PROMPT[:4], 4))
     with pytest.raises(REFUSED, match="block_size"):
         index.match_keys(block_keys(PROMPT, 2))
@@ -782,7 +790,7 @@ def test_keys_alone_do_not_say_their_block_size(index: PrefixIndex, feed: Feed) 
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**40])
-def test_a_block_size_that_cannot_be_is_refused(size: int) -> None:
+def test_an_invalid_block_size_is_refused(size: int) -> None:
     with pytest.raises(REFUSED, match="block_size"):
         block_keys(PROMPT, size)
 
@@ -790,14 +798,14 @@ def test_a_block_size_that_cannot_be_is_refused(size: int) -> None:
 # --- payloads ---------------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_sent_as_strings_are_tokens(index: PrefixIndex) -> None:
-    """TensorRT-LLM may send token ids as decimal strings."""
+def test_tokens_sent_as_decimal_strings_are_read(index: PrefixIndex) -> None:
+    """TensorRT-LLM can send token ids as decimal strings."""
     payload = batch_of(stored(block_hashes=[1, 2], token_ids=[str(token) for token in PROMPT[:4]]))
     assert index.apply_payload("a", 0, 0, payload).status == "applied"
     assert tokens_of(index, PROMPT) == 4
 
 
-def test_a_bad_event_costs_neither_its_neighbours_nor_its_number(index: PrefixIndex) -> None:
+def test_an_invalid_event_is_rejected_and_the_rest_of_its_batch_is_applied(index: PrefixIndex) -> None:
     events = [
         stored(block_hashes=[1]),
         stored(block_hashes="x"),
@@ -823,7 +831,7 @@ def test_a_payload_that_is_not_a_batch_is_rejected_and_reported(index: PrefixInd
     assert index.stats().blocks == 0
 
 
-def test_a_str_names_rank_0(index: PrefixIndex) -> None:
+def test_a_source_name_alone_means_rank_0(index: PrefixIndex) -> None:
     index.apply_payload("a", 0, 0, batch_of(stored()))
     assert [hit.rank for hit in index.match([1, 2])] == [0]
     assert index.digest("a") == index.digest(("a", 0))
@@ -837,7 +845,7 @@ from kvevents.index import MAX_PAYLOAD_EXPANSION, PrefixIndex
 
 pack = msgspec.msgpack.encode
 SIZE = 1 << 19
-SLACK = 16 << 20  # arenas, and what an allocator keeps
+SLACK = 16 << 20  # arenas, and memory that the allocator retains
 
 
 def batch(body, count=1):
@@ -896,19 +904,19 @@ for kind, payload in kinds.items():
     before = peak()
     index.apply_payload("a", 0, 0, payload)
     grown = peak() - before
-    kept = index.stats().bytes
+    retained = index.stats().bytes
     limit = MAX_PAYLOAD_EXPANSION * len(payload)
-    print(f"{kind}: {len(payload)} bytes, {grown} taken, {kept} kept, limit {limit}")
-    assert kept <= limit + SLACK, kind
+    print(f"{kind}: {len(payload)} bytes, {grown} allocated, {retained} retained, limit {limit}")
+    assert retained <= limit + SLACK, kind
     assert grown <= limit + SLACK, kind
     del index
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux reports it")
-def test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size() -> None:
-    """In a process of its own, whose peak is measured afresh for each kind: what is declared is not allocated, and what is kept
-    is in proportion to what was sent."""
+def test_the_memory_of_a_hostile_payload_is_bounded_by_a_multiple_of_its_size() -> None:
+    """A separate process resets and measures its peak memory for each kind of payload. Declared lengths are not allocated, and
+    the stored data is proportional to the bytes that were sent."""
     assert 1 <= MAX_PAYLOAD_EXPANSION <= 200
     result = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, check=False, timeout=100)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -917,20 +925,20 @@ def test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size() -> 
 # --- memory -----------------------------------------------------------------------------------------------------------------
 
 
-def long_chain(first: int, count: int) -> Any:
+def store_long_chain(first: int, count: int) -> Any:
     tokens = [first + at for at in range(2 * count)]
     return store(range(first, first + count), tokens, 2)
 
 
-def test_the_memory_limit_holds_and_the_largest_worker_pays() -> None:
-    """A worker of 40 blocks keeps them while one of very many is cut down; what was evicted is counted, and what is left of a
-    prefix is true."""
+def test_the_memory_limit_holds_and_blocks_of_the_largest_worker_are_evicted() -> None:
+    """A worker with 40 blocks keeps all of them while a much larger one loses blocks. Evicted blocks are counted, and the
+    remaining prefixes still match."""
     limit = PrefixIndex().stats().bytes + 1_000_000
     index = PrefixIndex(memory_limit=limit)
     small, large = Feed(index, "small"), Feed(index, "large")
-    small(long_chain(1, 40))
+    small(store_long_chain(1, 40))
     for number in range(40):
-        large(long_chain(1_000_000 * (number + 1), 1000))
+        large(store_long_chain(1_000_000 * (number + 1), 1000))
         assert index.stats().bytes <= limit
     stats = index.stats()
     assert stats.evicted > 0
@@ -940,23 +948,24 @@ def test_the_memory_limit_holds_and_the_largest_worker_pays() -> None:
     assert stats.blocks + stats.evicted == 40_040
 
 
-def test_what_was_evicted_may_still_be_removed_and_stored_again() -> None:
-    """An engine does not know which blocks we dropped: it can remove them without an error, and new stores of them count."""
+def test_evicted_blocks_can_be_removed_and_stored_again() -> None:
+    """An engine does not know which blocks the index evicted: it can remove them without an error, and new stores of them
+    count."""
     limit = PrefixIndex().stats().bytes + 300_000
     index = PrefixIndex(memory_limit=limit)
     feed = Feed(index)
     for number in range(20):
-        feed(long_chain(1_000_000 * (number + 1), 1000))
+        feed(store_long_chain(1_000_000 * (number + 1), 1000))
     for number in range(20):
         first = 1_000_000 * (number + 1)
         assert feed(removal(*range(first, first + 1000))).status == "applied"
     assert index.stats().blocks == 0
-    feed(long_chain(1, 10))
+    feed(store_long_chain(1, 10))
     assert tokens_of(index, list(range(1, 21))) == 20
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_memory_limit_that_cannot_be_is_refused(limit: int) -> None:
+def test_an_invalid_memory_limit_is_refused(limit: int) -> None:
     with pytest.raises(REFUSED, match="memory_limit"):
         PrefixIndex(memory_limit=limit)
 
@@ -964,50 +973,51 @@ def test_a_memory_limit_that_cannot_be_is_refused(limit: int) -> None:
 # --- digest, snapshot -------------------------------------------------------------------------------------------------------
 
 
-def test_a_digest_is_of_what_is_resident_whatever_way_led_there(index: PrefixIndex) -> None:
+def test_a_digest_depends_only_on_resident_blocks_and_not_on_their_history(index: PrefixIndex) -> None:
     one, two, three = Feed(index, "one"), Feed(index, "two"), Feed(index, "three", 5)
-    one(chain(1, 2, 3))
+    one(store_chain(1, 2, 3))
     two(store([2, 3], PROMPT[2:6], 2, 1))
-    two(chain(1), store([9], [9, 9], 2))
+    two(store_chain(1), store([9], [9, 9], 2))
     assert index.digest("one") != index.digest("two")
     two(removal(9))
-    three(chain(1, 2, 3))
+    three(store_chain(1, 2, 3))
     assert index.digest("one") == index.digest("two") == index.digest(("three", 5))
     assert len(index.digest("one")) == 32
     int(index.digest("one"), 16)
 
 
 @pytest.mark.parametrize(
-    "change", [chain(1), chain(1, 2, 3), chain(1, medium="CPU"), chain(1, group_idx=1), store([7], [1, 2], 2)]
+    "change",
+    [store_chain(1), store_chain(1, 2, 3), store_chain(1, medium="CPU"), store_chain(1, group_idx=1), store([7], [1, 2], 2)],
 )
 def test_a_digest_distinguishes_copies_tiers_groups_and_hashes(index: PrefixIndex, feed: Feed, change: Any) -> None:
-    feed(chain(1, 2))
+    feed(store_chain(1, 2))
     before = index.digest("a")
     feed(change)
     assert index.digest("a") != before
 
 
-def furnished() -> PrefixIndex:
-    """An index with something of everything that a snapshot must hold."""
+def make_full_index() -> PrefixIndex:
+    """Return an index with at least one of everything that a snapshot must hold."""
     index = PrefixIndex()
     a, b = Feed(index), Feed(index, "b", 1, incarnation=3)
     a(
-        chain(1, 2, 3, **DENSE),
-        chain(1, **DENSE),
-        sparse(2, 3),
+        store_chain(1, 2, 3, **DENSE),
+        store_chain(1, **DENSE),
+        store_windows(2, 3),
         store([3], [], 0, medium="CPU"),
         store([50], [], 0, medium="CPU"),
     )
-    a(store([9], [9, 9], 2, 8), announced(Scope(lora="x", salt="t"), sglang=True), store([4], PROMPT[6:], 2, 3, **DENSE))
+    a(store([9], [9, 9], 2, 8), store_prompt(Scope(lora="x", salt="t"), sglang=True), store([4], PROMPT[6:], 2, 3, **DENSE))
     b(store([1, 2], list(pairwise(PROMPT))[:4], 2, medium="tape", locality="REMOTE", ownership="fs"))
     index.set_model("b", "llama")
-    Feed(index, "gone")(chain(1))
+    Feed(index, "gone")(store_chain(1))
     index.remove_worker("gone")
     return index
 
 
-def same(one: PrefixIndex, other: PrefixIndex) -> bool:
-    """Now, and after the same things happened to both."""
+def behave_equally(one: PrefixIndex, other: PrefixIndex) -> bool:
+    """Return whether both indexes behave equally, now and after the same events were applied to both."""
     for _ in range(2):
         for scope in (Scope(), Scope(lora="x", salt="t"), Scope(model="llama")):
             if answer(one.match(PROMPT, namespace(scope))) != answer(other.match(PROMPT, namespace(scope))):
@@ -1019,43 +1029,44 @@ def same(one: PrefixIndex, other: PrefixIndex) -> bool:
         if any(one.digest(worker) != other.digest(worker) for worker in workers_of(one)):
             return False
         for index in (one, other):
-            a, b, gone = Feed(index), Feed(index, "b", 1, incarnation=3), Feed(index, "gone")
-            a.seq, b.seq, gone.seq = 2, 0, 5
+            a, b, removed = Feed(index), Feed(index, "b", 1, incarnation=3), Feed(index, "gone")
+            a.seq, b.seq, removed.seq = 2, 0, 5
             a(store([8], [8, 8], 2), store([50], [5, 5], 2, 1, **DENSE), removal(2, group_idx=1))
             assert b(cleared()).status == "duplicate"
-            assert gone(chain(1)).status == "void"
+            assert removed(store_chain(1)).status == "void"
     return True
 
 
-def test_a_snapshot_restores_everything_in_a_file_or_a_stream(tmp_path: Path) -> None:
-    """Blocks, tiers, groups, what waits, labels, fences, numbers: a restored index goes on where the other was."""
-    index, path, stream = furnished(), tmp_path / "index.snapshot", io.BytesIO()
+def test_a_snapshot_restores_everything_from_a_file_or_a_stream(tmp_path: Path) -> None:
+    """Blocks, tiers, groups, orphans, labels, removed workers and sequence numbers are restored, so that the index continues
+    where the other one stopped."""
+    index, path, stream = make_full_index(), tmp_path / "index.snapshot", io.BytesIO()
     index.snapshot(path)
     index.snapshot(stream)
     for file in (path, str(path), io.BytesIO(stream.getvalue())):
-        original, restored = furnished(), PrefixIndex()
+        original, restored = make_full_index(), PrefixIndex()
         restored.restore(file)
-        assert same(original, restored)
-    assert not list(tmp_path.glob("*.tmp*")), "nothing is left beside the file"
+        assert behave_equally(original, restored)
+    assert not list(tmp_path.glob("*.tmp*")), "no temporary file is left"
 
 
-def test_restoring_replaces_what_was_there() -> None:
+def test_restoring_replaces_the_previous_content() -> None:
     stream = io.BytesIO()
-    furnished().snapshot(stream)
+    make_full_index().snapshot(stream)
     index = PrefixIndex()
-    Feed(index, "old")(chain(1))
+    Feed(index, "old")(store_chain(1))
     stream.seek(0)
     index.restore(stream)
     assert workers_of(index) == {("a", 0), ("b", 1)}
 
 
 def test_a_damaged_snapshot_is_refused_and_leaves_the_index_as_it_was(tmp_path: Path) -> None:
-    """Torn at any length, or with a bit turned anywhere."""
+    """The snapshot is truncated at many lengths, or has one bit flipped at many positions."""
     path = tmp_path / "index.snapshot"
-    furnished().snapshot(path)
+    make_full_index().snapshot(path)
     whole = path.read_bytes()
     index = PrefixIndex()
-    Feed(index, "mine")(chain(1, 2))
+    Feed(index, "mine")(store_chain(1, 2))
     lengths = {*range(0, len(whole), max(1, len(whole) // 97)), len(whole) - 1}
     damaged = [whole[:length] for length in sorted(lengths)]
     places = range(0, len(whole), max(1, len(whole) // 97))
@@ -1072,9 +1083,10 @@ def test_a_damaged_snapshot_is_refused_and_leaves_the_index_as_it_was(tmp_path: 
 
 
 def test_a_snapshot_of_a_newer_version_is_refused_and_says_so(tmp_path: Path) -> None:
-    """The version is a number near the beginning; whichever byte holds it, the error of a larger one names a newer version."""
+    """The version is a number in the first 16 bytes. The test increments each of them; the byte that holds the version gives an
+    error that names a newer version."""
     path = tmp_path / "index.snapshot"
-    furnished().snapshot(path)
+    make_full_index().snapshot(path)
     whole = path.read_bytes()
     messages = []
     for at in range(16):
@@ -1092,11 +1104,11 @@ def test_a_missing_snapshot_raises(tmp_path: Path) -> None:
         PrefixIndex().snapshot(tmp_path / "nowhere" / "file")
 
 
-# --- what an operator sees --------------------------------------------------------------------------------------------------
+# --- inspection -------------------------------------------------------------------------------------------------------------
 
 
-def test_everything_says_what_it_is(index: PrefixIndex, feed: Feed) -> None:
-    applied = feed(chain(1, 2))
+def test_reprs_show_the_important_values(index: PrefixIndex, feed: Feed) -> None:
+    applied = feed(store_chain(1, 2))
     match = index.match(PROMPT)
     assert "PrefixIndex" in repr(index)
     assert "2" in repr(index)
@@ -1111,14 +1123,14 @@ def test_everything_says_what_it_is(index: PrefixIndex, feed: Feed) -> None:
 
 
 def test_unknown_workers_raise(index: PrefixIndex) -> None:
-    """Asking for the blocks of an unknown worker is a mistake of the caller; an empty result would look like a real one."""
+    """Requesting the blocks of an unknown worker is a mistake of the caller; an empty result would look like a real one."""
     assert list(index.workers()) == []
-    for ask in (index.digest, index.blocks):
+    for query in (index.digest, index.blocks):
         with pytest.raises(UnknownSourceError, match="absent"):
-            ask(("absent", 0))
+            query(("absent", 0))
 
 
-def test_without_the_native_module_the_package_works_and_the_index_says_what_is_missing() -> None:
+def test_without_the_native_module_the_package_works_and_importing_the_index_names_what_is_missing() -> None:
     script = (
         "import sys; sys.modules['kvevents_native._native'] = None\n"
         "import kvevents, kvevents.compat.vllm\n"
@@ -1137,8 +1149,8 @@ def test_importing_the_package_does_not_load_the_native_module() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_layouts_in_rust_are_those_of_the_dialects() -> None:
-    """The list in Rust must not stay behind when a dialect gains a field. A clear can be about a tier or a group."""
+def test_event_layouts_in_rust_equal_those_of_the_dialects() -> None:
+    """The list in Rust must change when a dialect gains a field. A clear can name a tier or a group."""
     source = (paths.ROOT / "native" / "index" / "src" / "scan" / "layouts.rs").read_text()
     lists = {
         name: re.findall(r'"(\w+)"', body)
@@ -1157,10 +1169,10 @@ def test_the_layouts_in_rust_are_those_of_the_dialects() -> None:
     ]
 
 
-def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixIndex) -> None:
-    """A batch with both leads where either leads."""
+def test_a_batch_needs_a_payload_or_events_but_not_both(index: PrefixIndex) -> None:
+    """A batch with a payload and events leads to the same index as a batch with one of them."""
     payload = batch_of(stored(block_hashes=[1, 2], token_ids=PROMPT[:4]))
-    batch = msgspec.structs.replace(Feed(index).batch(chain(1, 2)), payload=payload)
+    batch = msgspec.structs.replace(Feed(index).batch(store_chain(1, 2)), payload=payload)
     index.apply(batch)
     index.apply(msgspec.structs.replace(batch, source="b", payload=b""))
     index.apply_payload(("c", 0), 0, 0, payload)
@@ -1168,12 +1180,12 @@ def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixInd
     assert index.digest("a") == index.digest("b") == index.digest("c")
 
 
-# --- what an operator sees
+# --- reports about workers and matches
 
 
 def test_a_worker_reports_its_block_sizes_and_its_tiers(index: PrefixIndex, feed: Feed) -> None:
-    """Both follow every event: stores, moves between tiers, removals, and a new incarnation, which has sent nothing."""
-    feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
+    """Both follow every event: stores, moves between tiers, removals, and a new incarnation that has sent nothing yet."""
+    feed(store_chain(1, 2, medium="GPU"), store_chain(1, medium="CPU"))
     (info,) = index.workers()
     assert (info.block_sizes, info.tiers) == ([2], {"gpu": 2, "cpu": 1})
     feed(store([9], range(4), 4), removal(1))
@@ -1187,24 +1199,24 @@ def test_a_worker_reports_its_block_sizes_and_its_tiers(index: PrefixIndex, feed
     assert (info.block_sizes, info.tiers) == ([], {})
 
 
-def test_a_restored_worker_reports_the_same(index: PrefixIndex, feed: Feed, tmp_path: Path) -> None:
-    feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
+def test_a_restored_worker_reports_the_same_block_sizes_and_tiers(index: PrefixIndex, feed: Feed, tmp_path: Path) -> None:
+    feed(store_chain(1, 2, medium="GPU"), store_chain(1, medium="CPU"))
     index.snapshot(tmp_path / "snapshot")
     other = PrefixIndex()
     other.restore(tmp_path / "snapshot")
     assert [(info.block_sizes, info.tiers) for info in other.workers()] == [([2], {"gpu": 2, "cpu": 1})]
 
 
-def test_rows_are_what_the_objects_say(index: PrefixIndex, feed: Feed) -> None:
-    feed(chain(1, 2, medium="GPU"), store([3], PROMPT[4:6], 2, 2, medium="CPU"))
+def test_rows_equal_the_fields_of_the_hits(index: PrefixIndex, feed: Feed) -> None:
+    feed(store_chain(1, 2, medium="GPU"), store([3], PROMPT[4:6], 2, 2, medium="CPU"))
     match = index.match(PROMPT)
     expected = [(each.source, each.rank, *(each.tiers[name] for name in ("gpu", "cpu", "disk")), each.tokens) for each in match]
     assert match.rows() == [(*each, 6, True) for each in expected] == [("a", 0, 4, 6, 6, 6, 6, True)]
 
 
 @pytest.mark.parametrize("blocks", [4_000, 40_000, 400_000])
-def test_tables_of_every_size_lose_nothing_and_keep_nothing(index: PrefixIndex, tmp_path: Path, blocks: int) -> None:
-    """How far ahead the core asks for memory depends on how large its tables are; what it holds does not."""
+def test_tables_of_any_size_lose_no_block_and_retain_no_removed_one(index: PrefixIndex, tmp_path: Path, blocks: int) -> None:
+    """How far ahead the core prefetches memory depends on the size of its tables; their content does not."""
     size, hashes = 200, np.random.default_rng(blocks).permutation(blocks) + 1_000_000
     feed = Feed(index)
     for at in range(0, blocks, size):
@@ -1212,10 +1224,10 @@ def test_tables_of_every_size_lose_nothing_and_keep_nothing(index: PrefixIndex, 
         feed(store(hashes[at : at + size].tolist(), list(range(4 * at, 4 * (at + size))), 4, parent))
     assert index.stats().blocks == blocks
     order = np.random.default_rng(1).permutation(hashes)
-    gone, left = order[: blocks // 2], order[blocks // 2 :]
-    for at in range(0, len(gone), size):
-        feed(removal(*gone[at : at + size].tolist(), 5))  # and an unknown one
-    assert (index.stats().blocks, index.stats().unknown_removals) == (len(left), len(gone) // size)
+    removed, left = order[: blocks // 2], order[blocks // 2 :]
+    for at in range(0, len(removed), size):
+        feed(removal(*removed[at : at + size].tolist(), 5))  # and an unknown one
+    assert (index.stats().blocks, index.stats().unknown_removals) == (len(left), len(removed) // size)
     assert {block.hash for block in index.blocks(feed.worker)} == set(left.tolist())
     index.snapshot(tmp_path / "snapshot")
     other = PrefixIndex()
@@ -1226,8 +1238,8 @@ def test_tables_of_every_size_lose_nothing_and_keep_nothing(index: PrefixIndex, 
     assert (index.stats().blocks, index.digest(feed.worker)) == (0, "0" * 32)
 
 
-def test_many_blocks_under_other_hashes_keep_their_place(index: PrefixIndex) -> None:
-    """A second engine with hashes of its own: its table of them grows between batches, and nothing is lost by it."""
+def test_a_second_engine_with_its_own_hashes_is_matched_in_full(index: PrefixIndex) -> None:
+    """A second engine has its own hashes. Its hash table grows between batches and loses nothing."""
     first, second = Feed(index, "a"), Feed(index, "b")
     tokens = list(range(2 * 3_000))
     for feed, offset in ((first, 1), (second, 1_000_000)):

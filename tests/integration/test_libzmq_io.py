@@ -1,4 +1,4 @@
-"""Native messages in one call are the same as those that pyzmq sends and receives."""
+"""The native module sends and receives the same messages as pyzmq, many in one call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvevents.subscriber.zmq_transport import receive_batches
 from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
-MANY = libzmq_io()
+LIBZMQ = libzmq_io()
 
-pytestmark = pytest.mark.skipif(MANY is None, reason="needs the native module, and a pyzmq whose libzmq it finds")
+pytestmark = pytest.mark.skipif(LIBZMQ is None, reason="needs the native module, and a pyzmq whose libzmq it finds")
 
 
 @contextmanager
 def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Two ends of a connection within the process, over which all messages are available at once."""
+    """Yield two connected sockets within the process; all sent messages are available at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -41,12 +41,12 @@ def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         context.destroy(linger=0)
 
 
-def test_messages_arrive_frame_by_frame() -> None:
-    """They include empty and large frames, and the highest number."""
+def test_native_sending_delivers_topic_number_and_payload_of_every_batch() -> None:
+    """The batches include empty and large payloads, and the highest sequence number."""
     batches = [(0, b"first"), (1, b""), (2**63, b"x" * 100_000), (2**64 - 1, b"last")]
     with pipe() as (sender, receiver):
-        assert MANY is not None
-        assert MANY.send(sender.underlying, TOPIC, batches) == 3 * len(batches)
+        assert LIBZMQ is not None
+        assert LIBZMQ.send(sender.underlying, TOPIC, batches) == 3 * len(batches)
         for number, payload in batches:
             assert receiver.recv_multipart(zmq.DONTWAIT) == [TOPIC, encode_seq(number), payload]
         with pytest.raises(zmq.Again):
@@ -54,16 +54,17 @@ def test_messages_arrive_frame_by_frame() -> None:
 
 
 def test_refused_frames_are_left_to_pyzmq() -> None:
-    """The call counts the frames that were sent, so that nothing is lost or sent twice, even in the middle of a message."""
+    """The call returns the number of frames that were sent, so that nothing is lost or sent twice, even in the middle of a
+    message."""
     with pipe() as (sender, receiver):
-        assert MANY is not None
-        assert MANY.send(sender.underlying, TOPIC, []) == 0
+        assert LIBZMQ is not None
+        assert LIBZMQ.send(sender.underlying, TOPIC, []) == 0
         sender.disconnect("inproc://pipe")
         sender.setsockopt(zmq.SNDTIMEO, 0)
-        assert MANY.send(sender.underlying, TOPIC, [(0, b"no consumer")]) == 0
+        assert LIBZMQ.send(sender.underlying, TOPIC, [(0, b"no consumer")]) == 0
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
-            MANY.receive(0, TOPIC, 0, 1, 1)
+            LIBZMQ.receive(0, TOPIC, 0, 1, 1)
 
 
 FRAME = st.sampled_from([b"", TOPIC, b"kv2", *map(encode_seq, range(4)), b"payload"])
@@ -73,10 +74,10 @@ MESSAGE = st.one_of(
 )
 
 
-@pytest.mark.parametrize("native", [MANY, None], ids=["native", "pyzmq"])
+@pytest.mark.parametrize("native", [LIBZMQ, None], ids=["native", "pyzmq"])
 @given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), due=st.integers(0, 8), limit=st.integers(0, 9))
 def test_a_batch_is_a_whole_message(native: Any, messages: list[list[bytes]], lead: int, due: int, limit: int) -> None:
-    """A message with more or fewer frames than topic, number and payload is not a batch."""
+    """A message with more or fewer frames than topic, sequence number and payload is not a batch."""
     sent = [[TOPIC, encode_seq(seq), b"%d" % seq] for seq in range(lead)] + messages
     expected: list[bytes] = []
     for number, message in enumerate(sent[: min(due, limit)]):
@@ -94,24 +95,24 @@ def test_a_batch_is_a_whole_message(native: Any, messages: list[list[bytes]], le
     assert drained == (limit > len(sent))
 
 
-def test_the_bytes_of_a_call_are_limited() -> None:
-    """So no other thread waits long; the next call returns the rest."""
+def test_one_call_receives_a_limited_number_of_bytes() -> None:
+    """So other threads do not wait long. The next call returns the rest."""
     with pipe() as (sender, receiver):
         for seq in range(4):
             sender.send_multipart([TOPIC, encode_seq(seq), bytes(400_000)])
-        payloads, others, drained = receive_batches(MANY, receiver, TOPIC, range(4), 4)
+        payloads, others, drained = receive_batches(LIBZMQ, receiver, TOPIC, range(4), 4)
         assert ([len(each) for each in payloads], others, drained) == ([400_000] * 3, [], False)
-        payloads, others, drained = receive_batches(MANY, receiver, TOPIC, range(3, 7), 4)
+        payloads, others, drained = receive_batches(LIBZMQ, receiver, TOPIC, range(3, 7), 4)
         assert ([len(each) for each in payloads], others, drained) == ([400_000], [], True)
 
 
 def test_a_socket_that_cannot_receive_raises() -> None:
-    """It is pyzmq that raises."""
+    """The exception is that of pyzmq."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        deaf = context.socket(zmq.PUB)
+        send_only = context.socket(zmq.PUB)
         with pytest.raises(zmq.ZMQError, match="not supported"):
-            receive_batches(MANY, deaf, TOPIC, range(4), 4)
+            receive_batches(LIBZMQ, send_only, TOPIC, range(4), 4)
     finally:
         context.destroy(linger=0)
 
@@ -139,21 +140,21 @@ def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
         server.close()
 
 
-class _Half:
+class _PartialSender:
     """Behaves like a libzmq that refuses the second frame of the second message."""
 
-    def __init__(self, outlet: EventSocket) -> None:
-        self._outlet = outlet
+    def __init__(self, event_socket: EventSocket) -> None:
+        self._event_socket = event_socket
 
     def send(self, socket: int, topic: bytes, batches: list[tuple[int, bytes]]) -> int:
-        assert MANY is not None
-        done = MANY.send(socket, topic, batches[:1])
-        self._outlet._socket.send(topic, zmq.SNDMORE)
+        assert LIBZMQ is not None
+        done = LIBZMQ.send(socket, topic, batches[:1])
+        self._event_socket._socket.send(topic, zmq.SNDMORE)
         return done + 1
 
 
-def test_a_message_that_was_sent_in_part_is_completed() -> None:
-    """pyzmq sends the rest, from the refused frame on."""
+def test_pyzmq_completes_a_message_that_was_sent_in_part() -> None:
+    """pyzmq sends the rest, beginning with the refused frame."""
     server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -163,9 +164,9 @@ def test_a_message_that_was_sent_in_part_is_completed() -> None:
         consumer.connect(server.endpoint)
         while not server.subscribers:
             server.poll()
-        outlet = server._events
-        assert isinstance(outlet, EventSocket)
-        outlet._native = _Half(outlet)  # type: ignore[assignment]
+        event_socket = server._events
+        assert isinstance(event_socket, EventSocket)
+        event_socket._native = _PartialSender(event_socket)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]
         server.send(batches)
         assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]
@@ -175,7 +176,7 @@ def test_a_message_that_was_sent_in_part_is_completed() -> None:
 
 
 def test_only_a_loaded_libzmq_is_used() -> None:
-    """A file that is not loaded, or has no libzmq, raises an error with the reason; then pyzmq does everything."""
+    """A file that is not loaded, or that has no libzmq, raises an error with the reason; pyzmq is used instead."""
     code = """
 import ctypes, sys
 from kvevents_native import _native

@@ -1,4 +1,5 @@
-"""The load of engines over real sockets: the newest reading counts, for a bounded time, and nothing else of it can do harm."""
+"""Tests of `LoadSubscriber` with real sockets: it returns the newest load of an engine for a bounded time, and rejects invalid
+readings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ DEADLINE = 20.0
 
 
 class Engine:
-    """The load socket of an engine, as SGLang opens it."""
+    """Publishes load on a socket like the one that SGLang opens."""
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,10 +60,10 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     found.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end, pause = time.monotonic() + DEADLINE, threading.Event()
-    while not holds():
-        assert time.monotonic() < end, "it did not happen in time"
+    while not condition():
+        assert time.monotonic() < end, "the condition did not hold in time"
         pause.wait(0.005)
 
 
@@ -73,7 +74,7 @@ def test_the_newest_reading_is_returned_with_its_age(engine: Engine) -> None:
         engine.await_subscriber()
         for running in range(5):
             engine.send(EngineLoad(running, 0, 0, 0))
-        until(lambda: loads.load(WORKER) == EngineLoad(4, 0, 0, 0))
+        wait_until(lambda: loads.load(WORKER) == EngineLoad(4, 0, 0, 0))
         reading = loads.readings()[WORKER]
         assert (reading.received, reading.rejected) == (5, 0)
         assert reading.age is not None
@@ -81,14 +82,14 @@ def test_the_newest_reading_is_returned_with_its_age(engine: Engine) -> None:
         assert loads.load(("b", 0)) is None
 
 
-def test_a_silent_engine_has_no_load_after_a_while(engine: Engine) -> None:
+def test_the_load_of_an_engine_that_stops_sending_expires(engine: Engine) -> None:
     with LoadSubscriber(
         [LoadSource(engine.endpoint, "a")], settings=LoadSettings(max_age_seconds=0.2, poll_seconds=0.1)
     ) as loads:
         engine.await_subscriber()
         engine.send(EngineLoad(1, 0, 0, 0))
-        until(lambda: loads.readings()[WORKER].received == 1)
-        until(lambda: loads.load(WORKER) is None)
+        wait_until(lambda: loads.readings()[WORKER].received == 1)
+        wait_until(lambda: loads.load(WORKER) is None)
         reading = loads.readings()[WORKER]
         assert reading.load is None
         assert reading.age is not None
@@ -99,14 +100,14 @@ def test_invalid_messages_are_counted_and_change_nothing(engine: Engine) -> None
     with LoadSubscriber([LoadSource(engine.endpoint, "a")]) as loads:
         engine.await_subscriber()
         engine.send(EngineLoad(7, 0, 0, 0))
-        until(lambda: loads.readings()[WORKER].received == 1)
+        wait_until(lambda: loads.readings()[WORKER].received == 1)
         for frames in ([b"load"], [b"load", b"1", b"x"], [b"load", bytes(8), b"\xc1"], [b"load", bytes(8), b"\x90" * 5_000]):
             engine.send_frames(*frames)
-        until(lambda: loads.readings()[WORKER].rejected == 4)
+        wait_until(lambda: loads.readings()[WORKER].rejected == 4)
         assert loads.load(WORKER) == EngineLoad(7, 0, 0, 0)
 
 
-def test_streams_are_added_and_removed_while_others_go_on(engine: Engine, tmp_path: Path) -> None:
+def test_streams_can_be_added_and_removed_while_others_continue(engine: Engine, tmp_path: Path) -> None:
     other = Engine(f"ipc://{tmp_path}/other")
     try:
         with LoadSubscriber() as loads:
@@ -117,26 +118,26 @@ def test_streams_are_added_and_removed_while_others_go_on(engine: Engine, tmp_pa
             other.await_subscriber()
             engine.send(EngineLoad(1, 0, 0, 0))
             other.send(EngineLoad(2, 0, 0, 0))
-            until(lambda: loads.load(WORKER) is not None and loads.load(("c", 1)) == EngineLoad(2, 0, 0, 0))
+            wait_until(lambda: loads.load(WORKER) is not None and loads.load(("c", 1)) == EngineLoad(2, 0, 0, 0))
             loads.remove(("c", 1))
             loads.remove(("c", 1))
             assert loads.load(("c", 1)) is None
             loads.add(LoadSource(other.endpoint, "a"))
-            assert loads.load(WORKER) is None, "another stream takes its place"
+            assert loads.load(WORKER) is None, "the load of the former endpoint is dropped"
             assert set(loads.readings()) == {("a", 0), ("b", 0)}
 
             def is_connected() -> bool:
                 other.send(EngineLoad(3, 0, 0, 0))
                 return loads.load(WORKER) is not None
 
-            until(is_connected)
+            wait_until(is_connected)
             assert loads.load(WORKER) == EngineLoad(3, 0, 0, 0)
     finally:
         other.close()
     loads.close()
 
 
-def test_wrong_settings_are_readable_errors() -> None:
+def test_invalid_settings_raise_errors_that_name_the_setting() -> None:
     with pytest.raises(ConfigError, match="max_age_seconds"):
         LoadSettings(max_age_seconds=0)
     with pytest.raises(ConfigError, match="poll_seconds 5: expected less than max_age_seconds"):
@@ -151,7 +152,7 @@ def test_wrong_settings_are_readable_errors() -> None:
 
 
 def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path) -> None:
-    """The endpoint is what the engine's server names. A source whose load endpoint cannot be used is followed without it."""
+    """The registration names the load endpoint. A source whose load endpoint is invalid is followed without its load."""
     fleet = Fleet(PrefixIndex(), max_sources=4)
     fleet.follower.start()
     try:
@@ -164,7 +165,7 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
         assert member.view().load is None
         engine.await_subscriber()
         engine.send(EngineLoad(3, 2, 50, 100, waiting_uncached_tokens=7))
-        until(lambda: member.view().load is not None)
+        wait_until(lambda: member.view().load is not None)
         shown = member.view().load
         assert shown is not None
         assert (shown.running, shown.waiting, shown.waiting_uncached_tokens, shown.used_tokens) == (3, 2, 7, 50)
@@ -181,7 +182,7 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
 
 @pytest.mark.parametrize(("port", "expected"), [(5559, "tcp://10.0.0.1:5560"), (None, None), (65_535, None), (-3, None)])
 def test_discovery_reads_the_load_endpoint_of_sglang(port: int | None, expected: str | None) -> None:
-    """Rank 1 is one port higher; a port that does not exist costs the load and not the source."""
+    """Rank 1 is one port higher. If the port does not exist, the source has no load but is still discovered."""
     answer = {"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2, "load_endpoint_port_base": port}}
     found = parse_server_info(answer, "10.0.0.1")
     assert found.endpoints[1].load == expected
@@ -202,64 +203,66 @@ QUICK = LoadSettings(max_age_seconds=0.5, poll_seconds=0.05, request_seconds=0.3
 
 
 def test_a_server_is_polled_once_for_all_its_ranks(server: LoadServer) -> None:
-    """One request brings the load of both; what changes is read again; a rank that is removed is not read."""
+    """One request returns the load of both ranks. Changes are read by later requests; a removed rank has no load."""
     sources = [LoadSource(server.url, "a", rank) for rank in range(2)]
     with LoadSubscriber(sources, settings=LoadSettings(poll_seconds=0.05)) as loads:
-        until(lambda: None not in {loads.load(("a", 0)), loads.load(("a", 1))})
+        wait_until(lambda: None not in {loads.load(("a", 0)), loads.load(("a", 1))})
         assert loads.load(("a", 0)) == EngineLoad(3, 2, 2_048, 8_192, rank=0)
         assert loads.load(("a", 1)) == EngineLoad(1, 0, 4_096, 8_192, rank=1)
         readings = loads.readings()
         assert abs(readings["a", 0].received - readings["a", 1].received) <= 1
         assert set(server.requests) == {"/metrics"}
         server.body = RECORDED.replace(b"} 3.0", b"} 11.0")
-        until(lambda: (found := loads.load(("a", 0))) is not None and found.running == 11)
+        wait_until(lambda: (found := loads.load(("a", 0))) is not None and found.running == 11)
         loads.remove(("a", 0))
         assert loads.load(("a", 0)) is None
         loads.remove(("a", 1))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvevents-load")]
 
 
-def test_a_server_that_fails_is_unknown_and_comes_back(server: LoadServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_load_of_a_failing_server_is_unknown_until_it_recovers(
+    server: LoadServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "kvevents.subscriber.load_polling")
     with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK) as loads:
-        until(lambda: loads.load(WORKER) is not None)
+        wait_until(lambda: loads.load(WORKER) is not None)
         server.status = 503
-        until(lambda: loads.load(WORKER) is None)
+        wait_until(lambda: loads.load(WORKER) is None)
         reading = loads.readings()[WORKER]
         assert reading.fault == f"{server.url}/metrics answers with status 503"
         assert reading.rejected > 0
         server.status, server.body = 200, b"# nothing\n"
-        until(lambda: "has no vllm:num_requests_running" in loads.readings()[WORKER].fault)
+        wait_until(lambda: "has no vllm:num_requests_running" in loads.readings()[WORKER].fault)
         server.release.clear()
-        until(lambda: loads.readings()[WORKER].fault.endswith("does not answer in time"))
+        wait_until(lambda: loads.readings()[WORKER].fault.endswith("does not answer in time"))
         server.body = RECORDED
         server.release.set()
-        until(lambda: loads.load(WORKER) is not None)
+        wait_until(lambda: loads.load(WORKER) is not None)
         assert loads.readings()[WORKER].fault == ""
-        until(lambda: len(caplog.records) == 2)
+        wait_until(lambda: len(caplog.records) == 2)
     sentences = [record.getMessage() for record in caplog.records]
     assert sentences == [
         f"the load of an engine is unknown: {server.url}/metrics answers with status 503",
         f"the load of an engine is known again: {server.url}/metrics",
-    ], "once when it begins, and once when it ends"
+    ], "the fault is logged once when it begins and once when it ends"
 
 
-def test_an_answer_that_is_too_large_and_a_server_that_is_not_there_are_unknown(server: LoadServer) -> None:
+def test_the_load_is_unknown_if_the_response_is_too_large_or_nothing_listens(server: LoadServer) -> None:
     server.body = b"#" * (MAX_METRICS_BYTES + 1)
     sources = [LoadSource(server.url, "a"), LoadSource(f"http://127.0.0.1:{quiet_port()}", "b")]
     with LoadSubscriber(sources, settings=QUICK) as loads:
-        until(lambda: "bytes" in loads.readings()[WORKER].fault)
-        until(lambda: "does not answer" in loads.readings()["b", 0].fault)
+        wait_until(lambda: "bytes" in loads.readings()[WORKER].fault)
+        wait_until(lambda: "does not answer" in loads.readings()["b", 0].fault)
         assert loads.load(WORKER) is loads.load(("b", 0)) is None
 
 
-def test_a_server_that_hangs_delays_neither_others_nor_the_end(server: LoadServer) -> None:
+def test_a_server_that_hangs_delays_neither_other_servers_nor_closing(server: LoadServer) -> None:
     other = LoadServer()
     try:
         server.release.clear()
         settings = LoadSettings(poll_seconds=0.05, request_seconds=DEADLINE)
         with LoadSubscriber([LoadSource(server.url, "a"), LoadSource(other.url, "b")], settings=settings) as loads:
-            until(lambda: loads.load(("b", 0)) is not None)
+            wait_until(lambda: loads.load(("b", 0)) is not None)
             assert loads.load(WORKER) is None
             assert loads.readings()[WORKER].fault == f"nothing has arrived from {server.url} yet"
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which modules the hot paths pass: a published batch, a live batch, and a query."""
+"""Tests which modules the hot paths pass: a published batch, a live batch, and a query."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from kvevents.subscriber import Subscriber
 
 ROOT = f"{Path(kvevents.__file__).parent}/"
 LIMITS = StreamLimits(idle_before_probe=1_000.0)
-"""No check is due meanwhile."""
+"""No probe of an idle stream is due during a test."""
 SECONDS = 30.0
 JSON = {"Content-Type": "application/json"}
 
 
 class PassedModules:
-    """The modules of the package whose functions were called in the threads that record, in order, while `is_recording`."""
+    """Records the modules of the package whose functions are called in the recording threads, in order, while
+    `is_recording`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.is_recording = False
         self.thread = ""
-        """Name of the only thread that counts; empty for all of them."""
+        """Name of the only thread that is recorded; empty to record all threads."""
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         file = frame.f_code.co_filename
@@ -62,7 +63,7 @@ class PassedModules:
 
 @pytest.fixture
 def in_threads() -> Iterator[PassedModules]:
-    """What threads pass that the test starts."""
+    """Record the modules that the threads started by the test pass."""
     passed = PassedModules()
     threading.setprofile(passed)
     yield passed
@@ -71,7 +72,7 @@ def in_threads() -> Iterator[PassedModules]:
 
 @pytest.fixture
 def in_test() -> Iterator[PassedModules]:
-    """What the test's own thread passes."""
+    """Record the modules that the test's own thread passes."""
     passed, former = PassedModules(), sys.getprofile()
     sys.setprofile(passed)
     yield passed
@@ -82,8 +83,10 @@ def batch(number: int) -> KVEventBatch:
     return KVEventBatch(1.0, [BlockStored([number], None, [number] * 16, 16)])
 
 
-def test_few_modules_are_between_a_socket_and_an_application(in_threads: PassedModules, in_test: PassedModules) -> None:
-    """A developer that follows one batch through the code reads them all."""
+def test_a_batch_passes_few_modules_between_a_socket_and_an_application(
+    in_threads: PassedModules, in_test: PassedModules
+) -> None:
+    """A developer who follows one batch through the code reads these modules."""
     publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     source = Source(publisher.endpoint, publisher.replay_endpoint)
     try:
@@ -115,13 +118,13 @@ def test_few_modules_are_between_a_socket_and_an_application(in_threads: PassedM
         "wire/encode.py",
         "publisher/replay_buffer.py",
         "publisher/event_server.py",
-    }, "stats are for the log, a few times per second"
+    }, "stats are logged a few times per second"
 
 
-def test_few_modules_prepare_a_query_and_none_answers_it(in_threads: PassedModules, in_test: PassedModules) -> None:
-    """The native server answers from a table of the fleet, which these modules write when the fleet changes."""
+def test_few_python_modules_prepare_queries_and_none_answers_them(in_threads: PassedModules, in_test: PassedModules) -> None:
+    """The native server answers queries from a table of the fleet. These modules write the table when the fleet changes."""
 
-    def ask(port: int) -> int:
+    def query(port: int) -> int:
         with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
             connection.request("POST", "/v1/match", json.dumps({"model": "m", "tokens": list(range(48))}), JSON)
             return connection.getresponse().status
@@ -136,7 +139,7 @@ def test_few_modules_prepare_a_query_and_none_answers_it(in_threads: PassedModul
             with in_test.record():
                 service.data_plane.publish()
             with in_threads.record():
-                status = await asyncio.to_thread(ask, listening.getsockname()[1])
+                status = await asyncio.to_thread(query, listening.getsockname()[1])
         await service.data_plane.close()
         service.fleet.follower.subscriber.close()
         return status
@@ -149,5 +152,5 @@ def test_few_modules_prepare_a_query_and_none_answers_it(in_threads: PassedModul
         "weights.py",
         "service/fleet.py",
         "service/service.py",
-    ], "the last one writes the answers of probes"
+    ], "the last module writes the responses to health probes"
     assert in_threads.names == []

@@ -1,4 +1,5 @@
-"""Native code in a forked child, which has no other thread of its parent, and whose copied locks are never released."""
+"""Tests of native code in a forked child. The child has no other thread of its parent, and its copies of held locks are never
+released."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ pytestmark = [
 ]
 
 
-def faults_of(look: Callable[[], list[str]]) -> str:
-    """What `look` finds wrong in a forked child."""
+def find_faults_in_child(check: Callable[[], list[str]]) -> str:
+    """Return the faults that `check` finds in a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             try:
-                faults = look()
+                faults = check()
             except BaseException as error:  # noqa: BLE001 - sent to the parent
                 faults = [repr(error)]
             os.write(writing, "; ".join(faults).encode())
@@ -40,36 +41,36 @@ def faults_of(look: Callable[[], list[str]]) -> str:
         finally:
             os._exit(status)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        found = said.read()
+    with os.fdopen(reading) as read_end:
+        found = read_end.read()
     os.waitpid(child, 0)
     return found
 
 
 @contextmanager
-def busy(index: PrefixIndex) -> Iterator[None]:
-    """Restores a snapshot in another thread, which stands still in the middle of it, with locks."""
+def restoring(index: PrefixIndex) -> Iterator[None]:
+    """Restore a snapshot in another thread, which stops in the middle of it and holds its locks."""
     saved = BytesIO()
     index.snapshot(saved)
-    held, go_on = threading.Event(), threading.Event()
+    is_reading, may_continue = threading.Event(), threading.Event()
 
     class Slow(BytesIO):
         def read(self, size: int | None = -1, /) -> bytes:
-            held.set()
-            go_on.wait()
+            is_reading.set()
+            may_continue.wait()
             return super().read(size)
 
     thread = threading.Thread(target=index.restore, args=(Slow(saved.getvalue()),))
     thread.start()
-    held.wait()
+    is_reading.wait()
     try:
         yield
     finally:
-        go_on.set()
+        may_continue.set()
         thread.join()
 
 
-def test_an_index_is_refused_in_a_forked_child_and_works_on_in_its_parent() -> None:
+def test_an_index_raises_in_a_forked_child_and_still_works_in_the_parent() -> None:
     index = PrefixIndex()
     feed = Feed(index)
     feed(store(range(1, 3_001), range(3_000), 1))
@@ -99,69 +100,69 @@ def test_an_index_is_refused_in_a_forked_child_and_works_on_in_its_parent() -> N
         "speculate": lambda: index.speculate("a", [1]),
     }
 
-    def look() -> list[str]:
+    def check() -> list[str]:
         faults = []
         for name, call in calls.items():
             with suppress(ForkedError):
                 faults.append(f"{name} answered {call()!r}")
         return faults
 
-    with busy(index):
-        assert faults_of(look) == ""
+    with restoring(index):
+        assert find_faults_in_child(check) == ""
     assert tokens_of(index, [0, 1]) == 2
 
 
-def test_a_forked_child_makes_an_index_of_its_own_while_threads_of_its_parent_make_theirs() -> None:
-    """The memory of all indexes is one pool, which another thread may be changing at any moment."""
+def test_a_forked_child_can_create_an_index_while_threads_of_the_parent_create_theirs() -> None:
+    """All indexes share one memory pool, which another thread may be changing when the process forks."""
     stop = threading.Event()
 
-    def churn() -> None:
+    def create_indexes() -> None:
         while not stop.is_set():
             Feed(PrefixIndex())(store(range(1, 3_001), range(3_000), 1))
 
-    def look() -> list[str]:
+    def check() -> list[str]:
         for _ in range(20):
             index = PrefixIndex()
             Feed(index)(store(range(1, 3_001), range(3_000), 1))
             if tokens_of(index, list(range(3_000))) != 3_000:
-                return ["it does not match"]
+                return ["the prompt does not match in full"]
         return []
 
-    thread = threading.Thread(target=churn)
+    thread = threading.Thread(target=create_indexes)
     thread.start()
     try:
         for _ in range(20):
-            assert faults_of(look) == ""
+            assert find_faults_in_child(check) == ""
     finally:
         stop.set()
         thread.join()
 
 
-def test_dropping_in_a_forked_child_waits_for_no_thread() -> None:
-    kept = [PrefixIndex()]
+def test_dropping_native_objects_in_a_forked_child_does_not_block() -> None:
+    indexes = [PrefixIndex()]
     history = [_native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])]
 
-    def look() -> list[str]:
-        kept.clear()
+    def check() -> list[str]:
+        indexes.clear()
         history.clear()
         gc.collect()
         return []
 
-    def forked() -> None:
-        with busy(kept[0]):
-            assert faults_of(look) == ""
+    def check_in_child() -> None:
+        with restoring(indexes[0]):
+            assert find_faults_in_child(check) == ""
 
-    history[0]._locked(forked)
+    history[0]._locked(check_in_child)
 
 
-def test_a_history_is_refused_in_a_forked_child() -> None:
+def test_a_compactor_raises_in_a_forked_child() -> None:
     history = _native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
 
-    def look() -> list[str]:
+    def check() -> list[str]:
         try:
             return [f"it has {history.live}"]
         except ForkedError:
             return []
 
-    history._locked(lambda: faults_of(look) == "" or pytest.fail("it was not refused"))
+    history._locked(lambda: find_faults_in_child(check) == "" or pytest.fail("it was not refused"))
     assert history.live == 0

@@ -1,4 +1,4 @@
-"""Attestations of an engine behind a plane: replicas of a real service, built from the log of a real NATS server."""
+"""Tests of cache attestations behind a plane: a real service builds replicas from the log of a real NATS server."""
 
 from __future__ import annotations
 
@@ -45,43 +45,45 @@ def fill(engine: AttestingEngine, first: int, count: int = 60) -> None:
             engine.publish(BlockRemoved([number], "GPU"), BlockRemoved([number], "CPU"))
 
 
-def until_attested(service: Service, engine: AttestingEngine) -> dict[str, Any]:
-    """Wait until a replica has all blocks of the engine and says that its engine attests them."""
+def wait_until_attested(service: Service, engine: AttestingEngine) -> dict[str, Any]:
+    """Wait until a replica has all blocks of the engine and reports that the engine attests them."""
     blocks = len({hash_ for hash_, _ in engine.cache} | set(engine.elsewhere))
 
-    def look() -> dict[str, Any] | None:
+    def find_attested() -> dict[str, Any] | None:
         found = service.sources().get(("one", 0))
         return found if found and found["blocks"] == blocks and found["trust"]["attested"] else None
 
-    return until(f"{blocks} attested blocks", look)
+    return until(f"{blocks} attested blocks", find_attested)
 
 
-def test_replicas_are_attested_through_a_failover_and_a_late_start(server: NatsServer, engine: AttestingEngine) -> None:
-    """A second bridge takes over from the log's end. A replica that starts then has a snapshot, and pages after it."""
+def test_replicas_are_attested_after_a_failover_and_after_a_late_start(server: NatsServer, engine: AttestingEngine) -> None:
+    """A second bridge takes over from the end of the log. A replica that starts late reads a snapshot and the pages after
+    it."""
     plane = plane_at(server.url, name="attested", partitions=1)
     flags = ("--nats", server.url, "--plane", "attested", "--snapshot-seconds", "0.3")
     with ExitStack() as first, serving(*flags, "--replica-name", "a") as early:
         first.enter_context(bridging(plane, watch_of(engine), name="first"))
         fill(engine, 0)
-        until_attested(early, engine)
+        wait_until_attested(early, engine)
         with bridging(plane, watch_of(engine), name="second"):
             first.close()
             fill(engine, 100)
-            until_attested(early, engine)
+            wait_until_attested(early, engine)
             engine.publish(AllBlocksCleared())
             fill(engine, 200)
-            until_attested(early, engine)
+            wait_until_attested(early, engine)
             with serving(*flags, "--replica-name", "b") as late:
-                found = until_attested(late, engine)
+                found = wait_until_attested(late, engine)
             assert found["trust"]["state"] == "EXACT"
 
 
-def test_a_replica_says_that_the_engine_has_other_blocks(server: NatsServer, engine: AttestingEngine) -> None:
-    """It is DEGRADED while the engine attests what it has not announced. Its index is what the log says, so it is kept."""
+def test_a_replica_reports_that_the_engine_holds_other_blocks(server: NatsServer, engine: AttestingEngine) -> None:
+    """The replica is DEGRADED while the engine attests blocks that it has not announced. Its index keeps all blocks, because it
+    agrees with the log."""
     plane = plane_at(server.url, name="unattested", partitions=1)
     with bridging(plane, watch_of(engine)), serving("--nats", server.url, "--plane", "unattested") as service:
         fill(engine, 0)
-        until_attested(service, engine)
+        wait_until_attested(service, engine)
         engine.keep_a_secret(77)
 
         def reasons() -> list[str]:
@@ -93,5 +95,5 @@ def test_a_replica_says_that_the_engine_has_other_blocks(server: NatsServer, eng
         assert "own cache" in service.trust("one")[1]
         assert service.source("one")["blocks"] > 0
         engine.keep_a_secret(0)
-        until_attested(service, engine)
+        wait_until_attested(service, engine)
         assert "unattested" not in reasons()

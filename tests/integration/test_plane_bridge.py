@@ -1,4 +1,5 @@
-"""Bridges on a real NATS server: the log has all events of the engines, whichever bridge writes or is killed."""
+"""Tests of bridges on a real NATS server: the log has all events of the engines, regardless of which bridge writes or is
+killed."""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
         assert bridge.status().written == 500
         assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
-        engine.say()  # the others may all have come by replay
+        engine.say()  # the other batches may all have been replayed
         log.until("trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"EXACT"})
 
 
-# --- two of them
+# --- two bridges
 
 
 def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
-    """Both follow the same engines and both write; nothing is there twice, and neither does it alone."""
+    """Both bridges follow the same engines and both write. The log has no batch twice, and each bridge writes a part."""
     with (
         TalkingEngine("e1") as one,
         TalkingEngine("e2") as two,
@@ -60,7 +61,7 @@ def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
         assert a.status().written + b.status().written == one.truth.count + two.truth.count
         assert a.status().invalid_records == b.status().invalid_records == 0
         log.until(
-            "both to be sure", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH
+            "both to be EXACT", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH
         )
 
 
@@ -69,14 +70,15 @@ EXACT_BOTH = {"a": "EXACT", "b": "EXACT"}
 
 @pytest.mark.parametrize("batches", [1, 50, 200])
 def test_a_bridge_that_is_killed_loses_nothing(plane: PlaneSettings, batches: int) -> None:
-    """By itself, at several moments: another one finds what it has left, and the engine has the rest."""
+    """A single bridge is killed at several moments. Its successor continues from the log and replays the rest from the
+    engine."""
     with TalkingEngine() as engine, engine.talking():
         log = Log(plane)
         with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
             log.until("some of it", lambda log: len(log.numbers()) >= batches)
             first.kill()
         seen = engine.truth.count
-        until("more to be said", lambda: engine.truth.count > seen + 20, SECONDS)
+        until("more batches", lambda: engine.truth.count > seen + 20, SECONDS)
         with bridging(plane, engine.watch, name="second"):
             log.until("all of it", lambda log: len(log.numbers()) > seen + 20)
             assert log.numbers() == list(range(len(log.numbers())))
@@ -84,14 +86,14 @@ def test_a_bridge_that_is_killed_loses_nothing(plane: PlaneSettings, batches: in
             assert not [each for each in log.events if isinstance(each, Reset)]
 
 
-def test_one_of_two_may_be_killed_and_come_back(plane: PlaneSettings) -> None:
+def test_one_of_two_bridges_can_be_killed_and_restarted(plane: PlaneSettings) -> None:
     with TalkingEngine() as engine:
         log = Log(plane)
         with engine.talking(), bridging(plane, engine.watch, name="stays"):
             for _ in range(2):
                 with BridgeProcess(plane, engine, name="dies").wait_until_ready() as dies:
                     before = engine.truth.count
-                    log.until("the other one's word", lambda log: "dies" in reports_by_bridge(log))
+                    log.until("the report of the other bridge", lambda log: "dies" in reports_by_bridge(log))
                     log.until("some more", lambda log, before=before: len(log.numbers()) > before + 20)
                     dies.kill()
         with bridging(plane, engine.watch, name="dies"):
@@ -100,10 +102,10 @@ def test_one_of_two_may_be_killed_and_come_back(plane: PlaneSettings) -> None:
         assert not [each for each in log.events if isinstance(each, Reset)]
 
 
-# --- in reserve
+# --- standby
 
 
-def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSettings) -> None:
+def test_a_standby_bridge_writes_nothing_while_another_writes(plane: PlaneSettings) -> None:
     with (
         TalkingEngine() as engine,
         bridging(plane, engine.watch, name="active") as active,
@@ -114,13 +116,13 @@ def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSetti
         settled(Log(plane), engine)
         assert (active.status().written, reserve.status().written) == (engine.truth.count, 0)
         until(
-            "nothing to wait in reserve",
+            "empty queues on standby",
             lambda: not any(partition.queued_records for partition in reserve.status().partitions),
             SECONDS,
         )
 
 
-def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSettings) -> None:
+def test_a_standby_bridge_takes_over_when_the_active_one_is_killed(plane: PlaneSettings) -> None:
     with TalkingEngine() as engine:
         log = Log(plane)
         with (
@@ -136,8 +138,9 @@ def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSett
         assert log.flaws == (0, 0)
 
 
-def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings) -> None:
-    """While it is stopped the reserve takes over, and the engine restarts; then it has batches of an old one to write."""
+def test_a_paused_bridge_writes_no_stale_batches_when_it_resumes(plane: PlaneSettings) -> None:
+    """While the active bridge is paused, the standby takes over and the engine restarts. The active bridge then resumes with
+    batches of the old incarnation."""
     with TalkingEngine() as engine:
         log = Log(plane)
         with (
@@ -154,17 +157,20 @@ def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings
             settled(log, engine)
             active.resume()
             with engine.talking():
-                log.until("its word on this life", lambda log: reports_by_bridge(log).get("active", NOTHING).trust == "EXACT")
-                log.until("some more", lambda log: log.events and numbers_now(log) > 100)
+                log.until(
+                    "its report on this incarnation",
+                    lambda log: reports_by_bridge(log).get("active", NoReport).trust == "EXACT",
+                )
+                log.until("some more", lambda log: log.events and last_number(log) > 100)
             settled(log, engine)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
 
 
-class NOTHING:
+class NoReport:
     trust = ""
 
 
-def numbers_now(log: Log) -> int:
+def last_number(log: Log) -> int:
     last = [each for each in log.events if isinstance(each, RawBatch)][-1]
     return last.seq
 
@@ -174,23 +180,24 @@ def numbers_now(log: Log) -> int:
 
 @pytest.mark.parametrize("bridges", [1, 2])
 def test_an_engine_that_restarts_begins_a_new_incarnation(plane: PlaneSettings, bridges: int) -> None:
-    """With one `Reset`, however many bridges see it; late batches of the old life are void."""
+    """The log has one `Reset`, regardless of how many bridges see the restart. Late batches of the old incarnation are
+    ignored."""
     names = [f"b{at}" for at in range(bridges)]
     with TalkingEngine() as engine:
         log = Log(plane)
-        with BridgesOf(plane, engine, names):
-            for life in range(1, 4):
+        with BridgesOfEngine(plane, engine, names):
+            for restarts in range(1, 4):
                 engine.say(40)
                 settled(log, engine)
                 engine.restart()
                 engine.say(3)
                 settled(log, engine)
                 resets = [each.incarnation for each in log.events if isinstance(each, Reset)]
-                assert resets == list(range(1, life + 1))
+                assert resets == list(range(1, restarts + 1))
 
 
-class BridgesOf:
-    """Several bridges of one engine."""
+class BridgesOfEngine:
+    """Runs several bridges of one engine."""
 
     def __init__(self, plane: PlaneSettings, engine: TalkingEngine, names: list[str]) -> None:
         self._running = [
@@ -206,8 +213,8 @@ class BridgesOf:
 
 
 @pytest.mark.parametrize("count", [40, 41])
-def test_a_restart_that_no_bridge_has_seen_is_noticed_by_the_next_one(plane: PlaneSettings, count: int) -> None:
-    """The new incarnation may be as long as the old one: its bytes distinguish it."""
+def test_a_bridge_notices_a_restart_that_happened_while_none_ran(plane: PlaneSettings, count: int) -> None:
+    """The new incarnation may be as long as the old one: the bytes of its batches differ."""
     with TalkingEngine() as engine:
         log = Log(plane)
         with bridging(plane, engine.watch):
@@ -223,8 +230,8 @@ def test_a_restart_that_no_bridge_has_seen_is_noticed_by_the_next_one(plane: Pla
 # --- what engines and others send
 
 
-def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Path) -> None:
-    """Also where the bridge is killed between two pieces, and another one goes on."""
+def test_batches_larger_than_a_message_are_split_and_joined(tmp_path: Path) -> None:
+    """The batch is also complete if a bridge is killed between two fragments and another bridge continues."""
     large = 1 << 20
     with nats_server(tmp_path, max_payload=64 << 10) as small, TalkingEngine() as engine:
         plane = plane_at(small.url)
@@ -247,14 +254,14 @@ def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Pa
 
 
 @pytest.mark.parametrize("bridges", [1, 2])
-def test_a_batch_that_no_bridge_has_is_one_gap(plane: PlaneSettings, bridges: int) -> None:
-    """It is also a reason to trust less."""
+def test_a_batch_that_no_bridge_received_is_logged_as_one_gap(plane: PlaneSettings, bridges: int) -> None:
+    """The stream is DEGRADED afterwards."""
     names = [f"b{at}" for at in range(bridges)]
-    with TalkingEngine() as engine, BridgesOf(plane, engine, names):
+    with TalkingEngine() as engine, BridgesOfEngine(plane, engine, names):
         engine.say(10)
         log = Log(plane).until("the first of it", lambda log: len(log.numbers()) == 10)
         with held(engine.publisher):
-            pass  # it has burnt a number
+            pass  # uses up a number
         engine.say(10)
         log.until("the rest", lambda log: log.numbers()[-1] >= 20)
         assert log.numbers() == [each for each in range(log.numbers()[-1] + 1) if each != 10]
@@ -264,27 +271,30 @@ def test_a_batch_that_no_bridge_has_is_one_gap(plane: PlaneSettings, bridges: in
         assert all("lost" in report.reason for report in reports_by_bridge(log).values())
 
 
-# --- engines that are gone
+# --- engines that are unreachable
 
 
-def test_an_engine_that_is_gone_leaves_and_comes_back_with_a_new_incarnation(plane: PlaneSettings) -> None:
+def test_an_unreachable_engine_leaves_and_returns_with_a_new_incarnation(plane: PlaneSettings) -> None:
     with TalkingEngine() as engine, TalkingEngine("other") as other:
         log = Log(plane)
         with bridging(plane, engine.watch, other.watch, dead_seconds=0.3):
-            for life in (1, 2):
+            for restarts in (1, 2):
                 engine.say(10)
                 settled(log, engine)
                 engine.end()
-                log.until("it to leave", lambda log, life=life: [type(event) for event in log.events].count(StreamLeft) == life)
+                log.until(
+                    "it to leave",
+                    lambda log, restarts=restarts: [type(event) for event in log.events].count(StreamLeft) == restarts,
+                )
                 engine.restart()
                 engine.say(5)
                 settled(log, engine)
-                assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, life + 1))
+                assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, restarts + 1))
         assert {each.key for each in log.events if isinstance(each, StreamLeft)} == {("engine", 0)}
 
 
-def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
-    """It is the network that is suspected; and an engine that is gone by itself leaves afterwards."""
+def test_engines_that_become_unreachable_all_at_once_do_not_leave(plane: PlaneSettings) -> None:
+    """The bridges suspect the network. An engine that is unreachable after the suspicion ends leaves."""
     engines = [TalkingEngine(f"e{at}") for at in range(4)]
     log = Log(plane)
     with bridging(plane, *(engine.watch for engine in engines), dead_seconds=0.3) as bridge:
@@ -293,30 +303,30 @@ def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
         settled(log, *engines)
         for engine in engines[:3]:
             engine.end()
-        until("suspicion", lambda: bridge.status().suspicion, SECONDS)
+        until("the suspicion", lambda: bridge.status().suspicion, SECONDS)
         assert bridge.status().suspicion.endswith("of 4 engines are unreachable")
         pages = len(log.read().pages)
-        # Beats go on for longer than any would need to leave.
+        # Heartbeats continue for longer than an engine needs to leave.
         log.until("some time", lambda log: len(log.pages) > pages + 10)
         assert not [each for each in log.events if isinstance(each, StreamLeft)]
         engines[0].restart()
         engines[0].say(3)
-        until("no suspicion", lambda: not bridge.status().suspicion, SECONDS)
-        log.until("two to leave", lambda log: gone(log) >= {"e1", "e2"})
+        until("the end of the suspicion", lambda: not bridge.status().suspicion, SECONDS)
+        log.until("two to leave", lambda log: find_departed_sources(log) >= {"e1", "e2"})
         settled(log, engines[0], engines[3])
-        assert gone(log) == {"e1", "e2"}
+        assert find_departed_sources(log) == {"e1", "e2"}
     for engine in engines:
         engine.end()
 
 
-def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> None:
-    """Until that one is gone as well."""
+def test_an_engine_that_another_bridge_reaches_does_not_leave(plane: PlaneSettings) -> None:
+    """The engine leaves when that bridge is gone as well."""
     with refusing() as nowhere, TalkingEngine() as engine, TalkingEngine("other") as other:
         log = Log(plane)
-        apart = Watch(Source(nowhere, None, name="engine"), b"card")
+        unreachable = Watch(Source(nowhere, None, name="engine"), b"card")
         with (
             BridgeProcess(plane, engine, name="reaches").wait_until_ready() as reaches,
-            bridging(plane, apart, other.watch, name="does not", dead_seconds=0.3),
+            bridging(plane, unreachable, other.watch, name="does not", dead_seconds=0.3),
         ):
             engine.say(10)
             settled(log, engine)
@@ -327,12 +337,13 @@ def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> No
             log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
 
 
-def gone(log: Log) -> set[str]:
+def find_departed_sources(log: Log) -> set[str]:
     return {each.key[0] for each in log.events if isinstance(each, StreamLeft)}
 
 
 def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> None:
-    """It was taken out of the settings while no bridge ran; the log still says of each bridge that it reaches the engine."""
+    """The engine is removed from the settings while no bridge runs. The log still has reports of both bridges that they reach
+    it."""
     engines = [TalkingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
@@ -345,19 +356,20 @@ def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> 
         bridging(plane, *watches[1:], name="a", unclaimed_seconds=0.5) as one,
         bridging(plane, *watches[1:], name="b", unclaimed_seconds=0.5),
     ):
-        log.until("it to leave", lambda log: gone(log) == {"e0"})
+        log.until("it to leave", lambda log: find_departed_sources(log) == {"e0"})
         for engine in engines[1:]:
             engine.say(3)
         settled(log, *engines[1:])
         until("it to be seen", lambda: one.status().unclaimed == 0, SECONDS)
-    assert gone(log) == {"e0"}
+    assert find_departed_sources(log) == {"e0"}
     assert not [each for each in log.events if isinstance(each, Reset)]
     for engine in engines:
         engine.end()
 
 
-def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
-    """Also those that it does not reach, and those that are more than half of all: bridges are missing then, or misled."""
+def test_engines_that_a_running_bridge_follows_do_not_leave(plane: PlaneSettings) -> None:
+    """This includes engines that the bridge does not reach, and engines that are more than half of all: in that case bridges
+    are missing or misconfigured."""
     engines = [TalkingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
@@ -367,22 +379,22 @@ def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
                 engine.say(10)
             settled(log, *engines)
             engines[1].end()
-            log.until("doubt", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
+            log.until("less trust", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
             log.until("some time", lambda log: len(log.pages) > pages + 20)
             assert one.status().unclaimed == 0
         until("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
         pages = len(log.read().pages)
         log.until("some time", lambda log: len(log.pages) > pages + 10)
-        assert gone(log) == set()
+        assert find_departed_sources(log) == set()
         with bridging(plane, *watches[2:], name="b"):
-            log.until("the only one to leave", lambda log: gone(log) == {"e1"})
+            log.until("the unreachable engine to leave", lambda log: find_departed_sources(log) == {"e1"})
     for engine in engines:
         engine.end()
 
 
-def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettings) -> None:
-    """Each may believe that the other one keeps it."""
+def test_an_engine_leaves_if_two_bridges_drop_it_at_once(plane: PlaneSettings) -> None:
+    """Each bridge could assume that the other one still follows the engine."""
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
         log = Log(plane)
         names = ("a", "b")
@@ -396,13 +408,14 @@ def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettin
         log.until("trust of both", lambda log: set(reports_by_bridge(log, "e2")) == set(names))
         for bridge, thread in zip(bridges, running, strict=True):
             thread.call(lambda bridge=bridge: bridge.watch([one.watch]))
-        log.until("it to leave", lambda log: gone(log) == {"e2"})
+        log.until("it to leave", lambda log: find_departed_sources(log) == {"e2"})
         for thread in running:
             thread.end()
 
 
-def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
-    """A new card begins no new incarnation, nor does another address of the same engine; an unlisted engine leaves."""
+def test_the_watched_engines_can_change(plane: PlaneSettings) -> None:
+    """A new registration does not begin a new incarnation, and neither does another address of the same engine. An engine that
+    is no longer listed leaves."""
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
         log = Log(plane)
         bridge = Bridge(BridgeSettings(plane=plane, name="bridge", heartbeat_seconds=0.2), [one.watch])
@@ -419,7 +432,9 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
             settled(log, one)
         two.say(10)
         settled(log, two)
-        log.until("the card", lambda log: log.states[log.layout.partition_of("e1")].streams["e1", 0].registration == b"new")
+        log.until(
+            "the registration", lambda log: log.states[log.layout.partition_of("e1")].streams["e1", 0].registration == b"new"
+        )
         running.call(lambda: bridge.watch([moved]))
         log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
         assert [each.key for each in log.events if isinstance(each, StreamLeft)] == [("e2", 0)]
@@ -428,26 +443,26 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
 
 
 def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:
-    """It is counted, and reported once."""
+    """Every such message is counted, and one is logged."""
     with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
         log = Log(plane)
         partition = log.layout.partition_of("engine")
 
-        async def meddle(js: JetStreamContext) -> None:
+        async def publish_garbage(js: JetStreamContext) -> None:
             for _ in range(3):
                 await js.publish(log.layout.subject(partition), b"hello")
 
         for _ in range(2):
             engine.say(10)
             settled(log, engine)
-            with_js(plane, meddle)
+            with_js(plane, publish_garbage)
         engine.say(10)
         settled(log, engine)
         until("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
     assert sum("is not a page" in record.message for record in caplog.records) == 1
 
 
-def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: PlaneSettings) -> None:
+def test_an_engine_that_cannot_be_followed_does_not_affect_other_engines(plane: PlaneSettings) -> None:
     wrong = Watch(Source(f"ipc:///{'long' * 50}", name="wrong"))
     with TalkingEngine() as engine, bridging(plane, wrong, engine.watch) as bridge:
         engine.say(10)
@@ -458,29 +473,29 @@ def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: Pl
         assert not bridge.status().failure
 
 
-def test_what_the_log_has_no_room_for_is_refused_at_once(plane: PlaneSettings) -> None:
+def test_names_and_registrations_that_are_too_large_for_the_log_are_refused(plane: PlaneSettings) -> None:
     settings = BridgeSettings(plane=plane, name="bridge")
-    for source, card in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_REGISTRATION_BYTES + 1))):
+    for source, registration_bytes in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_REGISTRATION_BYTES + 1))):
         with pytest.raises(ConfigError, match=r"engine|card"):
-            Bridge(settings, [Watch(Source("tcp://127.0.0.1:1", name=source), card)])
+            Bridge(settings, [Watch(Source("tcp://127.0.0.1:1", name=source), registration_bytes)])
 
 
-def test_cards_of_the_largest_size_are_written(tmp_path: Path) -> None:
-    """Into the smallest messages that a plane takes."""
-    card = bytes(MAX_REGISTRATION_BYTES)
+def test_registrations_of_the_largest_size_are_written(tmp_path: Path) -> None:
+    """They fit into the smallest messages that a plane accepts."""
+    registration_bytes = bytes(MAX_REGISTRATION_BYTES)
     with nats_server(tmp_path, max_payload=24 << 10) as small, TalkingEngine() as engine:
-        watches = [Watch(Source(engine.publisher.endpoint, None, name=f"{at}" * 500), card) for at in range(4)]
+        watches = [Watch(Source(engine.publisher.endpoint, None, name=f"{at}" * 500), registration_bytes) for at in range(4)]
         with bridging(plane_at(small.url), engine.watch, *watches):
             engine.say(5)
             log = settled(Log(plane_at(small.url)), engine)
-            log.until("the cards", lambda log: sum(len(state.registrations()) for state in log.states.values()) == 5)
+            log.until("the registrations", lambda log: sum(len(state.registrations()) for state in log.states.values()) == 5)
 
 
-# --- its life
+# --- start and stop
 
 
-def test_a_fault_of_its_own_ends_it_with_one_clear_error(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No group of exceptions, and no traceback of a thread."""
+def test_an_internal_fault_ends_a_bridge_with_one_clear_error(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is not a group of exceptions, and no thread prints a traceback."""
 
     def fail(self: object) -> None:
         raise ZeroDivisionError("of the test")
@@ -492,11 +507,13 @@ def test_a_fault_of_its_own_ends_it_with_one_clear_error(plane: PlaneSettings, m
         running.end()
 
 
-def test_it_can_be_stopped_before_it_has_read_its_partitions(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: object) -> None:
+def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
+    plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_for_ever(self: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("kvevents.plane.partition_reader.PartitionReader.run", never)
+    monkeypatch.setattr("kvevents.plane.partition_reader.PartitionReader.run", wait_for_ever)
     running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
     until("it to begin", lambda: running.what.status().partitions, SECONDS)
     running.end()

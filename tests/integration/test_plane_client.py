@@ -1,4 +1,4 @@
-"""Differences of `PlaneClient` from nats-py's client, shown with a scripted server."""
+"""Tests of the differences between `PlaneClient` and the client of nats-py, with a scripted server."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
-"""Attempts follow at once, so that no test waits for a pause."""
+"""The client reconnects almost at once, so that no test waits for a pause."""
 
 
 class Script:
-    """A server of NATS that greets, answers pings, and says what a test wants it to."""
+    """A NATS server that sends its INFO, answers pings, and sends the lines that a test chooses."""
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {"server_id": "x", "version": "2.11.0", "max_payload": 1 << 20, "headers": True}
         self.connections = 0
-        self.nonsense: list[bytes] = []
-        """Said to a connection, one after another, in the place of a greeting."""
+        self.bad_greetings: list[bytes] = []
+        """Sent instead of an INFO, one to each new connection."""
         self.has_lines = asyncio.Condition()
         self.lines: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -44,12 +44,12 @@ class Script:
             for task in self._tasks:
                 await within(task)
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._writer
         self._writer.write(line.encode() + b"\r\n")
 
     def greet(self) -> None:
-        self.say("INFO " + json.dumps(self.info))
+        self.send("INFO " + json.dumps(self.info))
 
     async def wait_for(self, start: bytes) -> None:
         async def has_lines() -> None:
@@ -64,8 +64,8 @@ class Script:
         self._tasks.append(task)
         self._writer = writer
         self.connections += 1
-        if self.nonsense:
-            writer.write(self.nonsense.pop(0))
+        if self.bad_greetings:
+            writer.write(self.bad_greetings.pop(0))
             writer.close()
             return
         self.greet()
@@ -92,31 +92,31 @@ class States:
 
 
 async def round_trip(client: PlaneClient) -> None:
-    """All that the server has said before is known after."""
+    """Wait until the client has processed everything that the server has sent before."""
     await within(client.flush())
 
 
-async def test_servers_that_have_left_the_cluster_are_forgotten() -> None:
-    """Those that were configured never are."""
+async def test_servers_that_have_left_the_cluster_are_removed() -> None:
+    """Configured servers are never removed."""
     script = Script()
     script.info["connect_urls"] = ["10.0.0.1:4222", "10.0.0.2:4222"]
     async with script.serving() as settings, open_client(settings, name="test") as client:
-        own = [client.servers[0].netloc]
+        configured = [client.servers[0].netloc]
         assert sorted(url.netloc for url in client.servers[1:]) == ["10.0.0.1:4222", "10.0.0.2:4222"]
         script.info["connect_urls"] = ["10.0.0.2:4222", "10.0.0.3:4222"]
         script.greet()
         await round_trip(client)
-        assert sorted(url.netloc for url in client.servers) == sorted([*own, "10.0.0.2:4222", "10.0.0.3:4222"])
+        assert sorted(url.netloc for url in client.servers) == sorted([*configured, "10.0.0.2:4222", "10.0.0.3:4222"])
 
 
 @pytest.mark.parametrize(
     "reason",
     ["Stale Connection", "User Authentication Expired", "Account Authentication Expired", "Secure Connection - TLS Required"],
 )
-async def test_whatever_a_server_says_the_client_comes_back(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_client_reconnects_after_any_error_of_the_server(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     script, states = Script(), States()
     async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
-        script.say(f"-ERR '{reason}'")
+        script.send(f"-ERR '{reason}'")
         await within(states.back.wait())
         await round_trip(client)
         assert script.connections == 2
@@ -124,27 +124,27 @@ async def test_whatever_a_server_says_the_client_comes_back(reason: str, caplog:
     assert sum(record.getMessage().endswith(f"'{reason.lower()}'") for record in caplog.records) == 1
 
 
-async def test_no_answer_ends_the_attempts_to_come_back() -> None:
-    """Neither one that is too long, nor one that cannot be read, nor none."""
+async def test_invalid_greetings_do_not_end_the_attempts_to_reconnect() -> None:
+    """The answers are too long, invalid, not an INFO, or empty."""
     script, states = Script(), States()
     script.info["connect_urls"] = []
     async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
-        script.nonsense = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
-        script.say("-ERR 'Stale Connection'")
+        script.bad_greetings = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
+        script.send("-ERR 'Stale Connection'")
         await within(states.back.wait())
         await round_trip(client)
         assert script.connections == 7
     assert states.all == ["connected", "reconnecting", "connected", "closed"]
 
 
-async def test_a_permission_that_is_missing_ends_the_requests_that_need_it() -> None:
-    """And no other, nor the connection."""
+async def test_a_missing_permission_fails_only_the_requests_that_need_it() -> None:
+    """Other requests and the connection continue."""
     script = Script()
     async with script.serving() as settings, open_client(settings, name="test") as client:
         refused = [asyncio.create_task(client.request("Lane.1", b"", timeout=60)) for _ in range(2)]
         other = asyncio.create_task(client.request("lane.10", b"", timeout=60))
         await script.wait_for(b"PUB lane.10 ")
-        script.say("-ERR 'Permissions Violation for Publish to \"Lane.1\"'")
+        script.send("-ERR 'Permissions Violation for Publish to \"Lane.1\"'")
         for task in refused:
             with pytest.raises(NotPermittedError, match=r"this user must not publish to 'Lane.1'"):
                 await within(task)
@@ -153,27 +153,27 @@ async def test_a_permission_that_is_missing_ends_the_requests_that_need_it() -> 
         other.cancel()
         with pytest.raises(asyncio.CancelledError):
             await other
-        with pytest.raises(PlaneError) as caught, map_errors("asking"):
+        with pytest.raises(PlaneError) as caught, map_errors("requesting"):
             await client.request("lane.2", b"", timeout=0.01)
         assert caught.value.fault == "timeout"
         assert script.connections == 1
 
 
-def stuck(client: PlaneClient) -> bool:
-    """Whether the system takes no more of what was written."""
+def is_stuck(client: PlaneClient) -> bool:
+    """Return whether the system accepts no more of the written bytes."""
     transport: Any = client._transport
     return transport._io_writer.transport.get_write_buffer_size() > 1 << 16  # type: ignore[no-any-return]
 
 
-async def test_publishing_to_a_server_that_takes_nothing_can_be_cancelled() -> None:
-    """At once, and by a task that goes on to publish otherwise."""
-    taken = asyncio.Event()
+async def test_publishing_to_a_server_that_reads_nothing_can_be_cancelled() -> None:
+    """Cancelling takes effect at once."""
+    may_close = asyncio.Event()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"max_payload": 1048576}\r\n')
         await reader.readuntil(b"PING\r\n")
         writer.write(b"PONG\r\n")
-        await taken.wait()
+        await may_close.wait()
         writer.close()
 
     async def flood(client: PlaneClient) -> None:
@@ -186,18 +186,18 @@ async def test_publishing_to_a_server_that_takes_nothing_can_be_cancelled() -> N
         client = PlaneClient()
         await client.connect([*settings.addresses], pending_size=1 << 20)
         task = asyncio.create_task(flood(client))
-        while not stuck(client):
+        while not is_stuck(client):
             await asyncio.wait([task], timeout=0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await within(task)
         client.abort()
         await within(client.close())
-        taken.set()
+        may_close.set()
 
 
 async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
-    """Before anything is asked of JetStream, in a sentence that says what to do."""
+    """The check comes before any request to JetStream, and the message says what to do."""
     script = Script()
     script.info["version"] = "2.10.29"
     async with script.serving() as settings, open_client(settings, name="test") as client:
@@ -209,10 +209,10 @@ async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.15.1-RC.1", "3.0.0", "built-here"])
-async def test_newer_servers_and_builds_without_a_number_are_asked(version: str) -> None:
+async def test_newer_servers_and_builds_without_a_version_number_are_accepted(version: str) -> None:
     script = Script()
     script.info["version"] = version
     async with script.serving() as settings, open_client(settings, name="test") as client:
-        asking = asyncio.create_task(require_jetstream(client))
+        query = asyncio.create_task(require_jetstream(client))
         await script.wait_for(b"PUB $JS.API.INFO")
-        asking.cancel()
+        query.cancel()

@@ -1,8 +1,7 @@
-"""Servers whose clock is set, an hour forward and back, while bridges write, replicas read and leases are held.
+"""Tests of servers whose clock is set, an hour forward and back, while bridges write, replicas read and leases are held.
 
-What a server's clock is asked for is when messages came, until when entries of leases live, and which ids it remembers. Nothing
-that is said of the engines depends on it.
-"""
+A server uses its clock for the time of messages, the expiry of lease entries, and its memory of message ids. Nothing in the log
+about engines depends on it."""
 
 from __future__ import annotations
 
@@ -35,18 +34,18 @@ def clock(tmp_path: Path) -> ServersClock:
     return ServersClock(tmp_path)
 
 
-def shift_of(server: NatsServer) -> float:
-    """By how much a server's clock differs from this process's."""
+def read_clock_shift(server: NatsServer) -> float:
+    """Return how many seconds the server's clock is ahead of this process's."""
     return (datetime.fromisoformat(server.read("varz")["now"]) - datetime.now(UTC)).total_seconds()
 
 
 def set_clock(clock: ServersClock, servers: list[NatsServer], seconds: int) -> None:
     clock.set(seconds)
-    until("the servers' clock", lambda: all(abs(shift_of(server) - seconds) < HOUR / 2 for server in servers), SECONDS)
+    until("the servers' clock", lambda: all(abs(read_clock_shift(server) - seconds) < HOUR / 2 for server in servers), SECONDS)
 
 
-def serve_through_it(clock: ServersClock, servers: list[NatsServer], plane: PlaneSettings) -> None:
-    """Two bridges and two replicas, through an hour forward, two back, and one forward."""
+def serve_while_the_clock_changes(clock: ServersClock, servers: list[NatsServer], plane: PlaneSettings) -> None:
+    """Run two bridges and two replicas while the clock is set an hour forward, two back, and one forward."""
     with TalkingEngine() as engine, ExitStack() as stack:
         publisher = engine.publisher
         registration = Registration(
@@ -63,28 +62,30 @@ def serve_through_it(clock: ServersClock, servers: list[NatsServer], plane: Plan
             for seconds in (0, HOUR, -HOUR, 0):
                 set_clock(clock, servers, seconds)
                 before = len(log.read().numbers(engine.name))
-                log.until("more in the log", lambda log, before=before: len(log.numbers(engine.name)) > before + 20)
-                until("replicas", lambda: all(each.is_exact for each in replicas), SECONDS)
+                log.until("more batches in the log", lambda log, before=before: len(log.numbers(engine.name)) > before + 20)
+                until("exact replicas", lambda: all(each.is_exact for each in replicas), SECONDS)
         settled(log, engine)
-        until("the truth", lambda: {each.digest for each in replicas} == {engine.truth.digest}, SECONDS)
+        until("the engine's digest", lambda: {each.digest for each in replicas} == {engine.truth.digest}, SECONDS)
         assert all(each.is_exact for each in replicas)
         assert log.numbers(engine.name) == list(range(engine.truth.count))
 
 
-def test_a_server_whose_clock_is_set_loses_nothing(clock: ServersClock, tmp_path: Path) -> None:
+def test_nothing_is_lost_when_the_clock_of_a_server_is_set(clock: ServersClock, tmp_path: Path) -> None:
     with nats_server(tmp_path / "nats", command=clock.command) as server:
-        serve_through_it(clock, [server], PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20))
+        serve_while_the_clock_changes(
+            clock, [server], PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20)
+        )
 
 
-def test_a_server_of_a_cluster_whose_clock_is_another_one_loses_nothing(clock: ServersClock, tmp_path: Path) -> None:
-    """One of three, whether it leads the partition or not: the others have the right time."""
+def test_nothing_is_lost_when_one_server_of_a_cluster_has_a_wrong_clock(clock: ServersClock, tmp_path: Path) -> None:
+    """One of three servers has a wrong clock, and may or may not lead the partition. The others have the right time."""
     with nats_cluster(tmp_path / "nats", each={"n1": {"command": clock.command}}) as cluster:
         plane = PlaneSettings(servers=cluster.urls, partitions=1, partition_bytes=64 << 20, copies=3)
-        serve_through_it(clock, [cluster.nodes["n1"]], plane)
+        serve_while_the_clock_changes(clock, [cluster.nodes["n1"]], plane)
 
 
-def test_a_server_that_comes_back_with_another_time_has_all_it_had(clock: ServersClock, tmp_path: Path) -> None:
-    """As a machine whose clock was lost while it was off."""
+def test_a_server_that_restarts_with_another_time_has_all_its_data(clock: ServersClock, tmp_path: Path) -> None:
+    """The machine has lost the time of its clock while it was off."""
     with nats_server(tmp_path / "nats", command=clock.command) as server, TalkingEngine() as engine:
         plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20)
         log = Log(plane)
@@ -96,7 +97,7 @@ def test_a_server_that_comes_back_with_another_time_has_all_it_had(clock: Server
                 clock.set(seconds)
                 engine.say(20)
                 server.start()
-                assert abs(shift_of(server) - seconds) < HOUR / 2
+                assert abs(read_clock_shift(server) - seconds) < HOUR / 2
                 settled(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
@@ -108,23 +109,23 @@ def timed(clock: ServersClock, tmp_path: Path) -> Iterator[NatsServer]:
 
 
 @pytest.mark.parametrize("seconds", [HOUR, -HOUR])
-def test_a_lease_is_had_after_its_length_whatever_the_servers_clock_is(
+def test_a_lease_can_be_acquired_after_its_duration_whatever_the_clock_of_the_server_shows(
     clock: ServersClock, timed: NatsServer, seconds: int
 ) -> None:
-    """Set back, the server would keep it for an hour more; set forward, the earlier holder knows it by its next renewal.
+    """If its clock is set back, the server would keep the entry for an hour more. If it is set forward, the former holder
+    learns the loss with its next renewal.
 
-    Holders use clocks of the test, so no more of their time passes than the test says.
-    """
+    Holders use clocks of the test, so their time passes only as the test says."""
 
     async def main() -> None:
-        async with bucket(timed, name="clock", ttl=LEASE) as made:
-            mine, theirs = Clock(), Clock()
-            one = made.lease("here", seconds=LEASE, clock=mine)
-            two = made.lease("there", seconds=LEASE, clock=theirs)
+        async with bucket(timed, name="clock", ttl=LEASE) as lease_bucket:
+            own_clock, other_clock = Clock(), Clock()
+            one = lease_bucket.lease("here", seconds=LEASE, clock=own_clock)
+            two = lease_bucket.lease("there", seconds=LEASE, clock=other_clock)
             assert await one.acquire()
             set_clock(clock, [timed], seconds)
-            await two.acquire()  # which it is if the server has let the entry expire by now, and not before
-            theirs.now += LEASE
+            await two.acquire()  # succeeds only if the server has already expired the entry
+            other_clock.now += LEASE
             assert await two.acquire()
             assert not await one.renew()
             assert not one.is_held

@@ -1,4 +1,4 @@
-"""Connections to real NATS servers: every way in, every way to be refused, and back again after each kind of fault."""
+"""Tests of connections to real NATS servers: every login, every rejection, and the reconnect after each kind of fault."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
-"""Attempts follow at once, so that no test waits for a pause."""
+"""The client reconnects almost at once, so that no test waits for a pause."""
 pytestmark = needs_nats
-PASSWORD = "p@ss/word%"  # noqa: S105 - of a server of the test's own
+PASSWORD = "p@ss/word%"  # noqa: S105 - for a server that the test starts
 IN_URL = "p%40ss%2Fword%25"
 TOKEN = "t0ken-of-the-test"  # noqa: S105 - as above
 USER = Key.new()
@@ -58,10 +58,10 @@ class States:
         assert self.all == list(states)
 
 
-async def until(what: str, look: Callable[[], bool]) -> None:
-    """A look at every turn of the event loop, and every 10 ms."""
+async def until(what: str, condition: Callable[[], bool]) -> None:
+    """Wait until `condition` returns true; check every 10 ms."""
     end = monotonic() + 20
-    while not look():
+    while not condition():
         assert monotonic() < end, f"waited for {what}"
         await asyncio.sleep(0.01)
 
@@ -70,14 +70,14 @@ def settings_of(server: NatsServer, **fields: Any) -> PlaneSettings:
     return PlaneSettings(**{"servers": (server.url,), "connection": IMPATIENT, **fields})
 
 
-async def refused(settings: PlaneSettings) -> PlaneError:
+async def connect_and_fail(settings: PlaneSettings) -> PlaneError:
     with pytest.raises(PlaneError) as caught:
         await connect(settings, name="test")
     return caught.value
 
 
-async def publishes(client: PlaneClient) -> bool:
-    """Whether what is published comes back."""
+async def can_publish(client: PlaneClient) -> bool:
+    """Return whether a published message is delivered to its subscriber."""
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox)
     await client.publish(inbox, b"x")
@@ -89,7 +89,7 @@ async def flood(client: PlaneClient) -> None:
         await client.publish("flood", bytes(100_000))
 
 
-# --- ways in -----------------------------------------------------------------------------------------------------------------
+# --- logins ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", name="plain")
@@ -100,7 +100,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServe
 
 @pytest.fixture(scope="module", name="users")
 def server_of_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """Users by password and by NKey; one that may only read; and an account that has no JetStream."""
+    """Run a server with users by password and by NKey, one user that may only read, and an account without JetStream."""
     reads = {"publish": {"allow": ["$JS.API.CONSUMER.>"]}, "subscribe": ["_INBOX.>"]}
     users = [{"user": "a", "password": PASSWORD}, {"nkey": USER.public}]
     users.append({"user": "reader", "password": PASSWORD, "permissions": reads})  # type: ignore[dict-item]
@@ -124,33 +124,34 @@ def seed_file(tmp_path: Path) -> str:
     return str(tmp_path / "seed")
 
 
-async def comes_in(settings: PlaneSettings) -> None:
+async def connect_and_publish(settings: PlaneSettings) -> None:
     async with open_client(settings, name="test") as client:
         await require_jetstream(client)
-        assert await publishes(client)
+        assert await can_publish(client)
 
 
-async def test_a_server_that_asks_for_nothing(plain: NatsServer) -> None:
-    await comes_in(settings_of(plain))
+async def test_a_server_without_authentication_accepts_a_client_without_login(plain: NatsServer) -> None:
+    await connect_and_publish(settings_of(plain))
 
 
-async def test_a_password_in_the_url(users: NatsServer) -> None:
-    """With characters that a URL cannot have as they are."""
-    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"a:{IN_URL}"),)))
+async def test_a_password_in_the_url_is_accepted(users: NatsServer) -> None:
+    """The password has characters that must be escaped in a URL."""
+    await connect_and_publish(PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"a:{IN_URL}"),)))
 
 
-async def test_a_token(tokens: NatsServer) -> None:
-    """Before the host, or as a setting of its own."""
-    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(tokens.url_of(TOKEN),)))
-    await comes_in(settings_of(tokens, token=TOKEN))
+async def test_a_token_in_the_url_or_the_settings_is_accepted(tokens: NatsServer) -> None:
+    """The token is in the URL, or a setting of its own."""
+    await connect_and_publish(PlaneSettings(connection=IMPATIENT, servers=(tokens.url_of(TOKEN),)))
+    await connect_and_publish(settings_of(tokens, token=TOKEN))
 
 
-async def test_an_nkey(users: NatsServer, seed: str) -> None:
-    await comes_in(settings_of(users, nkey=seed))
+async def test_an_nkey_is_accepted(users: NatsServer, seed: str) -> None:
+    await connect_and_publish(settings_of(users, nkey=seed))
 
 
-async def test_a_file_of_credentials(tmp_path: Path) -> None:
-    """Of a user of an operator's account; the file is read again for each connection, so that a new one is found."""
+async def test_a_credentials_file_is_read_again_for_each_connection(tmp_path: Path) -> None:
+    """The credentials are of a user in an operator's account. The file is read again for each connection, so that renewed
+    credentials are used."""
     operator, states = Operator(), States()
     with nats_server(tmp_path / "nats", **operator.options) as server:
         path = operator.credentials(tmp_path / "user.creds")
@@ -167,25 +168,25 @@ async def test_a_file_of_credentials(tmp_path: Path) -> None:
             assert states.all == ["connected", "reconnecting"]
             operator.credentials(path, "the same, renewed")
             await states.wait("connected", "reconnecting", "connected")
-            assert await publishes(client)
+            assert await can_publish(client)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "login",
     [{}, {"servers": "a:wrong"}, {"servers": f"b:{IN_URL}"}, {"token": TOKEN}, {"nkey": "wrong"}],
     ids=["nothing", "password", "user", "token", "nkey"],
 )
-async def test_a_login_that_is_not_taken(
-    users: NatsServer, tmp_path: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+async def test_a_rejected_login_raises_at_once_and_reveals_no_secret(
+    users: NatsServer, tmp_path: Path, login: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reported at once, and once, with the server's name and without the secret."""
+    """The error is raised at once, and once, with the server's name and without the secret."""
     seed = Key.new().seed
     (tmp_path / "seed").write_text(seed)
-    fields: dict[str, Any] = {"servers": (users.url_of(given["servers"]),)} if "servers" in given else dict(given)
+    fields: dict[str, Any] = {"servers": (users.url_of(login["servers"]),)} if "servers" in login else dict(login)
     if "nkey" in fields:
         fields["nkey"] = str(tmp_path / "seed")
     before = monotonic()
-    error = await refused(settings_of(users, **fields))
+    error = await connect_and_fail(settings_of(users, **fields))
     assert monotonic() - before < ConnectionLimits().connect_seconds / 2
     assert error.fault == "denied"
     assert f"cannot use the NATS server at {users.url}: 'Authorization Violation'; it rejects this login" in str(error)
@@ -193,14 +194,14 @@ async def test_a_login_that_is_not_taken(
     assert not caplog.records
 
 
-async def test_a_login_that_has_expired(tmp_path: Path) -> None:
+async def test_expired_credentials_are_rejected(tmp_path: Path) -> None:
     operator = Operator()
     with nats_server(tmp_path / "nats", **operator.options) as server:
         path = operator.credentials(tmp_path / "user.creds", exp=1_600_000_000)
-        assert (await refused(settings_of(server, credentials=str(path)))).fault == "denied"
+        assert (await connect_and_fail(settings_of(server, credentials=str(path)))).fault == "denied"
 
 
-async def test_an_invalid_seed(tmp_path: Path, plain: NatsServer) -> None:
+async def test_an_invalid_seed_raises(tmp_path: Path, plain: NatsServer) -> None:
     (tmp_path / "seed").write_text("SU" + "7" * 56)
     with pytest.raises(ConfigError, match="is invalid: nkeys: invalid"):
         await connect(settings_of(plain, nkey=str(tmp_path / "seed")), name="test")
@@ -232,62 +233,62 @@ def server_with_mutual_tls(tmp_path_factory: pytest.TempPathFactory, certificate
 
 
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
-async def test_tls_with_the_right_authority(secure: NatsServer, certificates: Path, scheme: str) -> None:
+async def test_tls_connects_with_the_right_certificate_authority(secure: NatsServer, certificates: Path, scheme: str) -> None:
     url = secure.url.replace("nats", scheme)
-    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(url,), tls_ca=str(certificates / "ca.pem")))
+    await connect_and_publish(PlaneSettings(connection=IMPATIENT, servers=(url,), tls_ca=str(certificates / "ca.pem")))
 
 
-async def test_tls_with_another_authority(secure: NatsServer) -> None:
-    error = await refused(settings_of(secure))
+async def test_tls_fails_with_another_certificate_authority(secure: NatsServer) -> None:
+    error = await connect_and_fail(settings_of(secure))
     assert error.fault == "tls"
     assert "its certificate is not trusted: unable to get local issuer certificate; check tls_ca" in str(error)
 
 
-async def test_tls_with_another_name(secure: NatsServer, certificates: Path) -> None:
-    error = await refused(settings_of(secure, tls_ca=str(certificates / "ca.pem"), tls_hostname="elsewhere"))
+async def test_tls_fails_with_another_host_name(secure: NatsServer, certificates: Path) -> None:
+    error = await connect_and_fail(settings_of(secure, tls_ca=str(certificates / "ca.pem"), tls_hostname="elsewhere"))
     assert "not valid for 'elsewhere'" in str(error)
 
 
-async def test_a_certificate_of_our_own(mutual: NatsServer, certificates: Path) -> None:
+async def test_a_client_certificate_is_accepted(mutual: NatsServer, certificates: Path) -> None:
     files = {"tls_ca": "ca.pem", "tls_certificate": "client.pem", "tls_key": "client.key"}
-    await comes_in(settings_of(mutual, **{name: str(certificates / file) for name, file in files.items()}))
+    await connect_and_publish(settings_of(mutual, **{name: str(certificates / file) for name, file in files.items()}))
 
 
-async def test_no_certificate_where_one_is_asked_for(mutual: NatsServer, certificates: Path) -> None:
-    """The server hangs up after a handshake that this end takes for complete."""
-    assert (await refused(settings_of(mutual, tls_ca=str(certificates / "ca.pem")))).fault in {"tls", "away"}
+async def test_a_missing_client_certificate_is_rejected(mutual: NatsServer, certificates: Path) -> None:
+    """The server closes the connection after a handshake that the client considers complete."""
+    assert (await connect_and_fail(settings_of(mutual, tls_ca=str(certificates / "ca.pem")))).fault in {"tls", "away"}
 
 
-async def test_a_key_that_is_not_the_certificates(plain: NatsServer, certificates: Path) -> None:
+async def test_a_key_that_does_not_match_the_certificate_raises(plain: NatsServer, certificates: Path) -> None:
     files = {"tls_certificate": str(certificates / "client.pem"), "tls_key": str(certificates / "server.key")}
     with pytest.raises(ConfigError, match="or certificate and key do not match"):
         await connect(settings_of(plain, **files), name="test")
 
 
-async def test_nothing_is_sent_to_a_server_without_tls(users: NatsServer) -> None:
-    """A peer in between that claims that TLS is missing learns no login."""
+async def test_no_login_is_sent_to_a_server_without_tls(users: NatsServer) -> None:
+    """A man in the middle that claims that TLS is not available receives no login."""
     received = bytearray()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs, ours = await asyncio.open_connection("127.0.0.1", users.port)
-        writer.write(await theirs.readline())  # INFO, as of a server that takes passwords
+        writer.write(await theirs.readline())  # the INFO of a server that accepts passwords
         received.extend(await reader.read())
         writer.close()
         ours.close()
 
     async with fake_server(listen) as port:
-        error = await refused(PlaneSettings(connection=IMPATIENT, servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
+        error = await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
     assert error.fault == "tls"
     assert "secure connection not available" in str(error)
     assert not received
 
 
-# --- no way in ---------------------------------------------------------------------------------------------------------------
+# --- no server ---------------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def fake_server(listen: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[int]:
-    """A port at which each connection is given to `listen`, which has ended when this does."""
+    """Listen at a port and call `listen` for each connection; wait at the end for all calls to return."""
     ended: list[asyncio.Task[None]] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -310,8 +311,10 @@ def url_without_listener() -> Iterator[str]:
         yield f"nats://127.0.0.1:{holder.getsockname()[1]}"
 
 
-async def test_nothing_listens(no_listener: str, caplog: pytest.LogCaptureFixture) -> None:
-    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(no_listener.replace("//", "//u:secret@"),)))
+async def test_an_address_where_nothing_listens_is_an_error_without_secrets(
+    no_listener: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=(no_listener.replace("//", "//u:secret@"),)))
     assert error.fault == "away"
     assert str(error).startswith(f"cannot use the NATS server at {no_listener}: Connect call failed")
     assert "check that it runs" in str(error)
@@ -319,22 +322,24 @@ async def test_nothing_listens(no_listener: str, caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-async def test_an_unknown_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_host_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    error = await refused(PlaneSettings(connection=IMPATIENT, servers=("nats://nats.test",)))
+    error = await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=("nats://nats.test",)))
     assert "nats://nats.test:4222: Name or service not known" in str(error)
 
 
-async def test_an_impossible_host_name() -> None:
-    assert "nats://a..b:4222: " in str(await refused(PlaneSettings(connection=IMPATIENT, servers=("nats://a..b",))))
+async def test_an_invalid_host_name_is_an_error() -> None:
+    assert "nats://a..b:4222: " in str(await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=("nats://a..b",))))
 
 
-@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"INFO {\r\n"], ids=["silence", "http", "half"])
-async def test_another_service_listens(greeting: bytes) -> None:
-    """The error comes within the bound."""
+@pytest.mark.parametrize(
+    "greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"INFO {\r\n"], ids=["silent", "http", "incomplete"]
+)
+async def test_an_address_where_another_service_listens_is_an_error(greeting: bytes) -> None:
+    """The error is raised within the time limit."""
     limits = ConnectionLimits(connect_seconds=0.3)
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -344,25 +349,25 @@ async def test_another_service_listens(greeting: bytes) -> None:
         writer.close()
 
     async with fake_server(listen) as port:
-        error = await within(refused(PlaneSettings(connection=limits, servers=(f"nats://127.0.0.1:{port}",))))
+        error = await within(connect_and_fail(PlaneSettings(connection=limits, servers=(f"nats://127.0.0.1:{port}",))))
     assert error.fault == ("refused" if greeting else "timeout")
 
 
 async def test_one_server_of_several_is_enough(plain: NatsServer, no_listener: str) -> None:
-    """The others are known as well, in case this one fails."""
+    """The client also knows the other servers, in case this one fails."""
     async with open_client(PlaneSettings(connection=IMPATIENT, servers=(no_listener, plain.url)), name="test") as client:
         assert {url.geturl() for url in client.servers} >= {no_listener, plain.url}
-        assert await publishes(client)
+        assert await can_publish(client)
 
 
-async def test_of_several_servers_each_is_named(no_listener: str) -> None:
-    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(no_listener, "nats://a..b")))
+async def test_the_error_names_every_server_that_failed(no_listener: str) -> None:
+    error = await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=(no_listener, "nats://a..b")))
     assert str(error).startswith("cannot use any of the NATS servers at ")
     assert no_listener in str(error)
     assert "nats://a..b:4222" in str(error)
 
 
-async def test_a_server_without_jetstream(tmp_path: Path) -> None:
+async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream=None) as server:
         async with open_client(settings_of(server), name="test") as client:
             where = rf"JetStream is disabled for this account at 127.0.0.1:{server.port}; a plane needs"
@@ -370,7 +375,7 @@ async def test_a_server_without_jetstream(tmp_path: Path) -> None:
                 await require_jetstream(client)
 
 
-async def test_an_account_without_jetstream(users: NatsServer) -> None:
+async def test_an_account_without_jetstream_is_an_error(users: NatsServer) -> None:
     async with open_client(
         PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"other:{IN_URL}"),)), name="test"
     ) as client:
@@ -378,8 +383,8 @@ async def test_an_account_without_jetstream(users: NatsServer) -> None:
             await require_jetstream(client)
 
 
-async def test_a_user_without_access_to_jetstream(users: NatsServer) -> None:
-    """JetStream may well be enabled."""
+async def test_a_user_without_access_to_jetstream_is_an_error(users: NatsServer) -> None:
+    """The error does not claim that JetStream is disabled."""
     async with open_client(
         PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="test"
     ) as client:
@@ -388,7 +393,7 @@ async def test_a_user_without_access_to_jetstream(users: NatsServer) -> None:
 
 
 async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The request itself fails, not its timeout; and the log has it once."""
+    """The request does not wait for its timeout, and the rejection is logged once."""
     async with open_client(
         PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="reader"
     ) as client:
@@ -401,7 +406,7 @@ async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pyte
                 await client.jetstream(timeout=60).publish("Lane.1", b"")
         assert caught.value.fault == "denied"
         assert monotonic() - before < 30
-        with pytest.raises(PlaneError) as timed, map_errors("asking"):
+        with pytest.raises(PlaneError) as timed, map_errors("requesting"):
             await client.request("$JS.API.CONSUMER.X", timeout=0.01)
         assert timed.value.fault in {"timeout", "away"}
     assert [record.getMessage() for record in caplog.records] == ['reader: permissions violation for publish to "lane.1"']
@@ -410,7 +415,9 @@ async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pyte
 @pytest.mark.parametrize(
     ("missing", "fields"), [("nats", {}), ("nkeys", {"nkey": "seed"}), ("aiohttp", {"servers": ("ws://x",)})]
 )
-async def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, seed: str, missing: str, fields: dict[str, Any]) -> None:
+async def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, seed: str, missing: str, fields: dict[str, Any]
+) -> None:
     fields = {"servers": ("nats://x",)} | fields | ({"nkey": seed} if "nkey" in fields else {})
     monkeypatch.setattr(connection, "find_spec", lambda name: None if name == missing else object())
     with pytest.raises(MissingDependencyError, match=r"aiohttp" if missing == "aiohttp" else r"'kvevents\[plane\]'"):
@@ -420,8 +427,9 @@ async def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, seed: str, mi
 # --- faults ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The state is reported, the log has each line once however many attempts fail, and the subscriptions are still there."""
+async def test_the_client_reconnects_to_a_server_that_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The state is reported, each line is logged once regardless of how many attempts fail, and the subscriptions are
+    restored."""
     caplog.set_level(logging.INFO)
     states = States()
     with nats_server(tmp_path) as server:
@@ -442,8 +450,8 @@ async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: p
     assert lines[-2:] == [f"bridge: connected to {where}", "bridge: closed the connection to its servers"]
 
 
-async def test_a_server_that_stands_still_is_left_for_another(tmp_path: Path) -> None:
-    """Although much that was written to it has not been taken, and although it still takes connections."""
+async def test_the_client_leaves_a_server_that_stops_responding_for_another(tmp_path: Path) -> None:
+    """The server still accepts connections, and much written data has not been read."""
     limits = msgspec.structs.replace(IMPATIENT, ping_seconds=0.1, attempt_seconds=0.2)
     states = States()
     with nats_cluster(tmp_path) as cluster:
@@ -456,12 +464,12 @@ async def test_a_server_that_stands_still_is_left_for_another(tmp_path: Path) ->
                 await asyncio.wait_for(flood(client), 0.1)
             await states.wait("connected", "reconnecting", "connected")
             assert client.connected_url != url
-            assert await publishes(client)
+            assert await can_publish(client)
             node.resume()
 
 
-async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server ends the connection and says why; the client keeps asking."""
+async def test_the_client_reconnects_when_a_revoked_login_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server closes the connection with a reason; the client continues to reconnect."""
     states = States()
     ours = {"users": [{"user": "a", "password": PASSWORD}]}
     with nats_server(tmp_path, authorization=ours) as server:
@@ -473,13 +481,13 @@ async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog:
             await until("five attempts", lambda: client.server_pool[0].reconnects >= 5)
             server.configure(authorization=ours)
             await states.wait("connected", "reconnecting", "connected")
-            assert await publishes(client)
+            assert await can_publish(client)
     lines = [record.getMessage().lower() for record in caplog.records]
     assert sum(line == "test: 'authorization violation'" for line in lines) == 1
     assert not any(PASSWORD in line or IN_URL in line for line in lines)
 
 
-async def test_publishing_without_a_listener_is_bounded(tmp_path: Path) -> None:
+async def test_pending_messages_are_bounded_while_no_server_is_connected(tmp_path: Path) -> None:
     limits = msgspec.structs.replace(IMPATIENT, pending_bytes=1 << 20)
     states = States()
     with nats_server(tmp_path) as server:
@@ -492,22 +500,22 @@ async def test_publishing_without_a_listener_is_bounded(tmp_path: Path) -> None:
             assert client.pending_data_size < 1 << 20
 
 
-# --- the end -----------------------------------------------------------------------------------------------------------------
+# --- closing -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_what_was_published_before_the_end_arrives(plain: NatsServer) -> None:
+async def test_messages_published_before_closing_arrive(plain: NatsServer) -> None:
     async with open_client(settings_of(plain), name="reader") as reader:
         await reader.jetstream().add_stream(name="end", subjects=["end"])
         async with open_client(settings_of(plain), name="writer") as writer:
             for _ in range(1000):
                 await writer.publish("end", b"x" * 1000)
-        async with asyncio.timeout(20):  # a server answers before it has stored what came before
+        async with asyncio.timeout(20):  # a server may answer before it has stored earlier messages
             while (await reader.jetstream().stream_info("end")).state.messages < 1000:
                 pass
 
 
 @pytest.mark.parametrize("fault", ["pause", "kill"])
-async def test_the_end_is_bounded_whatever_the_server_does(tmp_path: Path, fault: str) -> None:
+async def test_closing_takes_bounded_time_whatever_the_server_does(tmp_path: Path, fault: str) -> None:
     states = States()
     with nats_server(tmp_path) as server:
         client = await connect(settings_of(server), name="test", on_state=states)

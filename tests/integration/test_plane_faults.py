@@ -1,4 +1,4 @@
-"""The mapping of NATS faults to one word each, for real servers and for each exception of nats-py."""
+"""Tests of the mapping from errors of NATS to `PlaneFault`, for real servers and for each exception of nats-py."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ KINDS = {
 }
 
 
-def test_every_fault_has_its_hint() -> None:
+def test_every_fault_has_a_hint() -> None:
     assert HINTS.keys() == set(get_args(PlaneFault))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS, key=str), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
-    """Those that nats-py raises, in whichever state."""
+    """Every exception class of nats-py is constructed and classified."""
     needed: tuple[Any, ...] = ("a", "", 1, None) if kind is nats.errors.SlowConsumerError else ()
     error = kind(*needed)
     assert classify_error(error) in get_args(PlaneFault)
@@ -69,7 +69,7 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     ],
     ids=repr,
 )
-def test_each_becomes_the_fault_it_is(error: Exception, fault: PlaneFault) -> None:
+def test_each_error_maps_to_its_fault(error: Exception, fault: PlaneFault) -> None:
     with pytest.raises(PlaneError, match=r"^reading: ") as caught, map_errors("reading"):
         raise error
     assert caught.value.fault == fault
@@ -80,7 +80,7 @@ def test_each_becomes_the_fault_it_is(error: Exception, fault: PlaneFault) -> No
 @pytest.mark.parametrize(
     "error", [KeyError("x"), AssertionError(), asyncio.CancelledError(), PlaneError("so", fault="full")], ids=repr
 )
-def test_nothing_else_is_touched(error: BaseException) -> None:
+def test_other_exceptions_are_not_mapped(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, map_errors("reading"):
         raise error
     assert caught.value is error
@@ -102,21 +102,21 @@ async def fill_the_disk(js: JetStreamContext) -> None:
     await js.add_stream(name="huge", max_bytes=1 << 40)
 
 
-async def overtake(js: JetStreamContext) -> None:
+async def write_a_stale_revision(js: JetStreamContext) -> None:
     bucket = await js.create_key_value(bucket="leases")
     first = await bucket.put("a", b"1")
     await bucket.update("a", b"2", last=first)
     await bucket.update("a", b"3", last=first)
 
 
-async def remake(js: JetStreamContext) -> None:
+async def create_a_stream_twice(js: JetStreamContext) -> None:
     await js.add_stream(name="twice", subjects=["one"])
     await js.add_stream(name="twice", subjects=["other"])
 
 
 @needs_nats
 @pytest.mark.parametrize(
-    ("do", "fault"),
+    ("provoke", "fault"),
     [
         (lambda js: js.stream_info("none"), "missing"),
         (lambda js: js.publish("no.listener", b""), "away"),
@@ -124,15 +124,15 @@ async def remake(js: JetStreamContext) -> None:
         (lambda js: js.add_stream(name="copied", num_replicas=3), "refused"),
         (fill, "full"),
         (fill_the_disk, "full"),
-        (overtake, "conflict"),
-        (remake, "exists"),
+        (write_a_stale_revision, "conflict"),
+        (create_a_stream_twice, "exists"),
     ],
-    ids=["no stream", "no listener", "large", "no cluster", "full stream", "full disk", "overtaken", "made twice"],
+    ids=["no stream", "no listener", "large", "no cluster", "full stream", "full disk", "stale revision", "created twice"],
 )
-async def test_a_real_server_is_understood(
-    server: NatsServer, do: Callable[[JetStreamContext], Awaitable[object]], fault: PlaneFault
+async def test_errors_of_a_real_server_map_to_their_faults(
+    server: NatsServer, provoke: Callable[[JetStreamContext], Awaitable[object]], fault: PlaneFault
 ) -> None:
     async with open_client(PlaneSettings(servers=(server.url,)), name="test") as client:
-        with pytest.raises(PlaneError) as caught, map_errors("doing it"):
-            await do(client.jetstream())
+        with pytest.raises(PlaneError) as caught, map_errors("provoking the error"):
+            await provoke(client.jetstream())
     assert caught.value.fault == fault, caught.value

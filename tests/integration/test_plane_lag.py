@@ -1,4 +1,4 @@
-"""A bridge that does not read, or cannot write what it has read: its replicas do not claim EXACT."""
+"""Tests of a bridge that does not read, or cannot write what it has read: replicas do not report EXACT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from service_replica_digest_cases import Serving
 
 @needs_nats
 def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServer) -> None:
-    """Its beats go on, and say so, whatever its queue is full of; when there is room again, all is there and EXACT."""
+    """Its heartbeats continue and report the lag even if its queue is full. When there is room again, all batches arrive and
+    the stream is EXACT."""
     plane = plane_at(server.url, name="unread", partitions=1)
     with ExitStack() as stack:
         one = stack.enter_context(engine())
@@ -36,16 +37,16 @@ def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServ
             replica.confirm()
             return replica.digest if replica.is_exact else None
 
-        before = until("the truth", found, SECONDS)
-        bridge._handed_over += 1 << 40  # as much as the servers have not taken
+        before = until("an exact replica", found, SECONDS)
+        bridge._handed_over += 1 << 40  # bytes that the servers have not accepted
         until("it to read nothing", lambda: bridge._unread_since is not None, SECONDS)
         one.store(range(64, 128))
-        until("doubt", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
+        until("less trust", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
         assert "lags" in trust_of(replica).reason
         assert replica.digest == before
         bridge._handed_over -= 1 << 40
         until("trust", lambda: replica.is_exact, SECONDS)
-        until("the rest", lambda: replica.digest != before, SECONDS)
+        until("the other blocks", lambda: replica.digest != before, SECONDS)
 
 
 def trust_of(replica: Serving) -> Trust:
@@ -53,34 +54,34 @@ def trust_of(replica: Serving) -> Trust:
 
 
 def records(trust: str, **lags: float) -> list[Record]:
-    said: list[Record] = [JoinRecord("engine", 0, b"")]
+    log_records: list[Record] = [JoinRecord("engine", 0, b"")]
     for bridge, lag in lags.items():
-        said += [HeartbeatRecord(bridge, 1.0, 0.0, "", lag), TrustRecord("engine", 0, bridge, trust, "", {})]
-    return said
+        log_records += [HeartbeatRecord(bridge, 1.0, 0.0, "", lag), TrustRecord("engine", 0, bridge, trust, "", {})]
+    return log_records
 
 
-def trust_after(*said: Record) -> Trust:
+def trust_after(*log_records: Record) -> Trust:
     found: LogSubscriber = subscriber()
-    found.put(0, [pushed(1, *said)])
+    found.put(0, [pushed(1, *log_records)])
     found.receive_many(timeout=0.0)
     return found.trust("engine")
 
 
 @pytest.mark.parametrize("trust", ["EXACT", "DEGRADED"])
-def test_what_a_bridge_that_is_behind_says_is_not_of_now(trust: str) -> None:
-    """Another bridge, that is up to date, is believed."""
+def test_the_report_of_a_lagging_bridge_counts_as_replaying(trust: str) -> None:
+    """A report of another bridge that does not lag is used instead."""
     assert trust_after(*records(trust, a=0.0)) == Trust(trust)
     assert trust_after(*records(trust, a=7.0)) == Trust.REPLAYING
     assert "bridge a lags by 7 s" in trust_after(*records(trust, a=7.0)).reason
     assert trust_after(*records(trust, a=7.0, b=0.0)) == Trust(trust)
 
 
-def test_a_bridge_that_is_behind_may_be_sure_that_its_engine_is_away() -> None:
+def test_a_lagging_bridge_can_still_report_that_its_engine_is_stale() -> None:
     assert trust_after(*records("STALE", a=7.0)) == Trust.STALE
 
 
-def test_the_oldest_record_that_is_due_is_what_a_partition_is_behind() -> None:
-    """One that is held back on purpose, as by a bridge in reserve, is not late."""
+def test_the_lag_of_a_partition_is_the_age_of_its_oldest_due_record() -> None:
+    """A record that is held back on purpose, as by a standby bridge, does not count as lag."""
     builder = PageBuilder(PartitionState(), "bridge", 1 << 20, "life")
     builder.resync(("engine", 0))
     assert builder.lag(100.0) == 0.0
@@ -90,12 +91,12 @@ def test_the_oldest_record_that_is_due_is_what_a_partition_is_behind() -> None:
     assert builder.lag(105.0) == 2.0
 
 
-def test_a_bridge_must_be_allowed_some_time() -> None:
+def test_a_maximum_lag_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="max_lag_seconds is 0"):
         BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", max_lag_seconds=0)
 
 
-def test_a_bridge_promises_no_longer_silence_than_others_believe() -> None:
-    """Between two beats it would be taken for dead."""
+def test_a_heartbeat_interval_longer_than_the_limit_is_refused() -> None:
+    """Other bridges would consider it dead between two heartbeats."""
     with pytest.raises(ValueError, match="heartbeat_seconds is 3600; it must be above 0 and at most 60"):
         BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", heartbeat_seconds=3600)

@@ -1,4 +1,4 @@
-"""How a plane is made of streams and buckets, on a real server."""
+"""Tests of the streams and buckets that make up a plane, on a real server."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def plane(server: NatsServer, name: str, partitions: int = 3, **more: Any) -> Pl
     return PlaneSettings(servers=(server.url,), name=name, partitions=partitions, **{"partition_bytes": 4 << 20, **more})
 
 
-def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
+def test_a_plane_is_created_once_and_found(server: NatsServer) -> None:
     settings = plane(server, "once")
 
     async def work(js: JetStreamContext) -> None:
         assert await find_plane(js, "once") is None
         first = await create_plane(js, settings)
-        lives = [(await partition_info(js, first, partition)).stream_id for partition in range(3)]
-        assert len(set(lives)) == 3
+        stream_ids = [(await partition_info(js, first, partition)).stream_id for partition in range(3)]
+        assert len(set(stream_ids)) == 3
         again = await create_plane(js, settings)
-        assert [(await partition_info(js, again, partition)).stream_id for partition in range(3)] == lives
+        assert [(await partition_info(js, again, partition)).stream_id for partition in range(3)] == stream_ids
         found = await find_plane(js, "once")
         assert found is not None
         assert (found.name, found.partitions) == ("once", 3)
@@ -39,8 +39,8 @@ def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
     with_js(settings, work)
 
 
-def test_processes_that_create_it_at_once_create_the_same_one(server: NatsServer) -> None:
-    """Even if their settings differ."""
+def test_processes_that_create_a_plane_at_once_get_the_same_plane(server: NatsServer) -> None:
+    """This holds even if their settings differ."""
     settings = [plane(server, "race", partitions) for partitions in (2, 4, 3, 2)]
 
     async def work(js: JetStreamContext) -> None:
@@ -52,24 +52,24 @@ def test_processes_that_create_it_at_once_create_the_same_one(server: NatsServer
     with_js(settings[0], work)
 
 
-def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
-    """A partition that was full has been given more room and another description. It is the same partition."""
+def test_changes_by_an_operator_are_preserved(server: NatsServer) -> None:
+    """A full partition gets more room and another description. It is still the same partition."""
     settings = plane(server, "edited")
 
     async def work(js: JetStreamContext) -> None:
         layout = await create_plane(js, settings)
         config = (await js.stream_info(layout.stream(1))).config
-        made = (await partition_info(js, layout, 1)).stream_id
+        id_before = (await partition_info(js, layout, 1)).stream_id
         config.max_bytes, config.description = 8 << 20, "the one that was full"
         await js.update_stream(config)
         assert (await create_plane(js, settings)).partitions == 3
-        assert (await partition_info(js, layout, 1)).stream_id == made
+        assert (await partition_info(js, layout, 1)).stream_id == id_before
         assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
 
     with_js(settings, work)
 
 
-def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> None:
+def test_a_partition_that_is_deleted_and_created_again_has_another_id(server: NatsServer) -> None:
     settings = plane(server, "again")
 
     async def work(js: JetStreamContext) -> None:
@@ -86,7 +86,7 @@ def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> No
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "change",
     [
         {"metadata": {"owner": "me"}},
         {"subjects": ["kvevents.odd.partition.0", "more"]},
@@ -96,8 +96,8 @@ def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> No
     ],
     ids=str,
 )
-def test_streams_that_would_forget_are_no_partitions(server: NatsServer, odd: dict[str, Any]) -> None:
-    """Nor are streams of another application."""
+def test_streams_that_could_drop_messages_are_refused_as_partitions(server: NatsServer, change: dict[str, Any]) -> None:
+    """Streams of another application are refused too."""
     settings = plane(server, "odd")
 
     async def work(js: JetStreamContext) -> None:
@@ -105,7 +105,7 @@ def test_streams_that_would_forget_are_no_partitions(server: NatsServer, odd: di
         config = (await js.stream_info(layout.stream(0))).config
         for partition in range(3):
             await js.delete_stream(layout.stream(partition))
-        for name, value in odd.items():
+        for name, value in change.items():
             setattr(config, name, value)
         await js.add_stream(config)
         with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*choose another name"):
@@ -126,7 +126,7 @@ def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
     with_js(plane(server, "later"), work)
 
 
-def test_engines_are_spread_over_partitions_in_the_same_way_for_ever() -> None:
+def test_the_assignment_of_engines_to_partitions_is_fixed_and_balanced() -> None:
     layout = Layout("any", 8)
     assert [layout.partition_of(f"engine-{at}") for at in range(8)] == [2, 4, 5, 5, 5, 6, 6, 7]
     counts = [0] * 8

@@ -1,4 +1,4 @@
-"""Reading a partition of a real server: every page once and in order, or a fault that names the reason."""
+"""Tests of `PartitionReader` on a real server: it passes on every page once and in order, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ pytestmark = needs_nats
 
 
 class Partition:
-    """One partition, another writer of it, and a reader."""
+    """Holds one partition, writes messages into it, and collects what its readers receive."""
 
     def __init__(self, client: PlaneClient, layout: Layout, settings: PlaneSettings) -> None:
         self.client, self.js, self.layout, self.settings = client, client.jetstream(), layout, settings
         self.stream, self.subject = layout.stream(0), layout.subject(0)
-        self.came: list[ReceivedMessage] = []
-        self.stream_id = 0
+        self.received: list[ReceivedMessage] = []
+        self.last_number = 0
 
     async def write(self, count: int, size: int = 0) -> None:
         for _ in range(count):
-            self.stream_id += 1
-            await self.js.publish(self.subject, b"%d " % self.stream_id + bytes(size))
+            self.last_number += 1
+            await self.js.publish(self.subject, b"%d " % self.last_number + bytes(size))
 
-    def reader(self, position: int = 0, made: str | None = None, **more: Any) -> PartitionReader:
-        return PartitionReader(self.client, self.layout, 0, Tail(position), made, self.came.extend, **more)
+    def reader(self, position: int = 0, stream_id: str | None = None, **more: Any) -> PartitionReader:
+        return PartitionReader(self.client, self.layout, 0, Tail(position), stream_id, self.received.extend, **more)
 
     @property
     def numbers(self) -> list[int]:
-        return [int(pushed.data.split(b" ")[0]) for pushed in self.came]
+        return [int(pushed.data.split(b" ")[0]) for pushed in self.received]
 
     async def until(self, count: int) -> None:
-        await until(lambda: len(self.came) >= count)
+        await until(lambda: len(self.received) >= count)
         assert self.numbers == list(range(1, count + 1))
 
 
-async def until(look: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(SECONDS):
-        while not look():  # noqa: ASYNC110 - of anything
+        while not condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0.005)
 
 
@@ -89,35 +89,35 @@ def with_partition(settings: PlaneSettings, work: Callable[[Partition], Awaitabl
     asyncio.run(main())
 
 
-def test_every_page_once_and_in_order(server: NatsServer) -> None:
-    """Those that were there, and those that come; the reader says when it has caught up."""
+def test_every_page_is_passed_on_once_and_in_order(server: NatsServer) -> None:
+    """The reader passes on existing and new pages, and reports when it has caught up."""
 
     async def work(partition: Partition) -> None:
         await partition.write(300)
         reader = partition.reader()
         async with running(reader):
             await reader.caught_up.wait()
-            assert len(partition.came) == 300
+            assert len(partition.received) == 300
             await partition.write(100)
             await partition.until(400)
             assert (reader.position, reader.lag, reader.fault) == (400, 0, "")
-            assert [pushed.position for pushed in partition.came] == list(range(1, 401))
+            assert [pushed.position for pushed in partition.received] == list(range(1, 401))
 
     with_partition(plane_at(server.url, name="order", partitions=1), work)
 
 
-def test_it_resumes_at_the_given_position(server: NatsServer) -> None:
+def test_a_reader_resumes_after_the_given_position(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         await partition.write(10)
         async with running(partition.reader(7)) as task:
-            await until(lambda: len(partition.came) == 3)
+            await until(lambda: len(partition.received) == 3)
             assert partition.numbers == [8, 9, 10]
             assert not task.done()
 
     with_partition(plane_at(server.url, name="on", partitions=1), work)
 
 
-def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsServer) -> None:
+def test_pages_that_overflow_the_queue_are_requested_again(server: NatsServer) -> None:
     limits = ReaderLimits(pending_bytes=64 << 10, retry_seconds=0.01)
 
     async def work(partition: Partition) -> None:
@@ -128,7 +128,7 @@ def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsS
     with_partition(plane_at(server.url, name="fast", partitions=1), work)
 
 
-def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_a_reader_continues_after_a_restart_of_the_server(tmp_path: Path) -> None:
     async def work(partition: Partition) -> None:
         reader = partition.reader()
         async with running(reader):
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
         with_partition(plane_at(server.url, partitions=1), work)
 
 
-def test_a_partition_that_is_deleted_is_waited_for_and_is_another_one_then(server: NatsServer) -> None:
+def test_a_reader_waits_for_a_deleted_partition_and_reports_that_it_was_recreated(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         reader = partition.reader()
         async with running(reader) as task:
@@ -162,12 +162,12 @@ def test_a_partition_that_is_deleted_is_waited_for_and_is_another_one_then(serve
     with_partition(plane_at(server.url, name="deleted", partitions=1), work)
 
 
-def test_a_reader_with_permission_creates_it(server: NatsServer) -> None:
+def test_a_reader_with_permission_recreates_a_deleted_partition(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
-        async def remake() -> None:
+        async def create_again() -> None:
             await create_partition(partition.js, partition.layout, 0, partition.settings)
 
-        reader = partition.reader(recreate=remake)
+        reader = partition.reader(recreate=create_again)
         async with running(reader) as task:
             await partition.write(5)
             await partition.until(5)
@@ -179,8 +179,9 @@ def test_a_reader_with_permission_creates_it(server: NatsServer) -> None:
     with_partition(plane_at(server.url, name="remade", partitions=1), work)
 
 
-def test_pages_that_are_gone_before_they_were_read_are_reported(server: NatsServer) -> None:
-    """At its beginning, all of it, or in its midst: and where it can be read on from."""
+def test_pages_that_were_purged_before_they_were_read_are_reported(server: NatsServer) -> None:
+    """The first pages, all pages, or one in the middle are missing; the failure has the position from which reading can
+    continue."""
 
     async def work(partition: Partition) -> None:
         await partition.write(10)
@@ -202,20 +203,20 @@ def test_pages_that_are_gone_before_they_were_read_are_reported(server: NatsServ
     with_partition(plane_at(server.url, name="holes", partitions=1), work)
 
 
-def test_a_partition_that_ends_before_what_was_read_cannot_be_read_on(server: NatsServer) -> None:
-    """At once: pages that are written next may use the numbers of those that are gone."""
+def test_a_partition_that_ends_before_the_tail_is_truncated(server: NatsServer) -> None:
+    """The reader fails at once, because new pages may use the numbers of the lost ones."""
 
     async def work(partition: Partition) -> None:
         await partition.write(10)
         async with running(partition.reader(12)) as task, asyncio.timeout(SECONDS):
             assert (await task).reason == "truncated"
-        assert not partition.came
+        assert not partition.received
 
     with_partition(plane_at(server.url, name="truncated", partitions=1), work)
 
 
-async def put(partition: Partition, name: str, history: bytes | None) -> None:
-    """One page as a bridge sends it."""
+async def publish_page(partition: Partition, name: str, history: bytes | None) -> None:
+    """Publish one page with the headers of a bridge."""
     headers = {PAGE_HEADER: name, HISTORY_HEADER: history_header(history)}
     await partition.js.publish(partition.subject, b"page", headers=headers)
 
@@ -224,70 +225,72 @@ def history_of(*names: str) -> bytes:
     return reduce(extend_history, names, EMPTY_HISTORY)
 
 
-def test_a_reader_finds_another_page_where_its_tail_was(server: NatsServer) -> None:
-    """The partition ends where it did, and nothing is written behind it: with its first consumer the reader compares the
-    names."""
+def test_another_page_at_the_position_of_the_tail_is_detected(server: NatsServer) -> None:
+    """The partition ends at the same position and nothing is written after it. The reader compares the names of the tail when
+    it creates its first consumer."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", EMPTY_HISTORY)
-        await put(partition, "b#1", history_of("a#1"))
-        read = PartitionReader(
-            partition.client, partition.layout, 0, Tail(2, "a#2", history_of("a#1", "a#2")), None, partition.came.extend
+        await publish_page(partition, "a#1", EMPTY_HISTORY)
+        await publish_page(partition, "b#1", history_of("a#1"))
+        disagreeing_reader = PartitionReader(
+            partition.client, partition.layout, 0, Tail(2, "a#2", history_of("a#1", "a#2")), None, partition.received.extend
         )
-        async with running(read) as task, asyncio.timeout(SECONDS):
+        async with running(disagreeing_reader) as task, asyncio.timeout(SECONDS):
             assert (await task).reason == "rewritten"
-        same = PartitionReader(
-            partition.client, partition.layout, 0, Tail(2, "b#1", history_of("a#1", "b#1")), None, partition.came.extend
+        agreeing_reader = PartitionReader(
+            partition.client, partition.layout, 0, Tail(2, "b#1", history_of("a#1", "b#1")), None, partition.received.extend
         )
-        async with running(same):
-            await put(partition, "b#2", same.tail.history)
-            await until(lambda: partition.came)
-            assert same.tail == Tail(3, "b#2", history_of("a#1", "b#1", "b#2"))
+        async with running(agreeing_reader):
+            await publish_page(partition, "b#2", agreeing_reader.tail.history)
+            await until(lambda: partition.received)
+            assert agreeing_reader.tail == Tail(3, "b#2", history_of("a#1", "b#1", "b#2"))
 
     with_partition(plane_at(server.url, name="tails", partitions=1), work)
 
 
-def test_a_page_whose_writer_has_read_something_else_ends_the_reader_once(server: NatsServer) -> None:
-    """Either of them may be wrong. The log itself decides: read again from its beginning, the page is void, and handed out."""
+def test_a_page_whose_writer_has_read_other_pages_is_disputed_once(server: NatsServer) -> None:
+    """Either the reader or the writer may be wrong, and the log decides. When the partition is read again from the beginning,
+    the page is ignored but passed on."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", EMPTY_HISTORY)
+        await publish_page(partition, "a#1", EMPTY_HISTORY)
         reader = partition.reader()
         reader.tail = Tail(0, "", EMPTY_HISTORY)
         async with running(reader) as task, asyncio.timeout(SECONDS):
-            await until(lambda: partition.came)
-            await put(partition, "b#1", history_of("something else"))
+            await until(lambda: partition.received)
+            await publish_page(partition, "b#1", history_of("something else"))
             assert (await task).reason == "disputed"
-        assert len(partition.came) == 1
-        again = partition.reader()
-        again.tail, again.resolves_disputes = Tail(0, "", EMPTY_HISTORY), True
-        async with running(again):
-            await until(lambda: len(partition.came) == 3)
-            await put(partition, "a#2", history_of("a#1", "b#1"))
-            await until(lambda: len(partition.came) == 4)
+        assert len(partition.received) == 1
+        second_reader = partition.reader()
+        second_reader.tail, second_reader.resolves_disputes = Tail(0, "", EMPTY_HISTORY), True
+        async with running(second_reader):
+            await until(lambda: len(partition.received) == 3)
+            await publish_page(partition, "a#2", history_of("a#1", "b#1"))
+            await until(lambda: len(partition.received) == 4)
 
     with_partition(plane_at(server.url, name="disputes", partitions=1), work)
 
 
-def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
-    """As a `ResetRecord` does, whose writer cannot know what was before. A message that is not a page still has a position."""
+def test_a_page_can_begin_a_new_history(server: NatsServer) -> None:
+    """A `ResetRecord` does that, because its writer cannot know the earlier pages. A message that is not a page still has a
+    position."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", EMPTY_HISTORY)
-        await put(partition, "b#1", None)
+        await publish_page(partition, "a#1", EMPTY_HISTORY)
+        await publish_page(partition, "b#1", None)
         await partition.write(1)
-        await put(partition, "b#2", history_of("b#1", ""))
+        await publish_page(partition, "b#2", history_of("b#1", ""))
         reader = partition.reader()
         reader.tail = Tail(0, "", EMPTY_HISTORY)
         async with running(reader):
-            await until(lambda: len(partition.came) == 4)
+            await until(lambda: len(partition.received) == 4)
             assert reader.tail == Tail(4, "b#2", history_of("b#1", "", "b#2"))
 
     with_partition(plane_at(server.url, name="begins", partitions=1), work)
 
 
-def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
-    """Readers go by the headers, so nothing else may come of a message that is read."""
+def test_a_message_whose_headers_contradict_its_content_is_not_a_page() -> None:
+    """Readers use the headers, so a message whose content differs from them is rejected."""
     page = Page(VERSION, "a", 0.0, [], name="a#1", history=EMPTY_HISTORY)
     data, history = encode_page(page), history_header(EMPTY_HISTORY)
     assert ReceivedMessage(1, data, 0, "a#1", history).page() == page
@@ -298,17 +301,17 @@ def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
     assert state.tail == Tail(1, "x", history_of("x"))
 
 
-def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsServer) -> None:
-    """Also if it rests, and no other process has written since."""
+def test_the_tail_of_a_writer_is_verified_after_a_reconnect(server: NatsServer) -> None:
+    """It does so even if its reader polls and no other process has written since."""
 
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        async with resting(partition, writer) as (reader, task), asyncio.timeout(SECONDS):
-            await put(partition, "a#1", EMPTY_HISTORY)
+        writer = FakeWriter()
+        async with polling(partition, writer) as (reader, task), asyncio.timeout(SECONDS):
+            await publish_page(partition, "a#1", EMPTY_HISTORY)
             writer.position, writer.name = 1, "a#1"
             await reader.request_check().wait()
             assert (reader.tail.name, task.done()) == ("a#1", False)
-            await put(partition, "b#2", history_of("a#1"))
+            await publish_page(partition, "b#2", history_of("a#1"))
             writer.position, writer.name = 2, "a#2"
             reader.request_check()
             assert (await task).reason == "rewritten"
@@ -316,25 +319,27 @@ def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsS
     with_partition(plane_at(server.url, name="again", partitions=1), work)
 
 
-def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer) -> None:
-    """It sends signs of life, and no page: what the partition holds shows it."""
+def test_a_consumer_that_delivers_nothing_is_replaced(server: NatsServer) -> None:
+    """The consumer sends heartbeats but no pages; the reader compares with the content of the partition."""
     limits = ReaderLimits(check_seconds=0.05, heartbeat_seconds=0.1)
-    deaf = asyncio.Event()
+    delivers_pages = asyncio.Event()
 
-    class Deaf(PartitionReader):
-        """Its first consumer sends nothing but that it is there."""
+    class SilentConsumerReader(PartitionReader):
+        """Its first consumer delivers only heartbeats."""
 
         async def _on_message(self, message: Msg) -> None:
-            if deaf.is_set():
+            if delivers_pages.is_set():
                 await super()._on_message(message)
             self._alive_at = asyncio.get_running_loop().time()
 
         def request_check(self) -> asyncio.Event:
-            deaf.set()
+            delivers_pages.set()
             return super().request_check()
 
     async def work(partition: Partition) -> None:
-        reader = Deaf(partition.client, partition.layout, 0, Tail(0), None, partition.came.extend, limits=limits)
+        reader = SilentConsumerReader(
+            partition.client, partition.layout, 0, Tail(0), None, partition.received.extend, limits=limits
+        )
         async with running(reader) as task:
             await partition.write(3)
             await partition.until(3)
@@ -343,16 +348,19 @@ def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer) -> None:
     with_partition(plane_at(server.url, name="deaf", partitions=1), work)
 
 
-def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer may be of a server that has lost pages since: a bridge writes nothing until another one has come."""
-    ask = layout.partition_info
+def test_only_a_response_to_a_later_request_completes_a_requested_check(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response may be of a server that has lost pages since. A bridge writes nothing until a response to a later request
+    has arrived."""
+    original = layout.partition_info
 
     async def work(partition: Partition) -> None:
         reader, answers = partition.reader(), 0
 
         async def partition_info(*arguments: Any) -> PartitionInfo:
             nonlocal answers
-            state = await ask(*arguments)
+            state = await original(*arguments)
             answers += 1
             if answers == 1:
                 reader.request_check()
@@ -366,22 +374,22 @@ def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, m
     with_partition(plane_at(server.url, name="doubts", partitions=1), work)
 
 
-def test_an_error_while_applying_ends_it(server: NatsServer) -> None:
-    """Otherwise its state would lack a page without any sign of it."""
+def test_an_error_while_applying_pages_ends_the_reader(server: NatsServer) -> None:
+    """Otherwise the state would lack a page without any sign of it."""
 
     async def work(partition: Partition) -> None:
-        def take(_: list[ReceivedMessage]) -> None:
+        def fail(_: list[ReceivedMessage]) -> None:
             raise ZeroDivisionError
 
         await partition.write(1)
-        task = asyncio.create_task(PartitionReader(partition.client, partition.layout, 0, Tail(0), None, take).run())
+        task = asyncio.create_task(PartitionReader(partition.client, partition.layout, 0, Tail(0), None, fail).run())
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(task, SECONDS)
 
     with_partition(plane_at(server.url, name="wrong", partitions=1), work)
 
 
-def test_messages_that_no_consumer_sends_are_passed_over(server: NatsServer) -> None:
+def test_messages_that_no_consumer_sent_are_ignored(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         inboxes: list[str] = []
         partition.client.new_inbox = lambda: inboxes.append(f"_INBOX.test{len(inboxes)}") or inboxes[-1]  # type: ignore[method-assign,func-returns-value]
@@ -396,19 +404,19 @@ def test_messages_that_no_consumer_sends_are_passed_over(server: NatsServer) -> 
     with_partition(plane_at(server.url, name="strange", partitions=1), work)
 
 
-class Writing:
-    """The reports of the partition's writer to its reader."""
+class FakeWriter:
+    """Reports to the reader what the writer of the partition knows."""
 
     def __init__(self) -> None:
         self.position = 0
         self.name: str | None = None
-        self.under_way = False
+        self.has_page_in_flight = False
 
     def knows(self, position: int, name: str) -> bool:
         return position <= self.position or name == "mine"
 
     def is_writing(self) -> bool:
-        return self.under_way
+        return self.has_page_in_flight
 
     @property
     def tail(self) -> Tail:
@@ -416,14 +424,14 @@ class Writing:
 
 
 POLLING = ReaderLimits(heartbeat_seconds=0.1)
-"""A reader polls after a few heartbeats."""
+"""Short heartbeats: a reader polls after a few of them."""
 
 
 @asynccontextmanager
-async def resting(
-    partition: Partition, writer: Writing, limits: ReaderLimits = POLLING
+async def polling(
+    partition: Partition, writer: FakeWriter, limits: ReaderLimits = POLLING
 ) -> AsyncIterator[tuple[PartitionReader, asyncio.Task[Any]]]:
-    """A reader of an empty partition that has seen no other writer for a while."""
+    """Run a reader of an empty partition that polls, because it has seen no other writer for a while."""
     reader = partition.reader(writer=writer, limits=limits)
     async with running(reader) as task:
         await until_consumers(partition, 1)
@@ -433,21 +441,21 @@ async def resting(
 
 async def until_consumers(partition: Partition, count: int) -> None:
     async with asyncio.timeout(SECONDS):
-        while len(await partition.js.consumers_info(partition.stream)) != count:  # noqa: ASYNC110 - the server's
+        while len(await partition.js.consumers_info(partition.stream)) != count:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.005)
 
 
-def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: NatsServer) -> None:
-    """Nothing is pushed. What it knows counts as read; what it does not is asked for, and comes in order."""
+def test_a_polling_reader_requests_only_the_pages_of_other_writers(server: NatsServer) -> None:
+    """The server pushes nothing. Pages that the writer knows count as read; the reader requests other pages, in order."""
 
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        async with resting(partition, writer) as (reader, _):
-            writer.under_way = True
+        writer = FakeWriter()
+        async with polling(partition, writer) as (reader, _):
+            writer.has_page_in_flight = True
             await partition.write(300)
-            writer.position, writer.under_way = 300, False
+            writer.position, writer.has_page_in_flight = 300, False
             await partition.write(2)
-            await until(lambda: len(partition.came) == 2)
+            await until(lambda: len(partition.received) == 2)
             assert partition.numbers == [301, 302]
             assert (reader.position, reader.lag, reader.fault) == (302, 0, "")
             assert not await partition.js.consumers_info(partition.stream)
@@ -455,19 +463,19 @@ def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: Nat
     with_partition(plane_at(server.url, name="resting", partitions=1), work)
 
 
-def test_a_resting_reader_asks_at_once_if_another_writer_must_have_written(server: NatsServer) -> None:
-    """It waits for the fate of pages in flight, or it would fetch them."""
+def test_a_requested_poll_fetches_the_pages_of_another_writer_at_once(server: NatsServer) -> None:
+    """It waits for the acknowledgements of pages in flight; otherwise it would fetch those pages."""
     limits = msgspec.structs.replace(POLLING, poll_seconds=2 * SECONDS)
 
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        async with resting(partition, writer, limits) as (reader, _):
-            writer.under_way = True
+        writer = FakeWriter()
+        async with polling(partition, writer, limits) as (reader, _):
+            writer.has_page_in_flight = True
             await partition.write(1)
-            looked = reader.request_check()
-            await looked.wait()
+            first_check = reader.request_check()
+            await first_check.wait()
             await reader.request_check().wait()
-            assert not partition.came
+            assert not partition.received
             await reader.request_check().wait()
             reader.request_poll()
             await partition.until(1)
@@ -475,11 +483,11 @@ def test_a_resting_reader_asks_at_once_if_another_writer_must_have_written(serve
     with_partition(plane_at(server.url, name="asking", partitions=1), work)
 
 
-def test_one_that_rests_is_sent_pages_again_where_many_are_of_others(server: NatsServer) -> None:
+def test_polling_ends_if_one_poll_finds_many_pages_of_other_writers(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        async with resting(partition, writer) as (reader, _):
-            writer.under_way = True  # so that they are many when it asks
+        writer = FakeWriter()
+        async with polling(partition, writer) as (reader, _):
+            writer.has_page_in_flight = True  # so that there are many pages when the reader polls
             await partition.write(partition_reader.MAX_POLLED_PAGES + 1)
             reader.request_poll()
             await partition.until(partition_reader.MAX_POLLED_PAGES + 1)
@@ -490,13 +498,13 @@ def test_one_that_rests_is_sent_pages_again_where_many_are_of_others(server: Nat
     with_partition(plane_at(server.url, name="many", partitions=1), work)
 
 
-def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(server: NatsServer) -> None:
+def test_polling_ends_if_other_writers_write_often(server: NatsServer) -> None:
     limits = msgspec.structs.replace(POLLING, poll_seconds=2 * SECONDS)
 
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        writer.under_way = True
-        async with resting(partition, writer, limits) as (reader, _):
+        writer = FakeWriter()
+        writer.has_page_in_flight = True
+        async with polling(partition, writer, limits) as (reader, _):
             for count in range(1, partition_reader.MAX_FOREIGN_PAGES + 2):
                 await partition.write(1)
                 reader.request_poll()
@@ -506,15 +514,15 @@ def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(se
     with_partition(plane_at(server.url, name="often", partitions=1), work)
 
 
-def test_a_resting_reader_reports_the_fate_of_its_partition(server: NatsServer) -> None:
-    """A page of another writer that is gone before it was asked for, and a partition that was replaced."""
+def test_a_polling_reader_reports_purged_pages_and_a_recreated_partition(server: NatsServer) -> None:
+    """It reports a page of another writer that was deleted before it was requested, and a partition that was created again."""
 
     async def work(partition: Partition) -> None:
-        writer = Writing()
-        async with resting(partition, writer) as (reader, task), asyncio.timeout(SECONDS):
+        writer = FakeWriter()
+        async with polling(partition, writer) as (reader, task), asyncio.timeout(SECONDS):
             await partition.write(1)
             await partition.until(1)
-            writer.under_way = True
+            writer.has_page_in_flight = True
             await reader.request_check().wait()
             await partition.write(2)
             await partition.js.delete_msg(partition.stream, 2)
@@ -522,7 +530,7 @@ def test_a_resting_reader_reports_the_fate_of_its_partition(server: NatsServer) 
             assert await task == ("purged", 3)
         await partition.js.delete_stream(partition.stream)
         await create_partition(partition.js, partition.layout, 0, partition.settings)
-        async with resting(partition, Writing()) as (_, task), asyncio.timeout(SECONDS):
+        async with polling(partition, FakeWriter()) as (_, task), asyncio.timeout(SECONDS):
             await partition.js.delete_stream(partition.stream)
             await create_partition(partition.js, partition.layout, 0, partition.settings)
             assert (await task).reason == "recreated"
@@ -530,11 +538,12 @@ def test_a_resting_reader_reports_the_fate_of_its_partition(server: NatsServer) 
     with_partition(plane_at(server.url, name="restless", partitions=1), work)
 
 
-def test_a_reader_without_a_writer_never_rests(server: NatsServer) -> None:
-    """No writer would report what comes. One that could rest does so meanwhile, which says that there was time enough."""
+def test_a_reader_without_a_writer_never_polls(server: NatsServer) -> None:
+    """No writer would report new pages. A reader with a writer starts to poll meanwhile, which shows that there was enough
+    time."""
 
     async def work(partition: Partition) -> None:
-        plain, writer = partition.reader(), Writing()
+        plain, writer = partition.reader(), FakeWriter()
         async with running(plain):
             await until_consumers(partition, 1)
             (before,) = await partition.js.consumers_info(partition.stream)

@@ -1,4 +1,4 @@
-"""Digests that replicas publish: their size is bounded, and they differ exactly where contents differ."""
+"""Tests of the digests that replicas publish: their size is bounded, and they differ if and only if the contents differ."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def digests(count: int) -> dict[StreamKey, str]:
     return {(LARGE_NAME % number, 0): f"{number:064x}" for number in range(count)}
 
 
-def counted(held: dict[StreamKey, str]) -> ReplicaDigests:
-    """The digests of a replica that has read a log of so many streams, and holds this of them."""
-    subscriber = LogSubscriber(lambda: 0.0, held.get)
+def read_log(stream_digests: dict[StreamKey, str]) -> ReplicaDigests:
+    """Return the digests of a replica that has read a log with the streams in `stream_digests`."""
+    subscriber = LogSubscriber(lambda: 0.0, stream_digests.get)
     subscriber.add_partition(0, PartitionState(), {})
-    names = sorted(source for source, _ in held)
+    names = sorted(source for source, _ in stream_digests)
     records: list[Record] = [
         record for name in names for record in (JoinRecord(name, 0, b""), BatchRecord(name, 0, 0, 0, False, b""))
     ]
@@ -43,18 +43,18 @@ def counted(held: dict[StreamKey, str]) -> ReplicaDigests:
     return ReplicaDigests.of(subscriber.digests)
 
 
-def test_one_of_many_streams_that_differs_shows() -> None:
-    """In the digest of one, in one that is missing, and in one too many; the order in which they came does not."""
-    held = digests(STREAMS)
+def test_replicas_disagree_if_one_of_many_streams_differs() -> None:
+    """The replicas disagree if one stream differs, is missing, or has no blocks. The order of the streams does not matter."""
+    stream_digests = digests(STREAMS)
     name = (LARGE_NAME % 7, 0)
-    own = counted(held)
+    own = read_log(stream_digests)
     assert own.partitions["0"][0].streams == STREAMS
-    assert own.agrees(counted(dict(reversed(held.items())))) is True
-    assert own.agrees(counted({**held, name: "0" * 64})) is False
-    assert own.agrees(counted({key: digest for key, digest in held.items() if key != name})) is False
+    assert own.agrees(read_log(dict(reversed(stream_digests.items())))) is True
+    assert own.agrees(read_log({**stream_digests, name: "0" * 64})) is False
+    assert own.agrees(read_log({key: digest for key, digest in stream_digests.items() if key != name})) is False
 
 
-def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
+def test_digests_at_different_positions_are_not_compared() -> None:
     one, two = PartitionDigest.of(7, digests(3)), PartitionDigest.of(8, digests(4))
     assert ReplicaDigests.of({0: [one], 1: [one]}).agrees(ReplicaDigests.of({0: [one], 1: [two]})) is True
     assert ReplicaDigests.of({0: [one]}).agrees(ReplicaDigests.of({0: [two]})) is None
@@ -62,16 +62,16 @@ def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("clocks", [(0.0, 0.0), (0.0, 10.0)])
-def test_replicas_that_are_pages_apart_report_the_same_places(clocks: tuple[float, float]) -> None:
-    """Whatever the clocks of two bridges that take turns say: places depend on the numbers of pages."""
-    held: dict[StreamKey, str] = {("engine", 0): "a"}
+def test_replicas_that_have_read_different_numbers_of_pages_share_positions(clocks: tuple[float, float]) -> None:
+    """The positions depend on the numbers of pages, and not on the clocks of the bridges that wrote them."""
+    stream_digests: dict[StreamKey, str] = {("engine", 0): "a"}
 
     def positions(pages: int) -> list[int]:
-        taken: list[StreamKey] = []
+        digested: list[StreamKey] = []
 
         def digest(key: StreamKey) -> str:
-            taken.append(key)
-            return held[key]
+            digested.append(key)
+            return stream_digests[key]
 
         subscriber = LogSubscriber(lambda: 0.0, digest)
         subscriber.add_partition(0, PartitionState(), {})
@@ -81,7 +81,7 @@ def test_replicas_that_are_pages_apart_report_the_same_places(clocks: tuple[floa
         while subscriber.queued_bytes:
             subscriber.receive_many(0.0)
         subscriber.receive_many(0.0)
-        assert len(taken) == pages // ReaderLimits().digest_intervals[0]
+        assert len(digested) == pages // ReaderLimits().digest_intervals[0]
         return [place.position for place in subscriber.digests[0]]
 
     assert positions(1_030) == [1_024]
@@ -90,7 +90,7 @@ def test_replicas_that_are_pages_apart_report_the_same_places(clocks: tuple[floa
 
 
 def test_digests_fit_into_a_message_of_any_plane() -> None:
-    """With as many partitions as there may be, whatever is in them."""
+    """This holds for the largest number of partitions, whatever is in them."""
     place = PartitionDigest.of(2**53, digests(10))
     replica_digests = ReplicaDigests.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
     assert len(replica_digests.encode()) < 60 << 10
@@ -100,10 +100,10 @@ def test_digests_fit_into_a_message_of_any_plane() -> None:
 
 @needs_nats
 def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: NatsServer) -> None:
-    """A server takes a MiB at once, and one digest for each stream would be more."""
+    """A NATS server accepts 1 MiB per message, and one digest for each stream would be larger."""
     plane = plane_at(server.url, name="many", partitions=1)
-    held = digests(STREAMS)
-    other = {**held, (LARGE_NAME % 0, 0): "another"}
+    stream_digests = digests(STREAMS)
+    other = {**stream_digests, (LARGE_NAME % 0, 0): "another"}
 
     async def exchange() -> PlaneView:
         client = await nats.connect(server.url)
@@ -111,8 +111,8 @@ def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: Na
             js = client.jetstream()
             layout = await create_plane(js, plane)
             bucket = await js.key_value(layout.leases)
-            for name, holds in (("a", held), ("b", held), ("c", other)):
-                await bucket.put(DIGEST_PREFIX + name, counted(holds).encode())
+            for name, content in (("a", stream_digests), ("b", stream_digests), ("c", other)):
+                await bucket.put(DIGEST_PREFIX + name, read_log(content).encode())
             return await inspect_plane(js, layout)
         finally:
             await client.close()

@@ -1,7 +1,7 @@
-"""What each role may do with a plane: a server with the configuration of `deploy/nats`, see docs/guides/plane-security.md.
+"""Tests of what each role may do with a plane, on a server with the configuration of `deploy/nats`
+(docs/guides/plane-security.md).
 
-TLS with certificates on both ends, NKeys, and users of an operator's by credentials, with the same permissions.
-"""
+They use TLS with certificates on both ends and NKeys, and credentials of an operator's users with the same permissions."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ DEPLOY: Final = paths.ROOT / "deploy" / "nats"
 ROLES: Final = ("router", "replica", "bridge", "operator")
 KEYS: Final = {role: Key.new() for role in (*ROLES, "stranger")}
 LAYOUT: Final = Layout("default", 8)
-KEPT: Final = f"KV_{LAYOUT.bucket}", f"KV_{LAYOUT.leases}", f"OBJ_{LAYOUT.snapshots}"
+BUCKETS: Final = f"KV_{LAYOUT.bucket}", f"KV_{LAYOUT.leases}", f"OBJ_{LAYOUT.snapshots}"
 
 
 def permissions() -> dict[str, dict[str, dict[str, list[str]]]]:
-    """`permissions.conf` by role: what is behind each name is JSON."""
+    """Return the permissions of each role in `permissions.conf`; the value of each name in that file is JSON."""
     text = re.sub(r"^#.*$", "", (DEPLOY / "permissions.conf").read_text(), flags=re.MULTILINE)
     found = re.findall(r"^KVEVENTS_(\w+): (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     return {name.lower(): json.loads(value) for name, value in found}
 
 
 class SecureServer(NatsServer):
-    """A server whose configuration is `deploy/nats/server.conf`, with ports, keys and files of the test's."""
+    """Runs a server with the configuration `deploy/nats/server.conf`, with ports, keys and files of the test."""
 
     def __init__(self, home: Path, certificates: Path) -> None:
         super().__init__(home)
@@ -98,7 +98,7 @@ def login(server: NatsServer, certificates: Path) -> Login:
 
 
 def flags(settings: PlaneSettings, replica: str) -> list[str]:
-    """Of `kvevents serve`."""
+    """Return options of `kvevents serve`."""
     found = {
         "--nats": settings.servers[0],
         "--replica-name": replica,
@@ -119,7 +119,8 @@ async def jetstream(settings: PlaneSettings) -> AsyncIterator[tuple[PlaneClient,
 
 
 async def is_denied(what: Awaitable[Any]) -> bool:
-    """Whether the server does not permit it; what it permits, and refuses for another reason, is not denied."""
+    """Return whether the server does not permit the request. A request that it permits but refuses for another reason is not
+    denied."""
     try:
         with map_errors("trying"):
             await what
@@ -131,22 +132,22 @@ async def is_denied(what: Awaitable[Any]) -> bool:
 # --- logins -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stranger_gets_nothing(login: Login) -> None:
-    """With a certificate of the authority and a key that no configuration lists."""
+async def test_an_unknown_key_is_denied(login: Login) -> None:
+    """The client has a certificate of the authority, and a key that the configuration does not list."""
     with pytest.raises(PlaneError) as caught:
         async with jetstream(login("stranger")):
             pass
     assert caught.value.fault == "denied"
 
 
-def test_a_replica_that_is_not_let_in_says_so_and_is_not_ready(login: Login) -> None:
+def test_a_replica_whose_login_is_rejected_logs_the_reason_and_is_not_ready(login: Login) -> None:
     with serving(*flags(login("stranger"), "x")) as service:
-        until("the reason", lambda: service.log_lines("it rejects this login"))
+        until("the log line", lambda: service.log_lines("it rejects this login"))
         assert service.get("/readyz").status == 503
         assert "kvevents_plane_readable 0" in service.get("/metrics").body.decode()
 
 
-async def test_a_key_without_a_certificate_gets_nothing(login: Login, certificates: Path) -> None:
+async def test_a_key_without_a_client_certificate_is_denied(login: Login, certificates: Path) -> None:
     settings = PlaneSettings(
         servers=login("operator").servers, nkey=str(certificates / "operator.nk"), tls_ca=str(certificates / "ca.pem")
     )
@@ -159,9 +160,9 @@ async def test_a_key_without_a_certificate_gets_nothing(login: Login, certificat
 # --- what each role may do ---------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> None:
-    """Under the permissions of their roles. The replica takes snapshots and purges what they stand for; the router, which may
-    write nothing, begins with such a snapshot, follows, and is EXACT."""
+def test_replica_router_and_bridge_work_with_the_permissions_of_their_roles(login: Login) -> None:
+    """The replica writes snapshots and purges the pages before them. The router may write nothing; it starts with a snapshot,
+    follows the log, and is EXACT."""
     with (
         engine() as one,
         bridging(login("bridge"), watch_of("one", one)),
@@ -177,11 +178,11 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
             one.store(range(100, 132))
             for service in (replica, router):
                 service.exact("one", blocks=6)
-            only_reads(router)
+            wait_for_missing_permission(router)
 
 
-def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
-    """With the lease of its name, which no other role can take."""
+def test_the_bridge_program_works_with_the_permissions_of_its_role(login: Login) -> None:
+    """The bridge also acquires the lease of its name, which no other role can."""
     settings = login("bridge")
     to = ["--bridge-name" if each == "--replica-name" else each for each in flags(settings, "one")]
     with (
@@ -203,14 +204,15 @@ def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
         assert not [line for line in bridge.err.all if re.search("permission|Traceback", line)]
 
 
-def only_reads(router: Service) -> None:
+def wait_for_missing_permission(router: Service) -> None:
     until("the missing permission", lambda: router.log_lines("this replica publishes no digests"))
     assert len(router.log_lines("this replica publishes no digests")) == 1
     router.says("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
 
 
-def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> None:
-    """If no other process takes any, it tries again and again, and its metrics show it; otherwise it goes on."""
+def test_a_router_logs_once_that_it_cannot_write_snapshots(login: Login) -> None:
+    """If no other process writes snapshots, the router retries, and its metrics show the failures. It follows the log all the
+    same."""
     with (
         engine() as one,
         bridging(login("bridge"), watch_of("one", one)),
@@ -220,7 +222,7 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
         router.exact("one", blocks=4)
         failing = "kvevents_plane_snapshot_failed 1"
         until("a refused snapshot", lambda: failing in router.get("/metrics").body.decode())
-        only_reads(router)
+        wait_for_missing_permission(router)
         one.store(range(100, 132))
         router.exact("one", blocks=6)
         assert (
@@ -235,18 +237,18 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
 
 
 def first_pages(settings: PlaneSettings) -> int:
-    """Sum of the numbers of the partitions' oldest pages: as many as there are partitions before anything is purged."""
+    """Return the sum of the first sequence numbers of all partitions; it is the number of partitions until pages are purged."""
 
-    async def ask() -> int:
+    async def read_sequence_numbers() -> int:
         async with jetstream(settings) as (_, js):
             return sum(
                 [(await js.stream_info(LAYOUT.stream(partition))).state.first_seq for partition in range(LAYOUT.partitions)]
             )
 
-    return asyncio.run(ask())
+    return asyncio.run(read_sequence_numbers())
 
 
-async def plane_of(login: Login) -> None:
+async def create_plane_of(login: Login) -> None:
     settings = login("bridge")
     async with jetstream(settings) as (_, js):
         await create_plane(js, settings)
@@ -255,7 +257,7 @@ async def plane_of(login: Login) -> None:
 WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "a page": lambda js: js.publish(LAYOUT.subject(0), b"page"),
     "purge a partition": lambda js: js.purge_stream(LAYOUT.stream(0), seq=1),
-    "purge a bucket": lambda js: js.purge_stream(KEPT[1]),
+    "purge a bucket": lambda js: js.purge_stream(BUCKETS[1]),
     "delete a partition": lambda js: js.delete_stream("FOREIGN"),
     "delete a page": lambda js: js.delete_msg(LAYOUT.stream(0), 1 << 40),
     "make a stream": lambda js: js.add_stream(name="FOREIGN", subjects=["foreign"]),
@@ -266,11 +268,11 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "a share": lambda js: js.publish(f"$KV.{LAYOUT.leases}.shard.x", b""),
     "which snapshot counts": lambda js: js.publish(f"$KV.{LAYOUT.bucket}.snapshot.0", b"{}"),
     "a part of a snapshot": lambda js: js.publish(f"$O.{LAYOUT.snapshots}.C.x", b""),
-    "remove a snapshot's parts": lambda js: js.purge_stream(KEPT[2], subject="foreign"),
+    "remove a snapshot's parts": lambda js: js.purge_stream(BUCKETS[2], subject="foreign"),
     "something else": lambda js: js.publish("anything", b""),
 }
-"""What can be done to a plane beside reading it."""
-MAY: Final = {
+"""All ways to change a plane."""
+ALLOWED: Final = {
     "router": set[str](),
     "replica": {
         *("purge a partition", "a digest", "a snapshot's lease", "which snapshot counts", "a part of a snapshot"),
@@ -282,43 +284,43 @@ MAY: Final = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_what_a_role_may_write(login: Login, role: str) -> None:
-    """Just that: all else the server refuses, whatever would become of it."""
-    await plane_of(login)
+async def test_a_role_can_write_only_what_it_is_allowed_to(login: Login, role: str) -> None:
+    """The server refuses all other writes."""
+    await create_plane_of(login)
     allowed = set()
     async with jetstream(login(role)) as (_, js):
         for name, write in WRITES.items():
             if not await is_denied(write(js)):
                 allowed.add(name)
-    assert allowed == MAY[role]
+    assert allowed == ALLOWED[role]
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_every_role_reads(login: Login, role: str) -> None:
-    """It listens to nothing else: a page that arrives belongs to its own subscriptions."""
-    await plane_of(login)
+async def test_every_role_can_read_but_not_overhear(login: Login, role: str) -> None:
+    """It can receive only what its own subscriptions request: it overhears no page that the bridge publishes."""
+    await create_plane_of(login)
     async with jetstream(login(role)) as (client, js):
         await require_jetstream(client)
         assert (await js.stream_info(LAYOUT.stream(0))).config.name == LAYOUT.stream(0)
-        overheard: list[Any] = []
+        received: list[Any] = []
 
-        async def overhear(message: Any) -> None:
-            overheard.append(message)
+        async def receive(message: Any) -> None:
+            received.append(message)
 
-        await client.subscribe(LAYOUT.subject(0), cb=overhear)
+        await client.subscribe(LAYOUT.subject(0), cb=receive)
         async with jetstream(login("bridge")) as (_, writing):
             await writing.publish(LAYOUT.subject(0), b"page")
         await client.flush()
-        assert overheard == []
+        assert received == []
 
 
-# --- what permissions do not stop --------------------------------------------------------------------------------------------
+# --- what permissions do not prevent -----------------------------------------------------------------------------------------
 
 
-async def test_any_requester_can_have_the_answer_put_into_a_partition(login: Login) -> None:
-    """Servers look at the subject of a request, not at where its answer is to go, so partitions are not proof against the
-    plane's own users. An answer is not a page, and readers ignore it."""
-    await plane_of(login)
+async def test_a_response_delivered_into_a_partition_is_not_a_page(login: Login) -> None:
+    """Servers check the subject of a request and not that of its response, so users of the plane can write into partitions this
+    way. A response is not a page, and readers ignore it."""
+    await create_plane_of(login)
     async with jetstream(login("router")) as (client, js):
         await client.publish("$JS.API.INFO", b"", reply=LAYOUT.subject(0))
         await js.stream_info(LAYOUT.stream(0))
@@ -328,28 +330,27 @@ async def test_any_requester_can_have_the_answer_put_into_a_partition(login: Log
     assert decode_page(found.data) is None
 
 
-async def test_a_writer_of_digests_can_have_one_delivered_into_a_partition(login: Login) -> None:
-    """By a consumer that delivers there. So a replica is trusted with the log as a bridge is; a router has
-    nothing to deliver."""
-    await plane_of(login)
+async def test_a_replica_can_have_a_digest_delivered_into_a_partition(login: Login) -> None:
+    """A consumer delivers the digest there. So a replica must be trusted with the log like a bridge; a router has nothing to
+    deliver."""
+    await create_plane_of(login)
     async with jetstream(login("replica")) as (_, js):
         await js.publish(f"$KV.{LAYOUT.leases}.digest.x", b"whatever it likes")
-        await js.add_consumer(KEPT[1], deliver_subject=LAYOUT.subject(0), ack_policy="none")
+        await js.add_consumer(BUCKETS[1], deliver_subject=LAYOUT.subject(0), ack_policy="none")
         await until_async(lambda: last_page(js), 1)
         found = await js.get_msg(LAYOUT.stream(0), 1)
     assert found.data == b"whatever it likes"
 
 
-def test_pages_that_a_router_has_delivered_into_another_partition_mean_nothing(login: Login) -> None:
-    """The server refuses them where they do not fit, by the number in their header; those that it takes name another
-    partition."""
+def test_pages_delivered_into_another_partition_are_ignored(login: Login) -> None:
+    """The server refuses pages whose expected sequence number does not fit. Pages that it accepts name another partition."""
 
     async def deliver(partition: int) -> None:
         other = (partition + 1) % LAYOUT.partitions
         async with jetstream(login("router")) as (_, js):
             await js.add_consumer(LAYOUT.stream(partition), deliver_subject=LAYOUT.subject(other), ack_policy="none")
             data = (await js.get_msg(LAYOUT.stream(partition), 1)).data
-        async with jetstream(login("bridge")) as (_, js):  # as it would come without the header
+        async with jetstream(login("bridge")) as (_, js):  # as if it arrived without the header
             assert data is not None
             await js.publish(LAYOUT.subject(other), data)
 
@@ -369,17 +370,17 @@ async def last_page(js: JetStreamContext) -> int:
     return (await js.stream_info(LAYOUT.stream(0))).state.last_seq
 
 
-async def until_async(look: Callable[[], Awaitable[int]], wanted: int) -> None:
+async def until_async(read_number: Callable[[], Awaitable[int]], wanted: int) -> None:
     async with asyncio.timeout(20):
-        while await look() < wanted:  # noqa: ASYNC110 - of a server
+        while await read_number() < wanted:  # noqa: ASYNC110 - a server has no event for it
             await asyncio.sleep(0.01)
 
 
 # --- the file itself ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_test_names_all_that_is_permitted() -> None:
-    """Each pattern of `permissions.conf` is a way of reading, or one of `WRITES` proves what it is for."""
+def test_the_tests_cover_all_permissions() -> None:
+    """Each pattern of `permissions.conf` permits reading, or is used by one of `WRITES`."""
     found = permissions()
     assert found.keys() == set(ROLES)
     reading = set(found["router"]["publish"]["allow"])
@@ -395,14 +396,14 @@ def test_the_test_names_all_that_is_permitted() -> None:
 
 
 def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
-    """Where accounts and users are an operator's JWTs, permissions are in those; the roles are the same."""
+    """If accounts and users are an operator's JWTs, those contain the permissions; the roles are the same."""
     operator, roles = Operator(), permissions()
 
     def settings(role: str) -> PlaneSettings:
         path = operator.credentials(tmp_path / f"{role}.creds", role, roles[role])
-        return PlaneSettings(servers=(operated.url,), partition_bytes=64 << 20, credentials=str(path))
+        return PlaneSettings(servers=(server_of_operator.url,), partition_bytes=64 << 20, credentials=str(path))
 
-    with nats_server(tmp_path / "nats", **operator.options) as operated, engine() as one:
+    with nats_server(tmp_path / "nats", **operator.options) as server_of_operator, engine() as one:
         with (
             bridging(settings("bridge"), watch_of("one", one)),
             serving(*flags(settings("replica"), "a")) as replica,
@@ -411,7 +412,7 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
             one.store(range(64))
             for service in (replica, router):
                 service.exact("one", blocks=4)
-            only_reads(router)
+            wait_for_missing_permission(router)
 
         async def try_to_write() -> None:
             for role in ("router", "replica"):
@@ -421,22 +422,25 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
         asyncio.run(try_to_write())
 
 
-# --- inboxes of their own ----------------------------------------------------------------------------------------------------
+# --- private inboxes ---------------------------------------------------------------------------------------------------------
 
 
-def test_users_with_inboxes_of_their_own(tmp_path: Path) -> None:
-    """Each has an inbox prefix that its permissions name: all do what they have to, and receive nothing of the others."""
+def test_roles_work_with_private_inboxes(tmp_path: Path) -> None:
+    """Each user has an inbox prefix that its permissions name. All roles work, and none receives messages of another."""
     operator, roles = Operator(), permissions()
 
     def settings(role: str, prefix: str | None = None) -> PlaneSettings:
         own = f"_INBOX_{role}"
-        may = {**roles[role], "subscribe": {"allow": [f"{own}.>"]}}
-        path = operator.credentials(tmp_path / f"{role}.creds", role, may)
+        role_permissions = {**roles[role], "subscribe": {"allow": [f"{own}.>"]}}
+        path = operator.credentials(tmp_path / f"{role}.creds", role, role_permissions)
         return PlaneSettings(
-            servers=(private.url,), partition_bytes=64 << 20, credentials=str(path), inbox_prefix=prefix or own
+            servers=(server_of_private_inboxes.url,),
+            partition_bytes=64 << 20,
+            credentials=str(path),
+            inbox_prefix=prefix or own,
         )
 
-    with nats_server(tmp_path / "nats", **operator.options) as private, engine() as one:
+    with nats_server(tmp_path / "nats", **operator.options) as server_of_private_inboxes, engine() as one:
         with (
             bridging(settings("bridge"), watch_of("one", one)),
             serving(*flags(settings("replica"), "a"), "--snapshot-seconds", "0.3") as replica,
@@ -449,14 +453,14 @@ def test_users_with_inboxes_of_their_own(tmp_path: Path) -> None:
                 "a snapshot",
                 lambda: "kvevents_plane_partition_snapshot_timestamp_seconds{" in replica.get("/metrics").body.decode(),
             )
-            only_reads(router)
+            wait_for_missing_permission(router)
 
         async def listen() -> None:
             async with jetstream(settings("router")) as (client, _):
                 await client.subscribe("_INBOX_replica.>")
                 await client.flush()
-                until("the refusal", lambda: "Subscription Violation" in private.said())
-            with pytest.raises(PlaneError):  # it receives no answer
+                until("the refusal", lambda: "Subscription Violation" in server_of_private_inboxes.said())
+            with pytest.raises(PlaneError):  # it receives no response
                 async with jetstream(settings("router", "_INBOX")) as (client, _):
                     await require_jetstream(client)
 

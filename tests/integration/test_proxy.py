@@ -21,7 +21,7 @@ from kvevents.wire import replay_request_frames
 from kvevents.zmtp import Segment, ZmtpSplitter
 
 SECONDS = 10
-"""Deadline of every wait; nothing waits for it unless it fails."""
+"""Deadline of every wait; only a failing test waits this long."""
 
 Socket = zmq.Socket[bytes]
 Open = Callable[..., Socket]
@@ -36,11 +36,11 @@ def batches(count: int, size: int = 20) -> list[tuple[bytes, int, bytes]]:
 
 
 def receive(source: Socket) -> list[bytes]:
-    assert source.poll(1000 * SECONDS), "nothing came"
+    assert source.poll(1000 * SECONDS), "nothing arrived"
     return source.recv_multipart()
 
 
-def seqs(source: Socket, count: int) -> list[int]:
+def receive_seqs(source: Socket, count: int) -> list[int]:
     return [int.from_bytes(receive(source)[1]) for _ in range(count)]
 
 
@@ -52,7 +52,7 @@ def join(tape: TapePlayer, sub: Socket) -> None:
         sub.poll(10)
 
 
-def leave(tape: TapePlayer) -> None:
+def wait_until_left(tape: TapePlayer) -> None:
     """Wait until the tape no longer counts its subscriber."""
     deadline = time.monotonic() + SECONDS
     while tape.wait_for_subscriber(0):
@@ -94,10 +94,10 @@ def proxy(tape: TapePlayer) -> Iterator[FaultProxy]:
         yield made
 
 
-# Passing on
+# Forwarding
 
 
-def test_passes_live_and_replay_unchanged(tape: TapePlayer, connect: Open) -> None:
+def test_a_proxy_forwards_live_and_replay_messages_unchanged(tape: TapePlayer, connect: Open) -> None:
     """SUB and DEALER sockets receive the same frames with and without proxies, and the proxies count them."""
     assert tape.replay_endpoint is not None
     with FaultProxy(tape.endpoint) as live, FaultProxy(tape.replay_endpoint) as replay:
@@ -118,8 +118,9 @@ def test_passes_live_and_replay_unchanged(tape: TapePlayer, connect: Open) -> No
         )
 
 
-def test_is_exact_to_the_byte() -> None:
-    """A greeting, commands, frames of every size and half a message arrive unchanged both ways, however they are cut."""
+def test_a_proxy_forwards_every_byte_unchanged() -> None:
+    """A greeting, commands, frames of every size and an incomplete message arrive unchanged in both directions, for any
+    division into chunks."""
     stream = greeting() + command(b"READY") + message(b"kv", b"x" * 255, b"y" * 256, b"") + message(b"z" * 200_000)
     stream += message(b"half")[:-2]
     with (
@@ -154,21 +155,21 @@ def read_all(source: socket.socket) -> bytes:
 
 
 def test_a_closed_peer_closes_the_other_side(connect: Open) -> None:
-    """What an engine sent before it ended is delivered, then the connection ends on the other side too."""
+    """Everything that an engine sent before it ended is delivered; then the connection ends on the other side too."""
     with TapePlayer(batches(3000, size=500)) as tape, FaultProxy(tape.endpoint) as proxy:
         sub = connect(zmq.SUB, proxy.endpoint)
         join(tape, sub)
         tape.play()
         tape.stop()
-        assert seqs(sub, 3000) == list(range(3000))
+        assert receive_seqs(sub, 3000) == list(range(3000))
         assert proxy.wait_until(lambda counts: counts.open == 0, SECONDS)
         tape.restart()
         join(tape, sub)
         tape.play(1)
-        assert seqs(sub, 1) == [0]
+        assert receive_seqs(sub, 1) == [0]
 
 
-def test_many_connections(connect: Open) -> None:
+def test_many_connections_are_forwarded_separately(connect: Open) -> None:
     """Each connection gets its own messages only."""
     with TapePlayer(batches(100)) as tape, FaultProxy(str(tape.replay_endpoint)) as proxy:
         tape.play()
@@ -190,26 +191,26 @@ def test_a_slow_reader_slows_down_the_sender(connect: Open) -> None:
         tape.play()
         assert proxy.wait_until(lambda counts: counts.down.held >= 9, SECONDS)
         proxy.heal()
-        assert seqs(sub, 2000) == list(range(2000))
+        assert receive_seqs(sub, 2000) == list(range(2000))
         assert proxy.counts.down.held == 0
 
 
 # Dropping
 
 
-def test_drops_the_next_messages(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_the_next_messages_can_be_dropped(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """Whole messages are dropped and counted, and the connection stays valid."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     tape.play(2)
-    assert seqs(sub, 2) == [0, 1]
+    assert receive_seqs(sub, 2) == [0, 1]
     proxy.drop(3)
     tape.play(5)
-    assert seqs(sub, 2) == [5, 6]
+    assert receive_seqs(sub, 2) == [5, 6]
     assert (proxy.counts.down.messages, proxy.counts.down.dropped, proxy.counts.connections) == (7, 3, 1)
 
 
-def test_drops_a_share_the_same_way_each_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_dropping_a_share_of_messages_is_reproducible(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """The draws depend on the seed only."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
@@ -221,25 +222,25 @@ def test_drops_a_share_the_same_way_each_time(tape: TapePlayer, proxy: FaultProx
         messages = first + 1000
         assert proxy.wait_until(lambda counts, messages=messages: counts.down.messages == messages, SECONDS)  # type: ignore[misc]
         dropped = proxy.counts.down.dropped - before
-        runs.append([seq - first for seq in seqs(sub, 1000 - dropped)])
+        runs.append([seq - first for seq in receive_seqs(sub, 1000 - dropped)])
     assert runs[0] == runs[1] == runs[2]
     assert 800 < len(runs[0]) < 980
 
 
-def test_drops_by_a_rule(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_a_function_can_choose_the_messages_to_drop(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """A function decides by the frames of each message."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.drop(lambda frames: frames[0] == b"kv" and frames[1][-1] % 2 == 1)
     tape.play(4)
     assert proxy.wait_until(lambda counts: counts.down.messages == 4, SECONDS)
-    assert seqs(sub, 2) == [0, 2]
+    assert receive_seqs(sub, 2) == [0, 2]
     proxy.drop(None)
     tape.play(2)
-    assert seqs(sub, 2) == [4, 5]
+    assert receive_seqs(sub, 2) == [4, 5]
 
 
-def test_drops_requests(tape: TapePlayer, connect: Open) -> None:
+def test_requests_can_be_dropped(tape: TapePlayer, connect: Open) -> None:
     """The other direction has its own rule: a dropped request is never answered, and replies pass."""
     with FaultProxy(str(tape.replay_endpoint)) as proxy:
         tape.play(2)
@@ -269,7 +270,7 @@ def test_an_exception_of_a_rule_is_raised_by_close(tape: TapePlayer, connect: Op
 
 @pytest.mark.parametrize("rule", [1.5, -0.5, -1])
 def test_invalid_rules_are_refused(proxy: FaultProxy, rule: float) -> None:
-    """A share outside 0 to 1, a negative count, negative seconds."""
+    """Invalid are a share outside 0 to 1, a negative count, and negative seconds."""
     with pytest.raises(ConfigError):
         proxy.drop(rule)
     with pytest.raises(ConfigError):
@@ -279,7 +280,7 @@ def test_invalid_rules_are_refused(proxy: FaultProxy, rule: float) -> None:
 # Delaying
 
 
-def test_holds_until_released(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_held_messages_are_sent_when_released(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """Held messages stay in order and are released one by one."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
@@ -288,14 +289,14 @@ def test_holds_until_released(tape: TapePlayer, proxy: FaultProxy, connect: Open
     assert proxy.wait_until(lambda counts: counts.down.held == 5, SECONDS)
     assert not sub.poll(0)
     proxy.release(2)
-    assert seqs(sub, 2) == [0, 1]
+    assert receive_seqs(sub, 2) == [0, 1]
     assert proxy.counts.down.held == 3
     proxy.heal()
     tape.play(1)
-    assert seqs(sub, 4) == [2, 3, 4, 5]
+    assert receive_seqs(sub, 4) == [2, 3, 4, 5]
 
 
-def test_delays_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_messages_can_be_delayed_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """Every message arrives in order, no earlier than the delay after it was sent.
 
     Messages that are sent after the end of the delay do not overtake held ones.
@@ -308,9 +309,9 @@ def test_delays_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> N
     assert proxy.wait_until(lambda counts: counts.down.messages == 5, SECONDS)
     proxy.delay(0)
     tape.play(5)
-    assert seqs(sub, 1) == [0]
+    assert receive_seqs(sub, 1) == [0]
     assert time.monotonic() - began >= 0.2
-    assert seqs(sub, 9) == list(range(1, 10))
+    assert receive_seqs(sub, 9) == list(range(1, 10))
 
 
 def test_subscriptions_and_heartbeats_pass_while_messages_are_held(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
@@ -325,7 +326,7 @@ def test_subscriptions_and_heartbeats_pass_while_messages_are_held(tape: TapePla
     assert proxy.wait_until(lambda now: now.down.bytes > sent.down.bytes + 20 and now.up.bytes > sent.up.bytes + 20, SECONDS)
     assert not sub.poll(0)
     proxy.heal()
-    assert seqs(sub, 1) == [0]
+    assert receive_seqs(sub, 1) == [0]
 
 
 # Stalling and cutting
@@ -342,14 +343,14 @@ def test_a_stalled_connection_stays_open(tape: TapePlayer, proxy: FaultProxy, co
     assert not sub.poll(0)
     assert proxy.counts.open == 1
     proxy.heal()
-    assert seqs(sub, 3) == [0, 1, 2]
+    assert receive_seqs(sub, 3) == [0, 1, 2]
     assert tape.wait_for_subscriber(SECONDS, count=2)
     tape.play(1)
-    assert seqs(other, 1) == seqs(sub, 1) == [3]
+    assert receive_seqs(other, 1) == receive_seqs(sub, 1) == [3]
 
 
 def test_a_stall_can_be_ended_alone(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Messages are still dropped, and what was stalled arrives."""
+    """The rule for dropped messages stays, and the stalled messages arrive."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.drop(lambda frames: frames[1] == (1).to_bytes(8, "big"))
@@ -357,7 +358,7 @@ def test_a_stall_can_be_ended_alone(tape: TapePlayer, proxy: FaultProxy, connect
     tape.play(3)
     assert not sub.poll(0)
     proxy.resume()
-    assert seqs(sub, 2) == [0, 2]
+    assert receive_seqs(sub, 2) == [0, 2]
 
 
 def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
@@ -369,7 +370,7 @@ def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect:
         assert monitor.poll(1000 * SECONDS)
         sub.disable_monitor()
     proxy.heal()
-    # The tape may for a moment still count the connection that is gone, so what proves it is a message that gets through.
+    # The tape may still count the closed connection for a moment, so the test waits for a message that arrives.
     deadline = time.monotonic() + SECONDS
     while not sub.poll(10):
         assert time.monotonic() < deadline
@@ -387,10 +388,10 @@ def test_cut_connections_are_reestablished(tape: TapePlayer, proxy: FaultProxy, 
     proxy.cut()
     assert (proxy.counts.open, proxy.counts.down.held) == (0, 0)
     proxy.heal()
-    leave(tape)
+    wait_until_left(tape)
     join(tape, sub)
     tape.play(1)
-    assert seqs(sub, 1) == [2]
+    assert receive_seqs(sub, 1) == [2]
     assert proxy.counts.connections == 2
 
 
@@ -401,36 +402,36 @@ def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, conn
     for _ in range(2):
         proxy.cut(refuse=True)
         assert proxy.counts.open == 0
-        leave(tape)
+        wait_until_left(tape)
         with socket.socket() as probe:
             assert probe.connect_ex(address(proxy)) == errno.ECONNREFUSED
     proxy.heal()
     proxy.heal()
     join(tape, sub)
     tape.play(1)
-    assert seqs(sub, 1) == [0]
+    assert receive_seqs(sub, 1) == [0]
 
 
 def test_a_redirected_proxy_uses_another_upstream_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """As if the port belonged to another engine. Each of the two changes ends existing connections."""
+    """The port then seems to belong to another engine. Each of the two changes ends existing connections."""
     with TapePlayer([(b"kv", seq, b"another") for seq in range(500, 510)]) as another:
         sub = connect(zmq.SUB, proxy.endpoint)
         join(tape, sub)
         proxy.redirect(another.endpoint)
-        leave(tape)
+        wait_until_left(tape)
         join(another, sub)
         another.play(1)
-        assert seqs(sub, 1) == [500]
+        assert receive_seqs(sub, 1) == [500]
         proxy.heal()
-        leave(another)
+        wait_until_left(another)
         join(tape, sub)
         tape.play(1)
-        assert seqs(sub, 1) == [0]
+        assert receive_seqs(sub, 1) == [0]
         with pytest.raises(ConfigError):
             proxy.redirect("ipc://somewhere")
 
 
-def test_an_unreachable_upstream(connect: Open) -> None:
+def test_connections_are_closed_while_the_upstream_is_unreachable(connect: Open) -> None:
     """Connections are accepted and closed again at each attempt, and work once upstream is reachable."""
     with TapePlayer(batches(1)) as tape, FaultProxy(tape.endpoint) as proxy:
         tape.stop()
@@ -439,7 +440,7 @@ def test_an_unreachable_upstream(connect: Open) -> None:
         tape.restart()
         join(tape, sub)
         tape.play()
-        assert seqs(sub, 1) == [0]
+        assert receive_seqs(sub, 1) == [0]
 
 
 def test_connections_are_limited(tape: TapePlayer) -> None:
@@ -452,11 +453,12 @@ def test_connections_are_limited(tape: TapePlayer) -> None:
         assert proxy.wait_until(lambda counts: (counts.open, counts.refused) == (1, 1), SECONDS)
 
 
-# Ending
+# Closing
 
 
 def test_closing_is_idempotent(tape: TapePlayer, connect: Open) -> None:
-    """Twice, from two threads, with held messages during a stall. After that, calls raise `ClosedError`."""
+    """`close` is called several times, from two threads, with held messages during a stall. Later calls of other methods raise
+    `ClosedError`."""
     proxy = FaultProxy(tape.endpoint)
     join(tape, connect(zmq.SUB, proxy.endpoint))
     proxy.delay()
@@ -479,8 +481,8 @@ def open_files() -> int:
 
 
 def test_no_thread_or_descriptor_is_left() -> None:
-    """After a proxy with open connections is closed, and after a proxy could not listen."""
-    server = socket.create_server(("127.0.0.1", 0))  # not a tape, whose sockets libzmq closes when it has the time
+    """This holds after a proxy with open connections is closed, and after a proxy could not listen."""
+    server = socket.create_server(("127.0.0.1", 0))  # not a tape: libzmq closes its sockets some time later
     upstream = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     before = threading.active_count(), open_files()
     for _ in range(3):
@@ -521,8 +523,8 @@ def message(*frames: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 100_000])
-def test_messages_are_split_however_they_arrive(step: int) -> None:
-    """Commands and whole messages are segments, in order, whatever the reads are; together they are the stream."""
+def test_messages_are_split_for_any_sizes_of_reads(step: int) -> None:
+    """Commands and whole messages are segments, in order, for any sizes of reads; together they are the stream."""
     parts = [command(b"READY"), message(b"a"), message(b"", b"x" * 300, b""), command(b"PING"), message(b"")]
     stream = greeting() + b"".join(parts)
     splitter = ZmtpSplitter()
@@ -549,7 +551,7 @@ def test_other_protocols_pass_without_splitting(opening: bytes, step: int) -> No
 
 
 def test_a_message_beyond_the_limit_passes_without_splitting() -> None:
-    """Memory is bounded: the message and everything behind it is forwarded as it arrives."""
+    """Memory is bounded: the message and everything after it is forwarded as it arrives."""
     splitter = ZmtpSplitter(max_message_bytes=100)
     small, large = message(b"a", b"b"), message(b"x" * 60, b"y" * 60)
     segments = splitter.feed(greeting() + small + large[:70])

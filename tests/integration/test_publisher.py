@@ -1,4 +1,4 @@
-"""Publishing on real sockets: which batches arrive, with which numbers, and how losses are reported."""
+"""Tests of publishing on real sockets: which batches arrive, with which numbers, and how losses are reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBa
 from kvevents.publisher import EventPublisher, NullEventPublisher, PublisherSettings, PublisherStats, ZmqEventPublisher
 from kvevents.publisher.stats import LossLogger
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
-from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     DEADLINE,
     Socket,
@@ -49,8 +49,8 @@ def test_live_frames_are_topic_number_payload(context: Context) -> None:
             assert subscriber.recv_multipart() == [b"kv@pod@model", number.to_bytes(8, "big"), encode_batch(expected)]
 
 
-def test_a_batch_without_rank_gets_the_publishers(context: Context) -> None:
-    """The rank is set when `publish` returns, as in the engines. An existing rank does not change."""
+def test_a_batch_without_rank_gets_the_rank_of_the_publisher(context: Context) -> None:
+    """The rank is set when `publish` returns, as in the engines. A rank that is already set does not change."""
     with publishing(3) as publisher:
         subscriber = subscribe(context, publisher)
         own, others = EventBatch(0.0, []), EventBatch(0.0, [], 7)
@@ -77,16 +77,16 @@ class Frozen(msgspec.Struct, array_like=True, frozen=True):
     data_parallel_rank: int | None = None
 
 
-def test_users_own_batch_types_publish(context: Context) -> None:
-    """SGLang's name of the rank works; a batch without a rank, or an immutable one, is sent unchanged."""
+def test_batch_types_of_users_can_be_published(context: Context) -> None:
+    """The rank may have SGLang's name. A batch without a rank field, or an immutable one, is sent unchanged."""
     with publishing(2) as publisher:
         subscriber = subscribe(context, publisher)
-        for made in (SGLangLike(1.0, []), WithoutRank(1.0, []), Frozen(1.0, [])):
-            publisher.publish(made)
+        for event_batch in (SGLangLike(1.0, []), WithoutRank(1.0, []), Frozen(1.0, [])):
+            publisher.publish(event_batch)
         assert [msgspec.msgpack.decode(receive(subscriber)[1]) for _ in range(3)] == [[1.0, [], 2], [1.0, []], [1.0, [], None]]
 
 
-def test_users_own_event_types_publish(context: Context) -> None:
+def test_event_types_of_users_can_be_published(context: Context) -> None:
     """Events of any type that msgspec can encode are sent in order, next to events of kvevents."""
 
     @dataclass
@@ -101,7 +101,7 @@ def test_users_own_event_types_publish(context: Context) -> None:
 
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
-def test_a_publisher_encodes_every_dialect(context: Context, dialect: Dialect) -> None:
+def test_a_publisher_can_encode_every_dialect(context: Context, dialect: Dialect) -> None:
     """A publisher with a dialect sends the bytes of that release, and the decoder returns the same events."""
     events = [
         BlockStored([5, 2**64 - 1], 4, list(range(32)), 16, medium="GPU"),
@@ -118,7 +118,7 @@ def test_a_publisher_encodes_every_dialect(context: Context, dialect: Dialect) -
     assert [event.__class__ for event in found.batch.events] == [event.__class__ for event in events]
 
 
-def test_a_dialect_is_given_by_name() -> None:
+def test_a_dialect_is_selected_by_name() -> None:
     """A name has engine and release; an unknown one is rejected before any socket is opened."""
     with publishing(dialect="sglang-0.5.17", replay_endpoint=ANY) as publisher:
         assert publisher._dialect is not None
@@ -127,7 +127,7 @@ def test_a_dialect_is_given_by_name() -> None:
         ZmqEventPublisher(0, ANY, dialect="orca-1.0")
 
 
-def test_what_was_seen_live_can_be_replayed(context: Context) -> None:
+def test_a_batch_that_was_received_live_can_be_replayed_at_once(context: Context) -> None:
     """A batch is in the replay buffer before it is sent: a consumer that receives it live can request it at once."""
     with publishing(replay_endpoint=ANY) as publisher:
         subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
@@ -138,12 +138,12 @@ def test_what_was_seen_live_can_be_replayed(context: Context) -> None:
             assert (seq, payload) in read_reply(replay)
 
 
-def test_a_full_queue_drops_visibly_and_never_blocks(context: Context) -> None:
+def test_a_full_queue_drops_batches_visibly_and_never_blocks(context: Context) -> None:
     """Batches beyond the limit are dropped and counted, and their numbers are missing on the wire. An empty batch after them
     reveals the gap, even if no other batch follows."""
     with publishing(max_queue_size=10) as publisher:
         subscriber = subscribe(context, publisher)
-        with held(publisher):  # burns number 0
+        with held(publisher):  # uses up number 0
             for number in range(1, 18):
                 publisher.publish(batch(number))
             stats = publisher.stats()
@@ -159,7 +159,7 @@ def test_a_full_queue_drops_visibly_and_never_blocks(context: Context) -> None:
 
 
 def test_a_run_of_drops_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One record is logged at the start, however many batches are dropped."""
+    """One record is logged at the start, regardless of how many batches are dropped."""
     with publishing(max_queue_size=1) as publisher:
         with caplog.at_level(logging.WARNING), held(publisher):
             for number in range(500):
@@ -169,7 +169,8 @@ def test_a_run_of_drops_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_run_of_drops_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    """A line at the first drop, one after `quiet_time` seconds without a drop, and the same again after that."""
+    """A line is logged at the first drop, another one after `quiet_time` seconds without a drop, and the same for the next
+    run."""
     quiet = 10.0
     losses = LossLogger(logging.getLogger("kvevents"), "losses", quiet)
     with caplog.at_level(logging.WARNING):
@@ -192,7 +193,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytes
         publisher.publish(EventBatch(1.0, [2**70]))
         publisher.publish(batch(3))
         seen: list[int] = []
-        while len(seen) < 2:  # the good ones; an empty batch may have come between the bad ones, to show the first
+        while len(seen) < 2:  # the valid ones; an empty batch may arrive between the invalid ones, to reveal the first gap
             seq, payload = receive(subscriber)
             seen += [seq] if msgspec.msgpack.decode(payload)[1] else []
         ask(replay, 0)
@@ -205,7 +206,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytes
         assert "number" in caplog.text
 
 
-def test_many_threads_may_publish(context: Context) -> None:
+def test_many_threads_can_publish(context: Context) -> None:
     """Every batch is received once or counted as dropped, and the batches of each thread stay in order."""
     threads, each = 4, 2_000
     with publishing(max_queue_size=500) as publisher:
@@ -226,7 +227,7 @@ def test_many_threads_may_publish(context: Context) -> None:
         seen: list[tuple[int, bytes]] = []
         while len(seen) < stats.published:
             received = receive(subscriber)
-            seen += [received] if msgspec.msgpack.decode(received[1])[1] else []  # an empty one shows that others are missing
+            seen += [received] if msgspec.msgpack.decode(received[1])[1] else []  # an empty one reveals a gap
     assert [seq for seq, _ in seen] == sorted({seq for seq, _ in seen})
     order: dict[int, list[float]] = {}
     for _, payload in seen:
@@ -272,7 +273,7 @@ def test_stats_account_for_every_batch(context: Context) -> None:
         assert (stats.buffered_batches, stats.buffered_bytes) == (2, sum(map(len, payloads[-2:])))
 
 
-def test_subscriptions_are_counted_down_too(context: Context) -> None:
+def test_ended_subscriptions_are_no_longer_counted(context: Context) -> None:
     """A consumer that leaves is no longer counted; one with two topics counts twice."""
     with publishing() as publisher:
         subscriber = subscribe(context, publisher, b"one")
@@ -282,11 +283,11 @@ def test_subscriptions_are_counted_down_too(context: Context) -> None:
         assert publisher.stats().subscribers == 3
         other.close()
         subscriber.close()
-        wait_until(lambda: publisher.stats().subscribers == 0, "both to be gone")
+        wait_until(lambda: publisher.stats().subscribers == 0, "both to leave")
 
 
 def test_the_repr_has_the_main_facts() -> None:
-    """It has the rank, the endpoints, and the main counters."""
+    """They are the rank, the endpoints, and the main counters."""
     with publishing(1, replay_endpoint=ANY) as publisher:
         publisher.publish(batch())
         wait_until(lambda: publisher.stats().published == 1, "the batch to be sent")
@@ -305,7 +306,7 @@ def test_counts_cannot_be_negative(name: str) -> None:
         ZmqEventPublisher(**{"endpoint": ANY, name: -1})  # type: ignore[arg-type]
 
 
-def test_a_queue_of_zero_is_unlimited() -> None:
+def test_a_queue_size_of_zero_means_unlimited() -> None:
     """It means the same as `queue.Queue(maxsize=0)` in the engines."""
     with publishing(max_queue_size=0) as publisher:
         with held(publisher):
@@ -325,17 +326,17 @@ def test_the_null_publisher_does_nothing() -> None:
         assert repr(publisher) == "<NullEventPublisher>"
 
 
-def test_the_base_class_keeps_the_rank() -> None:
+def test_a_subclass_needs_only_publish_and_shutdown() -> None:
     """A user's own publisher needs only `publish` and `shutdown`."""
 
-    class Mine(EventPublisher):
+    class OwnPublisher(EventPublisher):
         def publish(self, events: Any) -> None:
             assert events is not None
 
         def shutdown(self) -> None:
             pass
 
-    assert Mine(4)._data_parallel_rank == 4
-    assert Mine().stats() == PublisherStats()
+    assert OwnPublisher(4)._data_parallel_rank == 4
+    assert OwnPublisher().stats() == PublisherStats()
     with pytest.raises(TypeError):
         EventPublisher()  # type: ignore[abstract]

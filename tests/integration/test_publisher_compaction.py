@@ -1,4 +1,4 @@
-"""Compacted history over real sockets: a consumer that requests it is exact."""
+"""Tests of compacted history over real sockets: a consumer that requests it is exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.stream import DegradedReason, RawBatch
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch, encode_batch
-from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     DEADLINE,
     QUICK,
@@ -53,22 +53,22 @@ def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> list[KVEve
     return batches
 
 
-def index_of(batches: list[KVEventBatch]) -> PrefixIndex:
+def index_batches(batches: list[KVEventBatch]) -> PrefixIndex:
     index = PrefixIndex()
     for seq, each in enumerate(batches):
         index.apply_payload(WORKER, 0, seq, encode_batch(each))
     return index
 
 
-def indexed(reply: list[tuple[int, bytes]]) -> PrefixIndex:
+def index_reply(reply: list[tuple[int, bytes]]) -> PrefixIndex:
     index = PrefixIndex()
     for seq, payload in reply:
         index.apply_payload(WORKER, 0, seq, payload)
     return index
 
 
-def naive(reply: list[tuple[int, bytes]]) -> set[int]:
-    """What a consumer holds that applies three kinds of events and knows no snapshots, as vLLM's example does."""
+def apply_without_snapshots(reply: list[tuple[int, bytes]]) -> set[int]:
+    """Return the blocks of a consumer that applies three kinds of events and does not know snapshots, like vLLM's example."""
     held: Counter[int] = Counter()
     for _, payload in reply:
         for event in decode_batch(payload).batch.events:
@@ -83,8 +83,8 @@ def naive(reply: list[tuple[int, bytes]]) -> set[int]:
 
 @pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "vllm-0.24", "sglang-0.5.9", "sglang-latest"])
 def test_a_request_from_before_the_buffer_gets_a_snapshot_first(context: Context, dialect: str | None) -> None:
-    """The snapshot has the number of the last batch it contains. With it an index, and a consumer that knows no snapshots, are
-    exact."""
+    """The snapshot has the number of the last batch it contains. With it an index, and a consumer that does not know snapshots,
+    are exact."""
     engine = Engine()
     with publishing(replay_endpoint=ANY, buffer_steps=20, dialect=dialect) as publisher:
         batches = fill(publisher, engine, 200)
@@ -94,8 +94,8 @@ def test_a_request_from_before_the_buffer_gets_a_snapshot_first(context: Context
             reply = read_reply(replay)
             assert numbers(reply) == list(range(first, 200))
             if first == 179:
-                assert naive(reply) == engine.live
-                assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+                assert apply_without_snapshots(reply) == engine.live
+                assert index_reply(reply).digest(WORKER) == index_batches(batches).digest(WORKER)
         history = publisher.stats().history
         assert history is not None
         assert (history.batches, history.unavailable_reason) == (180, None)
@@ -109,11 +109,11 @@ def test_a_late_subscriber_is_exact() -> None:
         index = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             confirm(publisher, subscriber, index, 499)
-        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
+        assert index.digest(WORKER) == index_batches(batches).digest(WORKER)
 
 
 def test_a_subscriber_is_exact_after_a_long_disconnect() -> None:
-    """Meanwhile many times the size of the buffer is published."""
+    """During the disconnect, many times the size of the buffer is published."""
     engine = Engine(2)
     with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, engine, 50)
@@ -124,18 +124,18 @@ def test_a_subscriber_is_exact_after_a_long_disconnect() -> None:
             batches += fill(publisher, engine, 300)
             proxy.heal()
             confirm(publisher, subscriber, index, last + 300)
-        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
+        assert index.digest(WORKER) == index_batches(batches).digest(WORKER)
 
 
 def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trust: str = "EXACT") -> None:
-    """Apply deliveries until the stream has this trust at number `last`."""
+    """Apply deliveries until the stream has `trust` at number `last`."""
 
-    def there() -> bool:
+    def has_trust() -> bool:
         for delivery in subscriber.receive_many(timeout=0.05):
             subscriber.report(delivery, index.apply(delivery).report)
         return subscriber.status().last_seq == last and subscriber.trust().name == trust
 
-    wait_until(there, f"{trust} at {last}")
+    wait_until(has_trust, f"{trust} at {last}")
 
 
 def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int) -> int:
@@ -143,7 +143,7 @@ def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], inde
     follow(subscriber, index, last, "DEGRADED")
     newest = last
 
-    def there() -> bool:
+    def has_trust() -> bool:
         nonlocal newest
         for delivery in subscriber.receive_many(timeout=0.05):
             subscriber.report(delivery, index.apply(delivery).report)
@@ -154,16 +154,16 @@ def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], inde
             newest += 1
         return status.trust.name == "EXACT" and status.last_seq == newest
 
-    wait_until(there, f"EXACT at {newest}")
+    wait_until(has_trust, f"EXACT at {newest}")
     return newest
 
 
 def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) -> None:
-    """The snapshot ends before the missing number, so every consumer sees the gap. A clear that leaves the buffer ends this."""
+    """The snapshot ends before the missing number, so every consumer sees the gap, until a clear leaves the buffer."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
-        known = fill(publisher, Engine(3), 3)
-        publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
-        known += fill(publisher, Engine(4), 5)
+        sent = fill(publisher, Engine(3), 3)
+        publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # it cannot be encoded
+        sent += fill(publisher, Engine(4), 5)
         replay = dealer(context, publisher)
         ask(replay, 0)
         assert numbers(read_reply(replay)) == [2, 6, 7, 8]
@@ -173,33 +173,34 @@ def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) ->
         index = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             follow(subscriber, index, 8, "DEGRADED")
-            assert index.digest(WORKER) == index_of(known).digest(WORKER)
+            assert index.digest(WORKER) == index_batches(sent).digest(WORKER)
             assert "batches are permanently lost" in subscriber.trust().reason
         publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
         batches = fill(publisher, Engine(5), 5)
         ask(replay, 0)
         reply = read_reply(replay)
         assert numbers(reply) == [12, 13, 14]
-        assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+        assert index_reply(reply).digest(WORKER) == index_batches(batches).digest(WORKER)
         late = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             confirm(publisher, subscriber, late, 14)
-        assert late.digest(WORKER) == index_of(batches).digest(WORKER)
+        assert late.digest(WORKER) == index_batches(batches).digest(WORKER)
 
 
 def test_a_returning_subscriber_replaces_its_state_after_a_loss() -> None:
-    """It was exact until its connection was cut; then a number went missing and left the buffer. No block is counted twice."""
+    """It was exact until its connection was cut; then a number is never sent and leaves the buffer. No block is counted
+    twice."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, Engine(6), 20)
         index = PrefixIndex()
         with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             last = confirm(publisher, subscriber, index, 19)
             proxy.cut(refuse=True)
-            publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
+            publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # it cannot be encoded
             batches += fill(publisher, Engine(7), 20)
             proxy.heal()
             follow(subscriber, index, last + 21, "DEGRADED")
-        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
+        assert index.digest(WORKER) == index_batches(batches).digest(WORKER)
 
 
 def test_a_snapshot_that_is_too_large_is_not_sent(context: Context) -> None:
@@ -215,18 +216,18 @@ def test_a_snapshot_that_is_too_large_is_not_sent(context: Context) -> None:
         assert history.unavailable_reason == "oversized"
 
 
-# --- on and off
+# --- enabling and disabling
 
 
 def test_compaction_is_on_in_the_drop_in_modules() -> None:
-    """An engine that uses them serves late consumers as our own publisher does."""
-    own: list[Any] = [vllm.ZmqEventPublisher(0, ANY, ANY), sglang.ZmqEventPublisher(0, ANY, ANY)]
-    for publisher in own:
+    """An engine that uses them serves late consumers like the publisher of kvevents."""
+    publishers: list[Any] = [vllm.ZmqEventPublisher(0, ANY, ANY), sglang.ZmqEventPublisher(0, ANY, ANY)]
+    for publisher in publishers:
         assert publisher.stats().history is not None
         publisher.shutdown()
 
 
-def test_compaction_can_be_off() -> None:
+def test_compaction_can_be_disabled() -> None:
     """It is off with `compact=False`, as an argument and in a configuration, and without a replay endpoint."""
     for settings in ({"replay_endpoint": ANY, "compact": False}, {}):
         with publishing(**settings) as publisher:
@@ -238,15 +239,16 @@ def test_compaction_can_be_off() -> None:
 
 
 def test_a_consumer_like_the_engines_example_joins_late_and_is_exact(context: Context) -> None:
-    """It runs the loop of vLLM's example on a DEALER, with vLLM's event types: a request from 0, then every batch of the reply.
-    It knows no snapshots; it applies stores, removals and clears in order, and holds what the engine holds."""
+    """The test runs the loop of vLLM's example on a DEALER, with vLLM's event types: it requests from 0 and reads every batch
+    of the reply. The consumer does not know snapshots; it applies stores, removals and clears in order, and has the blocks of
+    the engine."""
     publisher = vllm.ZmqEventPublisher(0, ANY, ANY, buffer_steps=20)
     resident: set[int] = set()
     for number in range(200):
         stored = vllm.BlockStored([number], None, [number], 1, None, "GPU", None)
-        gone = sorted(resident)[:1] if number % 3 else []
-        publisher.publish(vllm.KVEventBatch(float(number), [stored, vllm.BlockRemoved(list(gone), "GPU")]))
-        resident = (resident | {number}) - set(gone)
+        removed = sorted(resident)[:1] if number % 3 else []
+        publisher.publish(vllm.KVEventBatch(float(number), [stored, vllm.BlockRemoved(list(removed), "GPU")]))
+        resident = (resident | {number}) - set(removed)
     wait_until(lambda: publisher.stats().published == 200, "everything to be published")
     decoder = msgspec.msgpack.Decoder(type=vllm.KVEventBatch)
     found: set[Any] = set()
@@ -267,7 +269,7 @@ def test_a_consumer_like_the_engines_example_joins_late_and_is_exact(context: Co
     publisher.shutdown()
 
 
-def test_a_reply_holds_the_buffer_exactly(context: Context) -> None:
+def test_a_reply_has_a_snapshot_and_exactly_the_buffered_batches(context: Context) -> None:
     """The reply has `buffer_steps` batches as they were sent and a snapshot of all others, even if evicted batches wait for
     compaction."""
     with publishing(replay_endpoint=ANY, buffer_steps=1_000) as publisher:
@@ -307,7 +309,7 @@ def test_any_request_at_any_time_has_an_exact_reply(steps: int, bursts: list[int
         oldest = max(0, len(batches) - steps)
         assert numbers(reply) == list(range(max(start, oldest) if start >= oldest else oldest - 1, len(batches)))
         if start < oldest:
-            assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
-            assert naive(reply) == engine.live
+            assert index_reply(reply).digest(WORKER) == index_batches(batches).digest(WORKER)
+            assert apply_without_snapshots(reply) == engine.live
         else:
             assert [payload for _, payload in reply] == [encode_batch(batch) for batch in batches[start:]]

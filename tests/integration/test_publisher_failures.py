@@ -1,4 +1,5 @@
-"""Faults in each part of a publisher: `publish` never raises, all other parts continue, and `stats()` counts the fault."""
+"""Tests of faults in each part of a publisher: `publish` never raises, all other parts continue, and `stats()` counts the
+fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kvevents.publisher.base import PollPlanner
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import PollSettings, ReplayServerSettings
 from kvevents.wire import encode_batch
-from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     QUICK,
     Socket,
@@ -40,14 +41,14 @@ SETTINGS = replace(QUICK, error_delay=0.001, replay=ReplayServerSettings(error_d
 
 
 class Panic(BaseException):
-    """Like a panic of native code, it is not an Exception."""
+    """An exception that is not an `Exception`, like a panic of native code."""
 
 
-def failing(*_: Any, **__: Any) -> Any:
+def raise_panic(*_: Any, **__: Any) -> Any:
     raise Panic("injected")
 
 
-def drained(publisher: ZmqEventPublisher) -> bool:
+def is_drained(publisher: ZmqEventPublisher) -> bool:
     return publisher.stats().queued == 0
 
 
@@ -58,18 +59,18 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
     with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._server._events, "send", failing)
+            patch.setattr(publisher._server._events, "send", raise_panic)
             publisher.publish(batch(0))
             wait_until(lambda: publisher.stats().dropped["send_failed"] == 1, "the batch to be dropped")
         publisher.publish(batch(1))
-        wait_until(lambda: drained(publisher), "the second batch to be sent")
+        wait_until(lambda: is_drained(publisher), "the second batch to be sent")
         stats = publisher.stats()
         assert (stats.accepted, stats.published) == (2, 1)
         assert stats.failures["thread"] >= 1
         seq, payload = receive(subscriber)
         while payload != encode_batch(
             EventBatch(1.0, batch(1).events, 0)
-        ):  # an empty one may have come before, to show the gap
+        ):  # an empty batch may arrive before, to reveal the gap
             seq, payload = receive(subscriber)
         assert seq >= 1
     assert "thread failed: Panic('injected')" in caplog.text
@@ -81,15 +82,15 @@ def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, mo
         subscriber = subscribe(context, publisher)
         for number in range(5):
             publisher.publish(batch(number))
-        wait_until(lambda: drained(publisher), "the first batches to be sent")
+        wait_until(lambda: is_drained(publisher), "the first batches to be sent")
 
-        def full(*_: Any) -> None:
+        def raise_memory_error(*_: Any) -> None:
             raise MemoryError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._buffer, "extend", full)
+            patch.setattr(publisher._buffer, "extend", raise_memory_error)
             publisher.publish(batch(5))
-            wait_until(lambda: drained(publisher), "the sixth batch to be sent")
+            wait_until(lambda: is_drained(publisher), "the sixth batch to be sent")
         publisher.publish(batch(6))
         assert [receive(subscriber)[0] for _ in range(7)] == list(range(7))
         replay = dealer(context, publisher)
@@ -105,15 +106,15 @@ def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, mo
 def test_compaction_that_fails_is_switched_off(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
-    """No snapshot is sent from then on, so history is truncated and never wrong. The log has one record, and the statistics
-    have the reason."""
+    """The publisher sends no snapshot from then on, so history is truncated but never wrong. The log has one record, and the
+    statistics have the reason."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
         history = publisher._buffer._compactor
         assert history is not None
-        monkeypatch.setattr(history, part, failing)
+        monkeypatch.setattr(history, part, raise_panic)
         for number in range(100):
             publisher.publish(batch(number))
-        wait_until(lambda: drained(publisher), "all to be published")
+        wait_until(lambda: is_drained(publisher), "all to be published")
         replay = dealer(context, publisher)
         for _ in range(2):
             ask(replay, 0)
@@ -124,26 +125,26 @@ def test_compaction_that_fails_is_switched_off(
         assert stats.history.unavailable_reason == "failed: Panic: injected"
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine")) as subscriber:
 
-            def knows_all_there_is() -> bool:
+            def knows_that_history_is_truncated() -> bool:
                 subscriber.receive_many(timeout=0.01)
                 return subscriber.status().last_seq == 99 and subscriber.trust().name == "DEGRADED"
 
-            wait_until(knows_all_there_is, "a subscriber that knows that history is truncated")
+            wait_until(knows_that_history_is_truncated, "a subscriber that knows that history is truncated")
     assert caplog.text.count("compaction failed and is switched off") == 1
 
 
 def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches continue, and a digest that lacks a batch is never sent."""
+    """Batches continue, and no digest that lacks a batch is sent."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
         subscriber = subscribe(context, publisher)
         assert publisher._digest_tracker is not None
-        monkeypatch.setattr(publisher._digest_tracker, "apply", failing)
+        monkeypatch.setattr(publisher._digest_tracker, "apply", raise_panic)
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().failures == {"heartbeat": 1}, "heartbeats to be switched off")
         sent = publisher.stats().heartbeats
         for number in range(1, 20):
             publisher.publish(batch(number))
-        wait_until(lambda: drained(publisher), "all to be published")
+        wait_until(lambda: is_drained(publisher), "all to be published")
         stats = publisher.stats()
         assert (stats.published, stats.heartbeats, stats.failures) == (20, sent, {"heartbeat": 1})
         last = 0
@@ -157,42 +158,44 @@ def test_a_failed_reply_is_abandoned_and_the_next_one_is_served(context: Context
         server = publisher._server._replay
         assert server is not None
         publisher.publish(batch(0))
-        wait_until(lambda: drained(publisher), "the batch to be published")
+        wait_until(lambda: is_drained(publisher), "the batch to be published")
         replay = dealer(context, publisher)
         for count, part in enumerate(("_reply_to", "_frames_of"), 1):
             with monkeypatch.context() as patch:
-                patch.setattr(server, part, failing)
+                patch.setattr(server, part, raise_panic)
                 ask(replay, 0)
                 wait_until(lambda: publisher.stats().failures == {"replay": count}, f"{part} to fail")  # noqa: B023
-        wait_until(lambda: not publisher.stats().replay.active, "the failed answer to be given up")
+        wait_until(lambda: not publisher.stats().replay.active, "the failed reply to be abandoned")
         ask(replay, 0)
         assert numbers(read_reply(replay)) == [0]
 
 
 class Broken:
-    """Every attribute of it raises."""
+    """Raises when any attribute is read."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError(name)
 
 
-class UnspeakableError(Exception):
+class BrokenStrError(Exception):
     def __str__(self) -> str:
-        raise ValueError("no words")
+        raise ValueError("no message")
 
 
-class Wordless(Broken):
+class BrokenWithoutMessage(Broken):
     def __getattr__(self, name: str) -> Any:
-        raise UnspeakableError
+        raise BrokenStrError
 
 
-@pytest.mark.parametrize("make", [lambda: None, object, dict, lambda: 7, Broken, Wordless, lambda: EventBatch(0.0, [object()])])
+@pytest.mark.parametrize(
+    "make", [lambda: None, object, dict, lambda: 7, Broken, BrokenWithoutMessage, lambda: EventBatch(0.0, [object()])]
+)
 def test_an_object_that_is_not_a_batch_is_a_gap(context: Context, make: Callable[[], Any]) -> None:
-    """`publish` does not raise; the object is counted, and the next batch is sent after the gap."""
+    """`publish` does not raise; the object is counted as dropped, and the next batch is sent after the gap."""
     with publishing(settings=SETTINGS) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(make())
-        wait_until(lambda: publisher.stats().dropped["encode_failed"] == 1, "it to be counted")
+        wait_until(lambda: publisher.stats().dropped["encode_failed"] == 1, "the object to be counted")
         publisher.publish(batch(1))
         seq, payload = receive(subscriber)
         while payload != encode_batch(EventBatch(1.0, batch(1).events, 0)):
@@ -223,14 +226,14 @@ def test_a_buffer_without_steps_sends_a_snapshot() -> None:
     assert buffer.batches_from(5) == []
     with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=0) as publisher:
         publisher.publish(batch(0))
-        wait_until(lambda: publisher.stats().buffered_batches == 1, "the newest batch, which is kept")
+        wait_until(lambda: publisher.stats().buffered_batches == 1, "the newest batch in the buffer")
 
 
-# --- when the thread looks
+# --- when the thread polls
 
 
-def test_steady_batches_are_predicted() -> None:
-    """The first look is shortly before the next batch, and the looks continue until it must have arrived."""
+def test_polls_are_planned_for_steady_batches() -> None:
+    """The first poll is shortly before the next batch, and polls continue until the batch must have arrived."""
     planner = PollPlanner(POLLING)
     for number in range(100):
         planner.record_arrival(number * 0.002)
@@ -239,39 +242,39 @@ def test_steady_batches_are_predicted() -> None:
     assert sum(pauses) > 0.002
 
 
-def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
-    """Without the correction, a timer that is always late would lead to later and later looks."""
-    planner, now, came = PollPlanner(POLLING), 0.0, 0.0
+def test_polls_do_not_drift_when_the_first_one_finds_batches() -> None:
+    """Without the correction, a timer that is always late would lead to later and later polls."""
+    planner, now, due = PollPlanner(POLLING), 0.0, 0.0
     waits = []
     for _ in range(1_000):
-        pauses = planner.plan(now) or [max(0.0, came - now)]
-        looks = 0
+        pauses = planner.plan(now) or [max(0.0, due - now)]
+        polls = 0
         for pause in pauses:
             now += pause + 0.00006
-            looks += 1
-            if now >= came:
+            polls += 1
+            if now >= due:
                 break
-        now = max(now, came)
-        waits.append(now - came)
-        planner.record_arrival(now, at_first_poll=len(pauses) > 1 and looks == 1)
-        while came <= now:
-            came += 0.002
+        now = max(now, due)
+        waits.append(now - due)
+        planner.record_arrival(now, at_first_poll=len(pauses) > 1 and polls == 1)
+        while due <= now:
+            due += 0.002
     assert max(waits[100:]) < 0.0006
 
 
 @pytest.mark.parametrize(
     "times", [[0.0, 1.0, 2.0], [0.0, 0.0005, 0.0045, 0.005, 0.009, 0.0095, 0.0135]], ids=["slow", "uneven"]
 )
-def test_unpredictable_batches_have_no_naps(times: list[float]) -> None:
-    """The thread sleeps until `publish` wakes it, so that no batch waits for a look."""
+def test_the_thread_does_not_poll_for_unpredictable_batches(times: list[float]) -> None:
+    """The thread sleeps until `publish` wakes it, so that no batch waits for a poll."""
     planner = PollPlanner(POLLING)
     for time in times:
         planner.record_arrival(time)
     assert planner.plan(times[-1]) == []
 
 
-def test_naps_have_a_minimum() -> None:
-    """Otherwise looking at the queue would keep a CPU busy."""
+def test_pauses_between_polls_have_a_minimum() -> None:
+    """Otherwise polling the queue would keep a CPU busy."""
     planner = PollPlanner(POLLING)
     for number in range(100):
         planner.record_arrival(number * 1e-5)

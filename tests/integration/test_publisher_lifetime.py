@@ -1,4 +1,5 @@
-"""How a publisher ends: shutdown in all its variants, forks, and interpreter exit. Nothing is left behind."""
+"""Tests of the end of a publisher: shutdown in all its variants, forks, and interpreter exit. No thread, file or socket is
+left."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvevents.errors import ClosedError, EndpointError
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ShutdownReport, ZmqEventPublisher
 from kvevents.wire import encode_batch
-from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     DEADLINE,
     QUICK,
@@ -41,11 +42,11 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
 
 Context = zmq.Context[Socket]
 SLACK = 5.0
-"""Seconds beyond its timeout that a `shutdown` may take on a busy machine; to wait for a stalled reader takes for ever."""
+"""Seconds beyond its timeout that `shutdown` may take on a busy machine; waiting for a stalled reader would take for ever."""
 
 
-def test_shutdown_sends_what_is_queued(context: Context) -> None:
-    """It sends everything, and the report says so."""
+def test_shutdown_sends_all_queued_batches(context: Context) -> None:
+    """It sends all queued batches, and the report says so."""
     publisher = ZmqEventPublisher(0, ANY)
     subscriber = subscribe(context, publisher)
     for number in range(3_000):
@@ -56,17 +57,17 @@ def test_shutdown_sends_what_is_queued(context: Context) -> None:
     assert [receive(subscriber)[0] for _ in range(3_000)] == list(range(3_000))
 
 
-def test_shutdown_may_be_repeated() -> None:
+def test_shutdown_can_be_repeated() -> None:
     """Every call returns the same report, also from concurrent threads; `publish` then raises."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     reports: list[ShutdownReport] = []
     barrier = threading.Barrier(4)
 
-    def shut() -> None:
+    def shut_down() -> None:
         barrier.wait(DEADLINE)
         reports.append(publisher.shutdown())
 
-    threads = [threading.Thread(target=shut) for _ in range(4)]
+    threads = [threading.Thread(target=shut_down) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,16 +79,17 @@ def test_shutdown_may_be_repeated() -> None:
 
 
 def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C during `shutdown`, a second call, as at interpreter exit, ends the threads and closes the context."""
+    """After Ctrl-C during `shutdown`, a second call ends the threads and closes the context. Interpreter exit makes such a
+    call."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     threads = [publisher._thread, publisher._compaction, *publisher._server._threads]
 
-    def interrupted(timeout: float | None = None) -> None:
+    def interrupt(timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
     for thread in (publisher._thread, publisher._server._threads[0]):
         with monkeypatch.context() as patch:
-            patch.setattr(thread, "join", interrupted)
+            patch.setattr(thread, "join", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 publisher.shutdown()
     assert publisher.shutdown().flushed is True
@@ -95,7 +97,7 @@ def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytes
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_unsent_batches_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_reports_unsent_batches(caplog: pytest.LogCaptureFixture) -> None:
     """If the thread hangs, shutdown still returns, counts the queued batches, and logs one warning."""
     publisher = ZmqEventPublisher(0, ANY)
     with held(publisher), caplog.at_level(logging.WARNING):
@@ -114,7 +116,7 @@ def test_unsent_batches_are_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_shutdown_does_not_wait_for_a_socket_that_stays_open(caplog: pytest.LogCaptureFixture) -> None:
-    """ZeroMQ ends no context that has an open socket, and has no limit for it."""
+    """ZeroMQ does not terminate a context that has an open socket, and has no timeout for it."""
     publisher = ZmqEventPublisher(0, ANY, ANY, settings=replace(QUICK, term_timeout=0.05))
     open_socket = publisher._server._context.socket(zmq.PUB)
     report = publisher.shutdown(0.1)
@@ -126,7 +128,7 @@ def test_shutdown_does_not_wait_for_a_socket_that_stays_open(caplog: pytest.LogC
 
 
 def test_shutdown_does_not_wait_for_a_subscriber_that_does_not_read(context: Context) -> None:
-    """ZeroMQ flushes for the remaining time only, and the report says that it was not enough."""
+    """ZeroMQ flushes only for the remaining time, and the report says that this was not enough."""
     publisher = ZmqEventPublisher(0, ANY)
     stalled = open_consumer(context, zmq.SUB)
     stalled.rcvhwm, stalled.rcvbuf = 1, 4096
@@ -142,12 +144,12 @@ def test_shutdown_does_not_wait_for_a_subscriber_that_does_not_read(context: Con
     assert not report.complete
 
 
-def test_replies_in_progress_end_at_the_deadline(context: Context) -> None:
+def test_shutdown_ends_replies_at_the_deadline(context: Context) -> None:
     """A consumer that does not read delays shutdown until the deadline, and its reply is counted."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     for number in range(5_000):
         publisher.publish(batch(number, blocks=64))
-    wait_until(lambda: publisher.stats().queued == 0, "all to be kept")
+    wait_until(lambda: publisher.stats().queued == 0, "all to be published")
     stalled = open_consumer(context, zmq.DEALER)
     stalled.rcvhwm, stalled.rcvbuf = 1, 4096
     assert publisher.replay_endpoint is not None
@@ -184,7 +186,7 @@ def test_a_terminated_context_ends_the_publisher_and_not_the_engine(caplog: pyte
 
 
 def test_a_shared_context_stays_open(context: Context) -> None:
-    """Its owner ends it; what was sent is still flushed by it."""
+    """Its owner terminates it, which still flushes the sent batches."""
     with publishing(context=context) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
@@ -199,8 +201,8 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_is_left_behind(context: Context) -> None:
-    """Threads and file descriptors are as before, after use and after a failed start."""
+def test_no_thread_or_file_is_left_open(context: Context) -> None:
+    """The numbers of threads and file descriptors are as before, after use and after a failed start."""
     with publishing(replay_endpoint=ANY) as blocker:
         gc.collect()
         threads, files = threading.active_count(), open_files()
@@ -212,28 +214,28 @@ def test_nothing_is_left_behind(context: Context) -> None:
         assert (threading.active_count(), open_files()) == (threads, files)
 
 
-def _in_child(publisher: ZmqEventPublisher) -> list[str]:
+def _find_faults_in_child(publisher: ZmqEventPublisher) -> list[str]:
     faults = []
     publisher.publish(batch())
     if publisher.stats().dropped["ended"] != 1:
-        faults.append("publish did not count")
+        faults.append("publish did not count the dropped batch")
     if f"it belongs to process {os.getppid()}" not in publisher._end_reason:
-        faults.append(f"publish said: {publisher._end_reason}")
+        faults.append(f"publish gave another reason: {publisher._end_reason}")
     if publisher.shutdown() != publisher.shutdown():
-        faults.append("shutdown changed its mind")
+        faults.append("two calls of shutdown returned different reports")
     if "closed" not in repr(publisher):
         faults.append(repr(publisher))
     publisher.stats()
     with publishing() as own:
         own.publish(batch())
     if own.shutdown().sent != 1:
-        faults.append("a publisher of the child's own did not work")
+        faults.append("a publisher created in the child did not work")
     return faults
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_no_publisher(context: Context) -> None:
+def test_a_publisher_is_ended_in_a_forked_child(context: Context) -> None:
     """In the child `publish` drops and counts, and `shutdown` does nothing. A new publisher works, and the parent's
     continues."""
     with publishing(replay_endpoint=ANY) as publisher:
@@ -246,20 +248,20 @@ def test_a_forked_child_has_no_publisher(context: Context) -> None:
             if child == 0:
                 status = 1
                 try:
-                    faults = _in_child(publisher)
+                    faults = _find_faults_in_child(publisher)
                     os.write(writing, "; ".join(faults).encode())
                     status = len(faults)
                 finally:
                     os._exit(status)
         os.close(writing)
-        with os.fdopen(reading) as said:
-            assert said.read() == ""
+        with os.fdopen(reading) as output:
+            assert output.read() == ""
         assert os.waitpid(child, 0)[1] == 0
         publisher.publish(batch(1))
         assert [receive(subscriber)[0] for _ in range(2)] == [0, 1]
 
 
-def test_interpreter_exit_sends_what_is_queued(context: Context) -> None:
+def test_interpreter_exit_sends_all_queued_batches(context: Context) -> None:
     """A program without `shutdown` exits cleanly and loses nothing: a binding subscriber receives everything."""
     subscriber = open_consumer(context, zmq.SUB)
     subscriber.bind(ANY)
@@ -284,25 +286,25 @@ for number in range(2000):
     assert child.returncode == 0
 
 
-@pytest.mark.parametrize("begun", range(4))
-def test_a_constructor_that_ctrl_c_interrupts_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
-    """A socket or thread that stays would block the end of a shared context for ever."""
+@pytest.mark.parametrize("threads_before", range(4))
+def test_an_interrupted_constructor_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, threads_before: int) -> None:
+    """A socket or thread that remains would block the termination of a shared context for ever."""
     start = threading.Thread.start
     started: list[threading.Thread] = []
 
-    def interrupted(thread: threading.Thread) -> None:
+    def interrupt(thread: threading.Thread) -> None:
         if thread.name.startswith("zmq-"):
-            if len(started) == begun:
+            if len(started) == threads_before:
                 raise KeyboardInterrupt
             started.append(thread)
         start(thread)
 
     context: zmq.Context[Any] = zmq.Context()
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
     with suppress(KeyboardInterrupt):
         ZmqEventPublisher(0, ANY, ANY, context=context, compact=True).shutdown()
     monkeypatch.undo()
-    assert len(started) == min(begun, 3), "the threads of replay, of compaction, and of the publisher"
+    assert len(started) == min(threads_before, 3), "the threads are those of replay, of compaction, and of the publisher"
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
     ending.join(DEADLINE)
@@ -311,10 +313,10 @@ def test_a_constructor_that_ctrl_c_interrupts_leaves_nothing_open(monkeypatch: p
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])
-def test_interpreter_exit_during_a_large_reply(context: Context, shared: bool) -> None:
-    """Large batches are sent from the publisher's memory, which stays until they have left: each arrives complete. Either all
-    arrive, or the report counts the reply as unfinished because a slow machine did not read it in time. A report of a reply
-    that arrives late says that not everything was flushed."""
+def test_batches_are_complete_if_the_interpreter_exits_during_a_large_reply(context: Context, shared: bool) -> None:
+    """Large batches are sent from the publisher's memory, which stays until they have left, so each batch arrives complete.
+    Either all arrive, or the report counts the reply as unfinished because a slow machine did not read it in time. If the reply
+    arrives after the report, the report says that not everything was flushed."""
     program = f"""
 import sys, time, zmq
 from kvevents.events import BlockStored, EventBatch
@@ -323,7 +325,7 @@ context = zmq.Context() if {shared} else None
 publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", context=context)
 for number in range(40):
     publisher.publish(EventBatch(float(number), [BlockStored([number], None, [70_000 + number] * 300_000, 300_000)], 0))
-while publisher.stats().queued:  # an answer that comes before has only what is there
+while publisher.stats().queued:  # an earlier reply would have only some of the batches
     time.sleep(0.001)
 print(publisher.replay_endpoint, flush=True)
 until = time.monotonic() + {DEADLINE}
@@ -339,26 +341,26 @@ print("leaving", flush=True)
         assert child.stdout is not None
         reader = open_consumer(context, zmq.DEALER)
         reader.rcvhwm, reader.rcvbuf = 1, 4096
-        watch = reader.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        undo.callback(watch.close)
+        monitor = reader.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        undo.callback(monitor.close)
         undo.callback(reader.disable_monitor)
         reader.connect(child.stdout.readline().strip())
         ask(reader, 0)
         assert child.stdout.readline() == "leaving\n"
         poller = zmq.Poller()
         poller.register(reader, zmq.POLLIN)
-        poller.register(watch, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
         found = []
         while reader in (ready := dict(poller.poll(int(DEADLINE * 1000)))):
             *_, seq, payload = reader.recv_multipart()
             found += [(int.from_bytes(seq, "big"), payload)] if payload else []
-        assert watch in ready, "neither a batch nor an end"
+        assert monitor in ready, "neither a batch nor the end of the connection"
         for number, payload in found:
             expected = EventBatch(float(number), [BlockStored([number], None, [70_000 + number] * 300_000, 300_000)], 0)
             assert payload == encode_batch(expected)
         assert [number for number, _ in found] == list(range(len(found)))
-        said = child.stdout.read()
-        # The report may come before libzmq has sent the last bytes, which it does until the process ends.
+        output = child.stdout.read()
+        # The report may be made before libzmq has sent the last bytes; libzmq sends until the process ends.
         wanted = {"", "flushed=False"} if len(found) == 40 else {"replays_unfinished=1"}
-        assert any(each == said or (each and each in said) for each in wanted), (len(found), said)
+        assert any(each == output or (each and each in output) for each in wanted), (len(found), output)
     assert child.returncode == 0

@@ -1,4 +1,5 @@
-"""The journal: after any fault of process, disk or file, recovery returns everything sent, or says that it is incomplete."""
+"""Tests of the journal: after any fault of process, disk or file, recovery returns everything sent, or reports that it is
+incomplete."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from relay_journal_cases import (
 )
 
 Step: TypeAlias = Callable[[Journal, Model], None]
-LIFE = 7
+INCARNATION = 7
 OWN = 65_535
 
 
@@ -53,9 +54,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-def begun(path: Path, disk: WatchedDisk | None = None) -> tuple[Journal, Model]:
+def begin_journal(path: Path, disk: WatchedDisk | None = None) -> tuple[Journal, Model]:
     journal = open_journal(path, disk=disk)
-    journal.begin(LIFE)
+    journal.begin(INCARNATION)
     return journal, Model()
 
 
@@ -77,7 +78,7 @@ def set_checkpoint(journal: Journal, model: Model, text: bytes) -> None:
 
 
 def wants_snapshot(journal: Journal) -> bool:
-    """A type checker assumes that a property keeps its value."""
+    """Return `journal.wants_snapshot`; a type checker assumes that a property does not change between two assertions."""
     return journal.wants_snapshot
 
 
@@ -90,8 +91,8 @@ def snapshot(journal: Journal, model: Model, back: int = 3) -> bool:
     return journal.snapshot(number, model.state(number), model.tail(number), OWN)
 
 
-def again(journal: Journal, model: Model) -> None:
-    """A step that marks the start of another process."""
+def restart_process(journal: Journal, model: Model) -> None:
+    """Mark the start of another process in a list of steps; `Run.take` handles it."""
 
 
 def step(function: Callable[..., object], *arguments: st.SearchStrategy[object]) -> st.SearchStrategy[Step]:
@@ -110,14 +111,14 @@ steps = st.lists(
         step(reset, upstreams),
         step(set_checkpoint, st.binary(max_size=20)),
         step(snapshot, st.integers(0, 6)),
-        st.just(again),
+        st.just(restart_process),
     ),
     max_size=25,
 )
 
 
 class Run:
-    """A journal and its model, across restarts of the process."""
+    """Runs steps on a journal and its model, across restarts of the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -127,7 +128,7 @@ class Run:
         self.now = 0.0
 
     def take(self, each: Step) -> None:
-        if each is again:
+        if each is restart_process:
             self.journal.close()
             self.restart()
         else:
@@ -140,15 +141,15 @@ class Run:
         found = self.journal.recover()
         assert not found.incomplete
         assert self.model.is_in(found)
-        assert found.incarnation == LIFE
+        assert found.incarnation == INCARNATION
         self.journal.resume(found)
 
 
 # --- recovery
 
 
-def test_recorded_batches_are_recovered(path: Path) -> None:
-    journal, model = begun(path)
+def test_recorded_batches_are_recovered_after_a_crash_and_after_closing(path: Path) -> None:
+    journal, model = begin_journal(path)
     store(journal, model, [0, 1, 300])
     store(journal, model, [20], upstream=3)
     skip(journal, model)
@@ -176,8 +177,8 @@ def _folder(journal: Journal) -> Folder:
 
 
 def test_a_snapshot_replaces_earlier_files(path: Path) -> None:
-    """It replaces the files before it, and holds positions, checkpoint and origins."""
-    journal, model = begun(path)
+    """The snapshot contains positions, checkpoint and origins."""
+    journal, model = begin_journal(path)
     set_checkpoint(journal, model, b"mark")
     journal.set_origin(0, Origin(0, 5, bytes(32)))
     while not wants_snapshot(journal):
@@ -194,23 +195,23 @@ def test_a_snapshot_replaces_earlier_files(path: Path) -> None:
     assert (found.origins, found.snapshot_number) == ({0: Origin(0, 5, bytes(32))}, model.next_number - 5)
 
 
-def test_files_stay_bounded(path: Path) -> None:
-    journal, model = begun(path)
-    most = 0
+def test_the_size_of_all_files_is_bounded(path: Path) -> None:
+    journal, model = begin_journal(path)
+    largest_size = 0
     for _ in range(400):
         store(journal, model, [100])
         snapshot(journal, model)
-        most = max(most, sum(each.stat().st_size for each in path.iterdir()))
+        largest_size = max(largest_size, sum(each.stat().st_size for each in path.iterdir()))
     assert journal.stats().snapshots > 10
-    assert most < 4 * TINY.compact_bytes
+    assert largest_size < 4 * TINY.compact_bytes
     assert journal.stats().bytes < 4 * TINY.compact_bytes
     crash(journal)
 
 
 def test_appends_continue_while_a_snapshot_is_written(path: Path) -> None:
-    """A thread writes it, and a kill before it is complete loses nothing."""
+    """A thread writes the snapshot, and batches that are stored meanwhile are not lost."""
     journal = Journal(path, TINY)
-    journal.begin(LIFE)
+    journal.begin(INCARNATION)
     model = Model()
     while not wants_snapshot(journal):
         store(journal, model, [100])
@@ -224,14 +225,14 @@ def test_appends_continue_while_a_snapshot_is_written(path: Path) -> None:
 
 
 def test_a_tail_is_split_into_frames() -> None:
-    """By number of batches, by bytes and at missing numbers, also at both ends."""
+    """It is split by number of batches, by bytes and at missing numbers, also at both ends."""
     rows = [(at, b"x") for at in (2, 3, 4, 5, 6, 7, 8, 11, 14)] + [(15, bytes(5)), (16, bytes(6)), (17, bytes(50)), (18, b"")]
-    shape = [
+    frames = [
         (each.first, each.last) if isinstance(each, journal_format.SkippedNumbers) else [each.first, len(each.payloads)]
         for each in journal_format.tail_records(rows, 1, 21, OWN, max_batches=3, max_bytes=10)
         if isinstance(each, journal_format.SkippedNumbers | Batches)
     ]
-    assert shape == [(1, 1), [2, 3], [5, 3], [8, 1], (9, 10), [11, 1], (12, 13), [14, 2], [16, 1], [17, 1], [18, 1], (19, 20)]
+    assert frames == [(1, 1), [2, 3], [5, 3], [8, 1], (9, 10), [11, 1], (12, 13), [14, 2], [16, 1], [17, 1], [18, 1], (19, 20)]
     assert list(journal_format.tail_records([], 4, 4, OWN, max_batches=3, max_bytes=10)) == []
 
 
@@ -243,11 +244,11 @@ def test_a_tail_is_split_into_frames() -> None:
 def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
     taken: list[Step], more: list[Step], kill_at: int, part: float
 ) -> None:
-    """Killed at any system call, or in the middle of a write: the next process has all that was acknowledged, and at most the
-    one record that was being written."""
+    """The process is killed at any system call, or in the middle of a write. The next process has everything that was
+    acknowledged, and at most the one record that was being written."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder, "journal"))
-        run.journal.begin(LIFE)
+        run.journal.begin(INCARNATION)
 
         def kill(_call: str, data: bytes) -> None:
             if len(run.disk.calls) > kill_at:
@@ -302,11 +303,11 @@ REFUSALS = (
 def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
     taken: list[Step], more: list[Step], refused: set[str], begins: int, count: int, last: bool
 ) -> None:
-    """Nothing raises. If the process is killed afterwards, the files hold all that was sent or are marked as broken; if they
-    could not be marked, the statistics say so."""
+    """No call raises. If the process is killed afterwards, the files have everything that was sent or are marked as broken; if
+    they could not be marked, the statistics say so."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder, "journal"))
-        run.journal.begin(LIFE)
+        run.journal.begin(INCARNATION)
 
         def refuse(call: str, data: bytes) -> None:
             if call in refused and begins <= len(run.disk.calls) < begins + count:
@@ -315,7 +316,7 @@ def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
         run.disk.before = refuse
         run.disk.calls.clear()
         for each in [*taken, *more]:
-            if each is not again:
+            if each is not restart_process:
                 run.take(each)
         if last:
             run.disk.before = no_failure
@@ -332,9 +333,9 @@ def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
         assert run.model.is_in(found) or not found.is_resumable or "could not be marked" in stats.reason
 
 
-def history(path: Path) -> tuple[Model, dict[str, bytes]]:
+def write_history(path: Path) -> tuple[Model, dict[str, bytes]]:
     """Return a model with a snapshot, a continued log and one more log, and the content of these files."""
-    journal, model = begun(path)
+    journal, model = begin_journal(path)
     for _ in range(30):
         store(journal, model, [100])
         set_checkpoint(journal, model, b"mark")
@@ -350,7 +351,7 @@ def history(path: Path) -> tuple[Model, dict[str, bytes]]:
     return model, content
 
 
-def changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
+def recover_changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     for name, data in content.items():
         (folder / name).write_bytes(data)
@@ -362,59 +363,59 @@ def changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
     return found
 
 
-def test_a_truncated_file_is_incomplete(tmp_path: Path, path: Path) -> None:
-    """Also at the end of a frame: the committed size is known."""
-    model, content = history(path)
-    assert model.is_in(changed(tmp_path, content))
+def test_a_truncated_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
+    """This holds even at the end of a frame, because the committed size is known."""
+    model, content = write_history(path)
+    assert model.is_in(recover_changed(tmp_path, content))
     for name, data in content.items():
         for size in {*range(0, len(data), 13), len(data) - 1}:
-            assert changed(tmp_path, {**content, name: data[:size]}).incomplete
+            assert recover_changed(tmp_path, {**content, name: data[:size]}).incomplete
 
 
 def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path) -> None:
-    """Whatever their content: the next process writes another log."""
-    model, content = history(path)
+    """Their content does not matter: the next process writes another log."""
+    model, content = write_history(path)
     newest = max(name for name in content if name.endswith("log"))
     for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_AT :]):
-        found = changed(tmp_path, {**content, newest: content[newest] + rest})
+        found = recover_changed(tmp_path, {**content, newest: content[newest] + rest})
         assert not found.incomplete
         assert model.is_in(found)
 
 
 def test_a_missing_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
-    _, content = history(path)
+    _, content = write_history(path)
     for name in content:
-        assert changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete
+        assert recover_changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete
 
 
 def test_a_renamed_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
-    """Swapped, renamed, or copied."""
-    _, content = history(path)
+    """Files are swapped or copied to another name."""
+    _, content = write_history(path)
     one, two = sorted(name for name in content if name.endswith("log"))
-    assert changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete
-    assert changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete
+    assert recover_changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete
+    assert recover_changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete
 
 
 def test_a_flipped_bit_never_gives_wrong_data(tmp_path: Path, path: Path) -> None:
-    _, content = history(path)
+    _, content = write_history(path)
     for name, data in content.items():
         for at in range(0, len(data), 7):
-            wrong = bytearray(data)
-            wrong[at] ^= 1 << at % 8
-            assert changed(tmp_path, {**content, name: bytes(wrong)}).incomplete
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << at % 8
+            assert recover_changed(tmp_path, {**content, name: bytes(damaged)}).incomplete
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model, content = history(Path(folder, "journal"))
+        model, content = write_history(Path(folder, "journal"))
         for name in data.draw(st.lists(st.sampled_from(sorted(content)), min_size=1, max_size=2)):
-            wrong = bytearray(content[name])
-            at = data.draw(st.integers(0, len(wrong)))
-            wrong[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=300))
-            content[name] = bytes(wrong)
-        found = changed(Path(folder), content)
+            damaged = bytearray(content[name])
+            at = data.draw(st.integers(0, len(damaged)))
+            damaged[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=300))
+            content[name] = bytes(damaged)
+        found = recover_changed(Path(folder), content)
         assert found.incomplete or model.is_in(found)
 
 
@@ -422,11 +423,11 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("closes", "continues"), [(True, False), (True, True), (False, False)])
-def test_after_a_restart_of_the_machine_an_open_journal_is_incomplete(
+def test_after_a_restart_of_the_machine_a_journal_that_was_not_closed_is_incomplete(
     path: Path, tmp_path: Path, closes: bool, continues: bool
 ) -> None:
     """Batches can be lost in a power failure; a journal that was closed and not continued is complete."""
-    journal, model = begun(path)
+    journal, model = begin_journal(path)
     store(journal, model, [5])
     if closes:
         journal.close()
@@ -434,16 +435,16 @@ def test_after_a_restart_of_the_machine_an_open_journal_is_incomplete(
         journal = open_journal(path)
         journal.resume(journal.recover())
     crash(journal)
-    another = tmp_path / "boot_id"
-    another.write_text("00112233-4455-6677-8899-aabbccddeeff\n")
-    found = open_journal(path, disk=WatchedDisk(boot_id_file=another)).recover()
+    other_boot_id = tmp_path / "boot_id"
+    other_boot_id.write_text("00112233-4455-6677-8899-aabbccddeeff\n")
+    found = open_journal(path, disk=WatchedDisk(boot_id_file=other_boot_id)).recover()
     assert bool(found.incomplete) == (not closes or continues)
     assert not found.incomplete or "the machine was restarted" in found.incomplete
 
 
-def test_without_a_boot_id_an_open_journal_is_incomplete(path: Path, tmp_path: Path) -> None:
+def test_without_a_boot_id_a_journal_that_was_not_closed_is_incomplete(path: Path, tmp_path: Path) -> None:
     disk = WatchedDisk(boot_id_file=tmp_path / "none")
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     store(journal, model, [5])
     crash(journal)
     assert open_journal(path, disk=disk).recover().incomplete
@@ -464,9 +465,9 @@ def failing_calls(error: int, *calls: str) -> Callable[[str, bytes], None]:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) -> None:
-    """Meanwhile nothing is recorded; a snapshot leads back to the disk."""
+    """Nothing is recorded meanwhile. A snapshot makes the journal complete again when the disk works."""
     disk = WatchedDisk()
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     store(journal, model, [5, 5])
     disk.before = failing_calls(error, "write", "create")
     store(journal, model, [5, 5])
@@ -494,7 +495,7 @@ def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) ->
 
 def test_the_reason_says_if_the_logs_could_not_be_marked(path: Path) -> None:
     disk = WatchedDisk()
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     disk.before = failing_calls(errno.EROFS, "write", "create", "open", "overwrite", "remove", "rename")
     store(journal, model, [5])
     assert journal.stats().reason == (
@@ -505,7 +506,7 @@ def test_the_reason_says_if_the_logs_could_not_be_marked(path: Path) -> None:
 
 def test_a_log_that_cannot_be_marked_is_removed(path: Path) -> None:
     disk = WatchedDisk()
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     store(journal, model, [5])
     disk.before = failing_calls(errno.ENOSPC, "write", "overwrite")
     store(journal, model, [5])
@@ -515,9 +516,9 @@ def test_a_log_that_cannot_be_marked_is_removed(path: Path) -> None:
 
 
 def test_the_log_continues_if_a_snapshot_cannot_be_written(path: Path) -> None:
-    """Another snapshot is tried after a delay."""
+    """The journal tries another snapshot after a delay."""
     disk = WatchedDisk()
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     while not wants_snapshot(journal):
         store(journal, model, [100])
     refused = failing_calls(errno.ENOSPC, "sync")
@@ -538,7 +539,7 @@ def test_the_log_continues_if_a_snapshot_cannot_be_written(path: Path) -> None:
 
 def test_a_journal_without_snapshots_stops_at_its_limit(path: Path) -> None:
     journal = open_journal(path, JournalLimits(max_log_bytes=3_000))
-    journal.begin(LIFE)
+    journal.begin(INCARNATION)
     model = Model()
     while journal.state == "disk":
         store(journal, model, [100])
@@ -548,8 +549,9 @@ def test_a_journal_without_snapshots_stops_at_its_limit(path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "emptied"])
 def test_a_deleted_or_moved_folder_is_noticed(path: Path, how: str) -> None:
-    """Within a second, though writes still succeed; a snapshot begins the journal again in a folder of that name."""
-    journal, model = begun(path)
+    """The journal notices it within a second, although writes still succeed. A snapshot then starts a new journal in a folder
+    of the same name."""
+    journal, model = begin_journal(path)
     if how == "deleted":
         shutil.rmtree(path)
     elif how == "moved":
@@ -572,10 +574,10 @@ def test_a_deleted_or_moved_folder_is_noticed(path: Path, how: str) -> None:
         assert open_journal(path.with_name("moved")).recover().incomplete
 
 
-def test_a_disk_that_fails_at_the_start(path: Path) -> None:
-    """A journal that is begun or resumed stays in memory until the disk works."""
+def test_a_journal_can_start_while_the_disk_fails(path: Path) -> None:
+    """The state of a journal that begins or resumes is `memory` until the disk works."""
     disk = WatchedDisk(failing_calls(errno.ENOSPC, "create"))
-    journal, model = begun(path, disk)
+    journal, model = begin_journal(path, disk)
     store(journal, model, [1])
     assert (journal.stats().state, journal.stats().dropped) == ("memory", 1)
     disk.before = no_failure
@@ -589,11 +591,11 @@ def test_a_disk_that_fails_at_the_start(path: Path) -> None:
     journal.resume(found)
     assert journal.stats().state == "memory"
     crash(journal)
-    assert open_journal(path).recover().incomplete, "numbers beyond may have been sent"
+    assert open_journal(path).recover().incomplete, "higher numbers may have been sent"
 
 
-def test_a_folder_that_cannot_be_opened_now(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its content is unknown; the relay begins a new incarnation, in memory."""
+def test_a_folder_that_cannot_be_opened_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content is unknown, so the relay begins a new incarnation with the journal in memory."""
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -616,25 +618,25 @@ def test_a_folder_that_cannot_be_opened_now(path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    place = tmp_path / "tiny"
-    place.mkdir()
+    mount_point = tmp_path / "tiny"
+    mount_point.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(place)],  # noqa: S607 - wherever mount is
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(mount_point)],  # noqa: S607 - the path of mount varies
         capture_output=True,
         text=True,
         check=False,
     )
     if mounted.returncode:
         pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607 - as above
+    yield mount_point
+    subprocess.run(["umount", "-l", str(mount_point)], check=True)  # noqa: S607 - as above
 
 
-def test_a_full_file_system(tiny_disk: Path) -> None:
-    """The journal is incomplete from then on; with free space it becomes complete again."""
+def test_a_journal_recovers_from_a_full_file_system(tiny_disk: Path) -> None:
+    """The journal is incomplete while the disk is full; with free space it becomes complete again."""
     path = tiny_disk / "journal"
     journal = Journal(path, JournalLimits(probe_bytes=20_000))
-    journal.begin(LIFE)
+    journal.begin(INCARNATION)
     model = Model()
     while journal.state == "disk":
         store(journal, model, [1000, 500])
@@ -653,9 +655,9 @@ def test_a_full_file_system(tiny_disk: Path) -> None:
     assert model.is_in(open_journal(path).recover())
 
 
-def test_a_file_system_that_becomes_read_only(tiny_disk: Path) -> None:
+def test_a_journal_stays_in_memory_when_its_file_system_becomes_read_only(tiny_disk: Path) -> None:
     journal = Journal(tiny_disk / "journal")
-    journal.begin(LIFE)
+    journal.begin(INCARNATION)
     model = Model()
     if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=False, capture_output=True).returncode:  # noqa: S607
         # A file that is open for writing prevents the remount, so only the next process sees it.
@@ -663,7 +665,7 @@ def test_a_file_system_that_becomes_read_only(tiny_disk: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)  # noqa: S607 - as above
         journal = Journal(tiny_disk / "journal")
         assert journal.recover().incomplete
-        journal.begin(LIFE + 1)
+        journal.begin(INCARNATION + 1)
     store(journal, model, [5])
     assert journal.stats().state == "memory"
     assert journal.stats().reason.startswith("Read-only file system")
@@ -674,8 +676,8 @@ def test_a_file_system_that_becomes_read_only(tiny_disk: Path) -> None:
 
 
 def test_a_second_process_is_rejected(path: Path) -> None:
-    """The message names the first one; after that is closed, the folder can be opened."""
-    journal, _ = begun(path)
+    """The message names the first process. After the first journal is closed, the folder can be opened."""
+    journal, _ = begin_journal(path)
     with pytest.raises(JournalError, match=f"another process uses it \\(pid {os.getpid()}\\); choose another folder"):
         open_journal(path)
     assert journal.close()
@@ -683,8 +685,8 @@ def test_a_second_process_is_rejected(path: Path) -> None:
     open_journal(path).close()
 
 
-def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
-    """A file of that name, or a parent that does not allow folders. It is an `ExternalError`."""
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    """A file has that name, or the parent does not allow folders. The second error is an `ExternalError`."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
         JournalError, match=r"cannot open the journal folder .*file: .*; choose a folder that this process can write"
@@ -695,23 +697,23 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
 
 
 def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
-    """Their checksum distinguishes them from damaged files, whatever the length of their header."""
-    journal, model = begun(path)
+    """Their checksum distinguishes them from damaged files, for any length of their header."""
+    journal, model = begin_journal(path)
     store(journal, model, [1])
     crash(journal)
     (file,) = path.glob("*.log")
-    later = journal_format.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
-    file.write_bytes(later + struct.pack("<I", zlib.crc32(later)))
+    header = journal_format.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
+    file.write_bytes(header + struct.pack("<I", zlib.crc32(header)))
     journal = open_journal(path)
     with pytest.raises(JournalError, match="has version 3, and this release reads version 2: use the release that wrote it"):
         journal.recover()
     crash(journal)
-    file.write_bytes(later + b"none")
+    file.write_bytes(header + b"none")
     assert open_journal(path).recover().incomplete
 
 
-def test_files_that_vanish_before_they_are_read_again_raise(path: Path) -> None:
-    journal, model = begun(path)
+def test_files_that_are_deleted_before_they_are_read_again_raise(path: Path) -> None:
+    journal, model = begin_journal(path)
     store(journal, model, [1])
     crash(journal)
     found = open_journal(path).recover()
@@ -722,7 +724,7 @@ def test_files_that_vanish_before_they_are_read_again_raise(path: Path) -> None:
 
 
 def test_other_files_in_the_folder_are_ignored(path: Path) -> None:
-    journal, model = begun(path)
+    journal, model = begin_journal(path)
     store(journal, model, [1])
     crash(journal)
     (path / "notes.txt").write_text("mine")
@@ -737,8 +739,8 @@ def test_other_files_in_the_folder_are_ignored(path: Path) -> None:
 
 
 def test_an_unfinished_log_of_a_killed_process_is_ignored(path: Path) -> None:
-    """It has no final name yet, and the next log replaces it, so that no log is missing."""
-    journal, model = begun(path)
+    """It does not have its final name yet, and the next log replaces it, so no log is missing."""
+    journal, model = begin_journal(path)
     store(journal, model, [1])
     crash(journal)
     (path / "0000000000000002.log.tmp").write_text("half")
@@ -754,7 +756,7 @@ def test_an_unfinished_log_of_a_killed_process_is_ignored(path: Path) -> None:
 
 
 def test_only_the_owner_can_read_payloads(path: Path) -> None:
-    journal, model = begun(path)
+    journal, model = begin_journal(path)
     while not snapshot(journal, model):
         store(journal, model, [100])
     assert path.stat().st_mode & 0o777 == 0o700
@@ -768,10 +770,10 @@ def test_an_empty_folder_is_neither_resumable_nor_incomplete(path: Path) -> None
 
 
 def test_a_new_incarnation_removes_earlier_files(path: Path) -> None:
-    history(path)
+    write_history(path)
     journal = open_journal(path)
-    journal.begin(LIFE + 1)
+    journal.begin(INCARNATION + 1)
     crash(journal)
     assert len(list(path.glob("*.*"))) == 1
     found = open_journal(path).recover()
-    assert (found.incarnation, found.next_number, found.checkpoint, found.incomplete) == (LIFE + 1, 0, None, "")
+    assert (found.incarnation, found.next_number, found.checkpoint, found.incomplete) == (INCARNATION + 1, 0, None, "")

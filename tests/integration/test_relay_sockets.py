@@ -1,4 +1,4 @@
-"""A relay on real sockets: replay and history, keys, placement snapshots, metrics, ports."""
+"""Tests of a relay on real sockets: replay and history, keys, placement snapshots, metrics, ports."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def listening(*ends: Any, **more: Any) -> Iterator[list[Listener]]:
         yield found
 
 
-def until(relay: Relay, look: Callable[[], object], *listeners: Listener) -> None:
+def until(relay: Relay, condition: Callable[[], object], *listeners: Listener) -> None:
     end = monotonic() + DEADLINE
-    while not look():
+    while not condition():
         assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners] + [str(relay)]
         relay.turn(0.005)
         for each in listeners:
@@ -56,7 +56,7 @@ def settings(publisher: Any, **more: Any) -> RelaySettings:
 
 
 def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
-    """And an early one keeps it through a cut connection and a restart of the relay from its journal."""
+    """An early consumer also keeps that digest, through a cut connection and a restart of the relay from its journal."""
     with publishing(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher, FaultProxy(publisher.endpoint) as live:
         truth = Truth(publisher)
         upstream = Source(live.endpoint, publisher.replay_endpoint)
@@ -91,9 +91,9 @@ def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
                 assert all(early.agreements)
 
 
-def test_keys_on_both_sides(tmp_path: Path) -> None:
-    """The engine accepts the relay, the relay accepts the consumer, and both reject unknown keys."""
-    engine, own, friend = make_pair(), make_pair(), make_pair()
+def test_a_relay_uses_its_keys_on_both_sides(tmp_path: Path) -> None:
+    """The engine accepts the relay, the relay accepts the consumer, and the relay rejects an unknown key."""
+    engine, own, consumer = make_pair(), make_pair(), make_pair()
 
     def server(pair: Any, allowed: Any) -> Curve:
         return Curve(public_key=pair.public, secret_key=pair.secret, allowed=(allowed.public,))
@@ -105,11 +105,11 @@ def test_keys_on_both_sides(tmp_path: Path) -> None:
         truth = Truth(publisher)
         truth.say(block(1))
         upstream = source_of(publisher, curve=client(own, engine))
-        given = settings(publisher, upstreams=(upstream,), curve=server(own, friend), journal=str(tmp_path / "j"))
+        given = settings(publisher, upstreams=(upstream,), curve=server(own, consumer), journal=str(tmp_path / "j"))
         stranger = client(make_pair(), own)
         with (
             Relay(given) as relay,
-            listening(relay, curve=client(friend, own)) as (known,),
+            listening(relay, curve=client(consumer, own)) as (known,),
             listening(relay, curve=stranger) as (unknown,),
         ):
             until(relay, lambda: known.digest == truth.digest and publisher.stats().subscribers, known, unknown)
@@ -122,14 +122,14 @@ def test_keys_on_both_sides(tmp_path: Path) -> None:
 def test_placement_snapshots_are_served() -> None:
     with publishing(replay_endpoint=ANY) as publisher, zmq.Context() as context:
         publisher.publish(EventBatch(1.0, [block(1), block(2)]))
-        with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as asking:
+        with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as requester:
             until(relay, lambda: relay.status().blocks == 2)
-            asking.linger = 0
+            requester.linger = 0
             assert relay._event_server.snapshot_endpoint is not None
-            asking.connect(relay._event_server.snapshot_endpoint)
-            asking.send_multipart([b"", b"snapshot-v1"])
-            until(relay, lambda: asking.poll(0))
-            _, kind, header = asking.recv_multipart()
+            requester.connect(relay._event_server.snapshot_endpoint)
+            requester.send_multipart([b"", b"snapshot-v1"])
+            until(relay, lambda: requester.poll(0))
+            _, kind, header = requester.recv_multipart()
             assert kind == b"header"
             assert msgspec.msgpack.decode(header)[1] == f"{relay.status().incarnation:016x}"
 
@@ -164,8 +164,8 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         assert line in page, page
 
 
-def test_a_port_in_use_leaves_nothing_open(tmp_path: Path) -> None:
-    """Not even the journal's folder: a relay resumes from it once it has a port, and two relays at once are rejected."""
+def test_a_relay_that_finds_its_port_in_use_leaves_nothing_open(tmp_path: Path) -> None:
+    """The journal's folder is closed too: a relay can resume from it once a port is free. Two relays at once are rejected."""
     with publishing(replay_endpoint=ANY) as publisher:
         given = settings(publisher, journal=str(tmp_path / "j"))
         with Relay(given) as relay:

@@ -1,4 +1,5 @@
-"""Replay over real sockets is complete for every consumer, concurrent with live batches, and independent of other consumers."""
+"""Tests of replay over real sockets: it is complete for every consumer, concurrent with live batches, and independent of other
+consumers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import zmq
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import ReplayServerSettings
 from kvevents.wire import END_SEQ, encode_batch
-from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     QUICK,
     Socket,
@@ -33,7 +34,7 @@ Context = zmq.Context[Socket]
 
 
 def replaying(**settings: Any) -> AbstractContextManager[ZmqEventPublisher]:
-    """A publisher with replay, with these settings of its replay server."""
+    """Run a publisher with replay and these settings of its replay server."""
     return publishing(replay_endpoint=ANY, settings=replace(QUICK, replay=ReplayServerSettings(**settings)))
 
 
@@ -44,7 +45,8 @@ def fill(publisher: ZmqEventPublisher, count: int, blocks: int = 1) -> None:
 
 
 def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 0) -> Socket:
-    """A consumer with small buffers that sends a request and reads nothing; the reply is longer than all buffers on the way."""
+    """Return a consumer with small buffers that sends a request and reads nothing; the reply is longer than all buffers on the
+    way."""
     socket = open_consumer(context, zmq.DEALER)
     socket.rcvhwm, socket.rcvbuf = 1, 4096
     assert publisher.replay_endpoint is not None
@@ -58,8 +60,8 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 
     [(0, range(10, 30)), (9, range(10, 30)), (10, range(10, 30)), (25, range(25, 30)), (29, [29]), (30, []), (2**63, [])],
 )
 def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start: int, expected: range | list[int]) -> None:
-    """Without compaction it begins with the oldest buffered batch if the start is older (exactly `buffer_steps` are buffered),
-    and has only the end marker if the start is newer."""
+    """Without compaction it begins with the oldest of the `buffer_steps` buffered batches if `start` is older, and has only the
+    end marker if `start` is newer."""
     with publishing(replay_endpoint=ANY, buffer_steps=20, compact=False) as publisher:
         fill(publisher, 30)
         replay = dealer(context, publisher)
@@ -67,9 +69,9 @@ def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start
         found = read_reply(replay)
         assert numbers(found) == list(expected)
         for seq, payload in found:
-            same = batch(seq)
-            same.data_parallel_rank = 0
-            assert payload == encode_batch(same)
+            expected_batch = batch(seq)
+            expected_batch.data_parallel_rank = 0
+            assert payload == encode_batch(expected_batch)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,10 @@ def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start
     ],
     ids=str,
 )
-def test_both_shapes_of_reply(context: Context, settings: dict[str, object], with_topic: bool) -> None:
-    """Batches and end marker have the topic or not, according to the dialect or the setting."""
+def test_replies_have_the_topic_if_the_dialect_or_the_setting_says_so(
+    context: Context, settings: dict[str, object], with_topic: bool
+) -> None:
+    """The dialect or the setting decides whether batches and end marker have the topic."""
     with publishing(replay_endpoint=ANY, topic="t", **settings) as publisher:
         fill(publisher, 1)
         replay = dealer(context, publisher)
@@ -97,7 +101,7 @@ def test_both_shapes_of_reply(context: Context, settings: dict[str, object], wit
 
 
 def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Context) -> None:
-    """Its reply of 10,000 batches of 32 blocks exceeds all buffers and stops; other consumers are served meanwhile."""
+    """Its reply of 10,000 batches with 32 blocks exceeds all buffers and stalls; other consumers are served meanwhile."""
     with publishing(replay_endpoint=ANY, compact=False) as publisher:
         fill(publisher, 10_000, blocks=32)
         slow = stalled_reader(context, publisher)
@@ -108,7 +112,7 @@ def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Co
             assert receive(subscriber)[0] == number
         ask(quick, 0)
         assert numbers(read_reply(quick)) == list(range(10, 10_010))
-        wait_until(lambda: publisher.stats().replay.active == 1, "the quick one to be counted")
+        wait_until(lambda: publisher.stats().replay.active == 1, "the quick reply to be counted")
         assert numbers(read_reply(slow)) == list(range(10_000))
         wait_until(lambda: publisher.stats().replay.finished == 2, "both to be counted")
         stats = publisher.stats().replay
@@ -116,13 +120,13 @@ def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Co
 
 
 def test_the_reply_of_a_disconnected_consumer_ends(context: Context) -> None:
-    """Nothing is held for it, and the next consumer is served."""
+    """The server retains nothing for it and serves the next consumer."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
-        leaving = stalled_reader(context, publisher)
+        disconnecting_reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
-        leaving.close()
-        wait_until(lambda: publisher.stats().replay.disconnected == 1, "the reader to be missed")
+        disconnecting_reader.close()
+        wait_until(lambda: publisher.stats().replay.disconnected == 1, "the disconnect to be noticed")
         assert publisher.stats().replay.active == 0
         replay = dealer(context, publisher)
         ask(replay, 4_990)
@@ -134,7 +138,7 @@ def test_a_reply_without_progress_is_abandoned(context: Context, caplog: pytest.
     with replaying(progress_timeout=0.05) as publisher:
         fill(publisher, 5_000, blocks=64)
         stalled_reader(context, publisher)
-        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
+        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reply to be abandoned")
         wait_until(lambda: "abandoned a replay reply" in caplog.text, "a line in the log")
         assert publisher.stats().replay.active == 0
 
@@ -158,7 +162,7 @@ GOOD = bytes(8)
     ids=repr,
 )
 def test_malformed_requests_are_counted_and_ignored(context: Context, frames: list[bytes]) -> None:
-    """They have 1 to 9 frames as the ROUTER sees them, and numbers of 0, 4 and 16 bytes. The next request of the same consumer
+    """The ROUTER sees requests with 1 to 9 frames, and with numbers of 0, 4 and 16 bytes. The next request of the same consumer
     is answered."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
@@ -169,19 +173,19 @@ def test_malformed_requests_are_counted_and_ignored(context: Context, frames: li
         assert (publisher.stats().replay.malformed, publisher.stats().replay.requests) == (1, 1)
 
 
-def test_a_huge_request_ends_its_connection_only(context: Context) -> None:
-    """It is never held in memory, and other consumers are served."""
+def test_a_huge_request_closes_only_its_own_connection(context: Context) -> None:
+    """The server never stores the request in memory, and serves other consumers."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
         huge, good = dealer(context, publisher), dealer(context, publisher)
-        watch = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         huge.send_multipart([b"", bytes(1_000_000)])
-        assert watch.poll(20_000), "the connection was not ended"
+        assert monitor.poll(20_000), "the connection was not closed"
         ask(good, 0)
         assert numbers(read_reply(good)) == [0]
         assert publisher.stats().replay.requests == 1
         huge.disable_monitor()
-        watch.close()
+        monitor.close()
 
 
 def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> None:
@@ -210,7 +214,7 @@ def test_the_waiting_requests_of_one_consumer_are_limited(context: Context) -> N
 
 
 def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
-    """With two replies allowed and both stalled, two more requests wait in ZeroMQ and lose nothing."""
+    """Two replies are allowed and stalled. Two more requests wait in ZeroMQ and lose nothing."""
     with replaying(max_sessions=2) as publisher:
         fill(publisher, 5_000, blocks=64)
         readers = [stalled_reader(context, publisher) for _ in range(4)]
@@ -221,7 +225,7 @@ def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
             poller.register(reader, zmq.POLLIN)
         while len(found) < 4:
             ready = [socket for socket, _ in poller.poll(20_000) if isinstance(socket, zmq.Socket)]
-            assert ready, "a reader was forgotten"
+            assert ready, "a reader got no reply"
             for reader in ready:
                 poller.unregister(reader)
                 found[reader] = numbers(read_reply(reader))
@@ -229,8 +233,8 @@ def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
         assert publisher.stats().replay.requests == 4
 
 
-def test_a_req_client_gets_one_message_and_may_request_again(context: Context) -> None:
-    """The engines' example uses REQ, to which ZeroMQ delivers the first message of a reply only."""
+def test_a_req_client_gets_one_message_and_can_request_again(context: Context) -> None:
+    """The engines' example uses REQ, and ZeroMQ delivers only the first message of a reply to it."""
     with publishing(replay_endpoint=ANY, replay_topic=False) as publisher:
         fill(publisher, 3)
         req = open_consumer(context, zmq.REQ)
@@ -242,15 +246,14 @@ def test_a_req_client_gets_one_message_and_may_request_again(context: Context) -
             return int.from_bytes(req.recv_multipart()[0], "big")
 
         assert ask(0) == 0
-        # What is left of an answer may arrive after the next question, and is its answer then: so is REQ, with any publisher.
+        # The rest of a reply may arrive after the next request; REQ then takes it for that reply, with any publisher.
         assert any(ask(2) == 2 for _ in range(10))
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
 def test_the_engines_example_subscriber_works(context: Context, with_topic: bool) -> None:
-    """Its loop, in both forms, uses a SUB on a topic, finds a gap by the number, requests on REQ, and reads until the end
-    marker. A REQ client reads one message of the reply, which is a limit of the example; for a gap of one batch that is
-    enough."""
+    """Its loop, with both shapes of reply, subscribes to a topic, finds a gap by the number, and requests the missing batch on
+    REQ. A REQ client receives one message of a reply, which is a limit of the example but enough for a gap of one batch."""
     with publishing(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
         subscriber, req = subscribe(context, publisher, b"kv-events"), open_consumer(context, zmq.REQ)
         assert publisher.replay_endpoint is not None
@@ -260,7 +263,7 @@ def test_the_engines_example_subscriber_works(context: Context, with_topic: bool
             publisher.publish(batch(number))
             _, seq_bytes, _ = subscriber.recv_multipart()
             if number == 3:
-                continue  # lost on the way
+                continue  # lost by the network
             seq = int.from_bytes(seq_bytes, "big")
             if seen and seq > seen[-1] + 1:
                 req.send((seen[-1] + 1).to_bytes(8, "big"))
@@ -271,8 +274,8 @@ def test_the_engines_example_subscriber_works(context: Context, with_topic: bool
         assert seen == list(range(6))
 
 
-def heavy(publisher: ZmqEventPublisher, count: int) -> int:
-    """Publish batches of about 130 KB; return the size of one."""
+def fill_with_large_batches(publisher: ZmqEventPublisher, count: int) -> int:
+    """Publish batches of about 130 KB, and return the size of one."""
     fill(publisher, count, blocks=2_000)
     return publisher.stats().buffered_bytes // count
 
@@ -281,7 +284,7 @@ def test_the_bytes_in_flight_to_one_consumer_are_limited(context: Context) -> No
     """250 large batches would fit into a pipe by their number, but only the allowed bytes are sent before the consumer
     reads."""
     with replaying(in_flight_bytes=1_000_000) as publisher:
-        size = heavy(publisher, 250)
+        size = fill_with_large_batches(publisher, 250)
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.deferred > 10, "the pipe to be full")
         stats = publisher.stats().replay
@@ -293,10 +296,10 @@ def test_the_bytes_in_flight_to_one_consumer_are_limited(context: Context) -> No
         wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "all to have left")
 
 
-def test_a_single_message_may_exceed_all_limits(context: Context) -> None:
-    """Each message exceeds all limits, and they are sent one at a time."""
+def test_a_single_message_can_exceed_all_limits(context: Context) -> None:
+    """Each message exceeds all limits; they are sent one at a time."""
     with replaying(in_flight_bytes=1, total_in_flight_bytes=1) as publisher:
-        heavy(publisher, 20)
+        fill_with_large_batches(publisher, 20)
         readers = [dealer(context, publisher) for _ in range(3)]
         for reader in readers:
             ask(reader, 0)
@@ -304,13 +307,12 @@ def test_a_single_message_may_exceed_all_limits(context: Context) -> None:
 
 
 def test_consumers_do_not_wait_for_others_that_do_not_read(context: Context) -> None:
-    """When stalled consumers use all allowed bytes, another consumer still gets everything, and so do they when they read."""
+    """When stalled consumers use all allowed bytes, another consumer still gets everything, and so do the stalled ones once
+    they read."""
     with replaying(in_flight_bytes=1_000_000, total_in_flight_bytes=2_000_000) as publisher:
-        size = heavy(publisher, 100)
+        size = fill_with_large_batches(publisher, 100)
         readers = [stalled_reader(context, publisher) for _ in range(6)]
-        wait_until(
-            lambda: publisher.stats().replay.active == 6 and publisher.stats().replay.deferred > 100, "all to stand still"
-        )
+        wait_until(lambda: publisher.stats().replay.active == 6 and publisher.stats().replay.deferred > 100, "all to stall")
         assert publisher.stats().replay.unsent_bytes <= 2_000_000 + len(readers) * size
         quick = dealer(context, publisher)
         ask(quick, 0)
@@ -319,13 +321,13 @@ def test_consumers_do_not_wait_for_others_that_do_not_read(context: Context) -> 
 
 
 def test_the_memory_of_a_stalled_consumer_is_freed(context: Context) -> None:
-    """Its reply is abandoned, and its connection, which accepts no data, is closed: ZeroMQ holds nothing for it."""
+    """Its reply is abandoned. Its connection, which accepts no data, is closed, so ZeroMQ stores nothing for it."""
     limits: dict[str, Any] = {"in_flight_bytes": 1_000_000, "min_read_rate": 100_000_000}
     with replaying(progress_timeout=0.05, unread_timeout=0.5, **limits) as publisher:
-        heavy(publisher, 100)
+        fill_with_large_batches(publisher, 100)
         reader = stalled_reader(context, publisher)
-        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
-        wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "what is held for it to be let go")
+        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reply to be abandoned")
+        wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "its memory to be freed")
         quick = dealer(context, publisher)
         ask(quick, 99)
         assert numbers(read_reply(quick)) == [99]
@@ -335,7 +337,7 @@ def test_the_memory_of_a_stalled_consumer_is_freed(context: Context) -> None:
 def test_a_large_message_extends_the_timeout(context: Context) -> None:
     """A reply is not abandoned before its large message could have arrived over a slow connection."""
     with replaying(in_flight_bytes=1_000_000, progress_timeout=0.01) as publisher:
-        heavy(publisher, 100)
+        fill_with_large_batches(publisher, 100)
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.deferred > 50, "several turns without progress")
         assert publisher.stats().replay.abandoned == 0

@@ -1,4 +1,4 @@
-"""The router: which workers can be chosen, requests in flight, use of the index, and explanations."""
+"""Tests of the router: which workers it chooses, requests in flight, use of the index, and explanations."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvevents.testing import VirtualClock
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
 PROMPT = list(range(1, 9))
-"""Four blocks of two tokens."""
+"""The tokens of four blocks of two."""
 
 
 def router_of(*workers: Worker, index: PrefixIndex | None = None, **options: Any) -> Router:
-    """A prefix-aware router if there is an index, otherwise round-robin."""
+    """Return a router with these workers: prefix-aware if there is an index, otherwise round-robin."""
     found = Router(policy("prefix-aware" if index else "round-robin", 1), index, **options)
     for worker in workers:
         found.add(worker)
     return found
 
 
-def hold(index: PrefixIndex, worker: Worker, gpu: int, cpu: int = 0, **fields: Any) -> None:
-    """Have the worker hold `gpu` blocks of `PROMPT` on the GPU, and `cpu` blocks in host memory."""
+def store_blocks(index: PrefixIndex, worker: Worker, gpu: int, cpu: int = 0, **fields: Any) -> None:
+    """Store `gpu` blocks of `PROMPT` on the worker's GPU, and `cpu` blocks in its host memory."""
     stores = {medium: count for medium, count in (("GPU", gpu), ("CPU", cpu)) if count}
     Feed(index, *worker)(
         *[store(range(1, count + 1), PROMPT[: 2 * count], 2, medium=medium, **fields) for medium, count in stores.items()]
@@ -56,8 +56,8 @@ def test_routing_without_workers_raises() -> None:
     assert router.in_flight == 0
 
 
-def test_workers_come_and_go() -> None:
-    """Adding a worker again changes nothing and keeps its load."""
+def test_workers_can_be_added_and_removed() -> None:
+    """Adding a worker again changes nothing, and its load stays."""
     router = router_of(A, B)
     router.route("r", PROMPT, without=[B])
     router.add(A)
@@ -102,8 +102,8 @@ def test_the_load_follows_a_request_to_its_end() -> None:
     assert (router.load(A), router.in_flight) == (Load(), 0)
 
 
-def test_a_key_that_is_in_flight_is_a_retry() -> None:
-    """Its former worker does not have it any more, and did not when the choice was made."""
+def test_routing_a_key_that_is_in_flight_is_a_retry() -> None:
+    """The former worker no longer has the request, and its load excludes the request already when the choice is made."""
     router = Router(policy("least-loaded", 1))
     router.add(A)
     assert router.route("r", PROMPT).load == Load()
@@ -114,7 +114,7 @@ def test_a_key_that_is_in_flight_is_a_retry() -> None:
 
 
 def test_the_oldest_requests_are_evicted_above_the_limit() -> None:
-    """They count as finished, and are counted."""
+    """They no longer add load, and are counted as evicted."""
     router = router_of(A, max_in_flight=2)
     for number in range(5):
         router.route(number, [1] * (number + 1))
@@ -125,7 +125,8 @@ def test_the_oldest_requests_are_evicted_above_the_limit() -> None:
 
 
 class InFlightMachine(RuleBasedStateMachine):
-    """A router's loads are the sums over its requests, whatever is reported twice, out of order or for unknown keys."""
+    """Checks that a router's loads are the sums over its requests, if events are reported twice, out of order or for unknown
+    keys."""
 
     keys = st.integers(0, 6)
     workers = st.sampled_from([A, B, C])
@@ -135,10 +136,10 @@ class InFlightMachine(RuleBasedStateMachine):
         self.bound = bound
         self.router = Router(policy("random", 1), max_in_flight=bound)
         self.open: dict[Worker, int] = {}
-        """Each worker with the number of its incarnation."""
+        """The number of its incarnation, for each worker."""
         self.incarnations = 0
         self.sent: dict[Hashable, tuple[Worker, int, int, bool]] = {}
-        """By key: worker, its incarnation, length, whether the first token came; the oldest first."""
+        """Worker, its incarnation, length, and whether the first token has arrived, for each key; the oldest first."""
 
     @rule(worker=workers)
     def add(self, worker: Worker) -> None:
@@ -171,19 +172,21 @@ class InFlightMachine(RuleBasedStateMachine):
             self.sent[key] = (*self.sent[key][:3], True)
 
     @rule(key=keys)
-    def finished(self, key: int) -> None:
+    def finish_request(self, key: int) -> None:
         self.router.finish(key)
         self.sent.pop(key, None)
 
     @invariant()
-    def loads_add_up(self) -> None:
+    def check_loads(self) -> None:
         if not hasattr(self, "router"):
             return
         for worker, incarnation in self.open.items():
-            mine = [(length, answering) for *key, length, answering in self.sent.values() if key == [worker, incarnation]]
-            answered = [length for length, answering in mine if answering]
-            waiting = sum(length for length, answering in mine if not answering)
-            assert self.router.load(worker) == Load(len(mine), waiting, len(answered), sum(answered))
+            requests_of_worker = [
+                (length, answering) for *key, length, answering in self.sent.values() if key == [worker, incarnation]
+            ]
+            answered = [length for length, answering in requests_of_worker if answering]
+            waiting = sum(length for length, answering in requests_of_worker if not answering)
+            assert self.router.load(worker) == Load(len(requests_of_worker), waiting, len(answered), sum(answered))
         assert self.router.in_flight == len(self.sent)
         assert set(self.router.workers) == self.open.keys()
 
@@ -215,10 +218,10 @@ def test_loads_are_zero_after_concurrent_requests() -> None:
 # --- use of the index
 
 
-def test_the_longest_holder_is_chosen_and_only_the_rest_waits() -> None:
+def test_the_worker_with_the_longest_prefix_is_chosen_and_only_the_other_tokens_wait() -> None:
     index = PrefixIndex()
-    hold(index, A, 1)
-    hold(index, B, 3)
+    store_blocks(index, A, 1)
+    store_blocks(index, B, 3)
     router = router_of(A, B, C, index=index)
     decision = router.route("r", PROMPT)
     assert (decision.worker, decision.tokens, dict(decision.tiers)) == (B, 6, {"gpu": 6, "cpu": 6, "disk": 6})
@@ -227,10 +230,10 @@ def test_the_longest_holder_is_chosen_and_only_the_rest_waits() -> None:
     assert decision.scored[0].worker == B
 
 
-def test_a_block_that_might_be_gone_does_not_cost_the_credit_of_those_before_it() -> None:
-    """The worker with three blocks, the last of them doubtful, is chosen before the one with two certain ones."""
+def test_an_uncertain_block_counts_less_and_the_blocks_before_it_count_in_full() -> None:
+    """The worker with three blocks, of which the last is uncertain, is chosen before the worker with two certain blocks."""
     index = PrefixIndex()
-    hold(index, A, 2)
+    store_blocks(index, A, 2)
     feed, blocks = Feed(index, *B), store(range(1, 4), PROMPT[:6], 2)
     feed(blocks, blocks, removal(3))
     decision = router_of(A, B, index=index).route("r", PROMPT)
@@ -242,7 +245,7 @@ def test_a_block_that_might_be_gone_does_not_cost_the_credit_of_those_before_it(
 def test_a_policy_that_does_not_use_the_index_gets_no_tokens() -> None:
     """The index is not queried."""
     index = PrefixIndex()
-    hold(index, A, 4)
+    store_blocks(index, A, 4)
     router = Router(policy("least-loaded", 1), index, overlay_seconds=2)
     router.add(A)
     decision = router.route("r", PROMPT)
@@ -253,7 +256,7 @@ def test_a_policy_that_does_not_use_the_index_gets_no_tokens() -> None:
 def test_the_last_token_of_a_prompt_is_not_looked_up() -> None:
     """Engines compute the last token and its block again, whatever its tier; an empty prompt matches nothing."""
     index = PrefixIndex()
-    hold(index, A, 2, 4)
+    store_blocks(index, A, 2, 4)
     router = router_of(A, index=index)
     for prompt in (PROMPT, array("I", PROMPT), tuple(PROMPT)):
         decision = router.route("r", prompt)
@@ -265,10 +268,10 @@ def test_the_last_token_of_a_prompt_is_not_looked_up() -> None:
 
 
 def test_caches_of_other_namespaces_do_not_count() -> None:
-    """Neither those of another salt, nor of another LoRA adapter, nor of another model."""
+    """Blocks with another salt, LoRA adapter or model do not match."""
     index = PrefixIndex()
-    hold(index, A, 4)
-    hold(index, B, 2, extra_keys=[["tenant-1"], None])
+    store_blocks(index, A, 4)
+    store_blocks(index, B, 2, extra_keys=[["tenant-1"], None])
     index.set_model("a", "llama")
     router = router_of(A, B, C, index=index)
     scopes: dict[Namespace | None, int] = {
@@ -282,17 +285,17 @@ def test_caches_of_other_namespaces_do_not_count() -> None:
         assert max(entry.candidate.tokens for entry in router.route("r", PROMPT, namespace=scope).scored) == tokens
 
 
-def test_workers_that_were_not_added_are_not_chosen_for_their_cache() -> None:
+def test_the_caches_of_workers_that_were_not_added_are_ignored() -> None:
     index = PrefixIndex()
-    hold(index, A, 4)
-    hold(index, ("b", 1), 4)
+    store_blocks(index, A, 4)
+    store_blocks(index, ("b", 1), 4)
     assert router_of(B, index=index).route("r", PROMPT).tokens == 0
 
 
 def test_trust_is_looked_up_for_each_candidate() -> None:
     index = PrefixIndex()
-    hold(index, A, 4)
-    hold(index, B, 2)
+    store_blocks(index, A, 4)
+    store_blocks(index, B, 2)
     states = {A: "DEGRADED", B: "EXACT"}
     decision = router_of(A, B, index=index, trust=states.__getitem__).route("r", PROMPT)
     assert (decision.worker, [entry.candidate.trust for entry in decision.scored]) == (B, ["EXACT", "DEGRADED"])
@@ -311,15 +314,15 @@ STATES = st.sampled_from(["EXACT", "REPLAYING", "DEGRADED", "CONNECTING", "STALE
     st.integers(0, 9),
     st.data(),
 )
-def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
+def test_connected_workers_are_always_preferred(
     name: str, states: list[str], requests: list[tuple[int, str | None, bool]], seed: int, data: st.DataObject
 ) -> None:
-    """With every policy, any caches, loads, sessions, retries and exclusions, and while states change."""
+    """This holds for every policy, with any caches, loads, sessions, retries and exclusions, while states change."""
     index = PrefixIndex()
     workers = [(f"w{place}", 0) for place in range(len(states))]
     for worker in workers:
         if data.draw(st.booleans()):
-            hold(index, worker, data.draw(st.integers(1, 4)))
+            store_blocks(index, worker, data.draw(st.integers(1, 4)))
     trust = dict(zip(workers, states, strict=True))
     router = Router(policy(name, seed), index, trust=trust.__getitem__, overlay_seconds=60)
     for worker in workers:
@@ -341,7 +344,7 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
 
 
 def test_a_dead_worker_does_not_attract_requests() -> None:
-    """Its requests fail at once, so it has no load; still all go to the connected one, which has some."""
+    """Its requests fail at once, so it has no load; still all requests go to the connected worker, which has some."""
     index = PrefixIndex()
     trust = {A: "EXACT", B: "STALE"}
     for name in POLICIES:
@@ -363,7 +366,7 @@ def test_a_burst_follows_its_first_request() -> None:
     clock = VirtualClock()
     index = PrefixIndex(clock=clock)
     for worker in (A, B, C):
-        hold(index, worker, 1)
+        store_blocks(index, worker, 1)
     for seconds, workers in ((0.0, 3), (2.0, 1)):
         router = router_of(A, B, C, index=index, overlay_seconds=seconds)
         found: set[Worker] = set()
@@ -390,7 +393,7 @@ def test_invalid_settings_of_a_router_raise() -> None:
 
 def test_an_explanation_names_worker_tokens_load_and_score() -> None:
     index = PrefixIndex()
-    hold(index, A, 2, 3)
+    store_blocks(index, A, 2, 3)
     router = router_of(A, B, index=index)
     router.route("first", PROMPT, without=[B])
     router.record_first_token("first")
@@ -405,7 +408,7 @@ def test_an_explanation_names_worker_tokens_load_and_score() -> None:
 
 def test_an_explanation_counts_hot_workers() -> None:
     index = PrefixIndex()
-    hold(index, A, 4)
+    store_blocks(index, A, 4)
     router = Router(policy("prefix-aware", 1, guard_requests=1), index)
     router.add(A)
     for number in range(2):
@@ -435,8 +438,8 @@ def test_an_explanation_without_the_index_does_not_mention_caches(name: str, sen
     assert re.fullmatch(sentence, router.route("r", PROMPT, session="s").explain())
 
 
-def test_a_custom_policy() -> None:
-    """A policy needs `name`, `uses_index` and `choose`; it need not score."""
+def test_a_router_accepts_a_custom_policy() -> None:
+    """A policy needs `name`, `uses_index` and `choose`; scores are optional."""
 
     class Last:
         name = "last"
@@ -456,16 +459,16 @@ def test_a_custom_policy() -> None:
     )
 
 
-def test_the_repr_of_a_router() -> None:
+def test_the_repr_of_a_router_counts_workers_and_requests() -> None:
     router = router_of(A, B)
     router.route("r", PROMPT)
     assert repr(router) == "<Router round-robin, 2 workers, 1 requests in flight>"
 
 
 def test_the_examples_of_the_guide_run() -> None:
-    """Runs every block of docs/guides/routing.md, one after the other."""
+    """The test runs every block of docs/guides/routing.md in order."""
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", (paths.ROOT / "docs" / "guides" / "routing.md").read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(block, names)  # noqa: S102 - our own document
+        exec(block, names)  # noqa: S102 - a document of this repository

@@ -1,4 +1,4 @@
-"""The allow-list of endpoints for registrations over HTTP: notations, resolved names and patterns."""
+"""Tests of the allow-list of endpoints for registrations over HTTP: notations, resolved names and patterns."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ OPEN = EndpointAllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])
 
 
 def allows(
-    known: EndpointAllowList, endpoint: str, addresses: Iterable[str | Address] | None = None, *, bind: bool = False
+    allow_list: EndpointAllowList, endpoint: str, addresses: Iterable[str | Address] | None = None, *, bind: bool = False
 ) -> bool:
     try:
         if addresses is None:
-            known.check(endpoint, bind=bind)
+            allow_list.check(endpoint, bind=bind)
         else:
-            known.check_addresses(endpoint, addresses, bind=bind)
+            allow_list.check_addresses(endpoint, addresses, bind=bind)
     except EndpointRefusedError:
         return False
     return True
 
 
-def at(address: Address, port: int = 5557) -> str:
+def endpoint_of(address: Address, port: int = 5557) -> str:
     return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
 
 
@@ -56,7 +56,7 @@ HOSTILE = [
     "tcp://foo.1:5557",
     "tcp://foo.0x1:5557",
     "tcp://127.0.0.256:5557",
-    # Source and target, several endpoints, something behind the port.
+    # Source and target, several endpoints, text after the port.
     "tcp://127.0.0.1:9;127.0.0.1:5557",
     "tcp://10.0.0.1;169.254.169.254:80",
     "tcp://10.0.0.1:1;tcp://8.8.8.8:1",
@@ -146,33 +146,33 @@ HOSTILE = [
 
 @pytest.mark.parametrize("endpoint", HOSTILE, ids=repr)
 def test_hostile_notations_are_refused(endpoint: str) -> None:
-    """Even if every address is allowed, with allowed addresses, and both to connect and to listen."""
-    for known in (DEFAULT, OPEN):
-        assert not allows(known, endpoint)
-        assert not allows(known, endpoint, ["127.0.0.1"])
-        assert not allows(known, endpoint, bind=True) or endpoint == "tcp://*:5557"
+    """They are refused even if every address is allowed, with allowed resolved addresses, to connect and to listen."""
+    for allow_list in (DEFAULT, OPEN):
+        assert not allows(allow_list, endpoint)
+        assert not allows(allow_list, endpoint, ["127.0.0.1"])
+        assert not allows(allow_list, endpoint, bind=True) or endpoint == "tcp://*:5557"
 
 
 @pytest.mark.parametrize("host", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
 def test_libzmq_connects_to_loopback_by_hostile_notations(host: str) -> None:
-    """These notations are in the table because a socket reaches the loopback address by them."""
-    with zmq.Context() as context, context.socket(zmq.SUB) as there, socket.create_server(("127.0.0.1", 0)) as here:
-        there.linger = 0
-        here.settimeout(20)
-        there.connect(f"tcp://{host}:{here.getsockname()[1]}")
-        here.accept()[0].close()
+    """These notations are in the table because a socket reaches the loopback address with them."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as client, socket.create_server(("127.0.0.1", 0)) as server:
+        client.linger = 0
+        server.settimeout(20)
+        client.connect(f"tcp://{host}:{server.getsockname()[1]}")
+        server.accept()[0].close()
 
 
 @given(st.text(alphabet=st.sampled_from("tcpiro:/[]0123456789abx.*;@%-_~ \n"), max_size=40), st.booleans())
 @example("tcp://a:1", False)
-def test_any_text_is_accepted_or_refused(text: str, bind: bool) -> None:
+def test_any_text_is_accepted_or_refused_without_another_error(text: str, bind: bool) -> None:
     """`check` accepts or refuses any text, and an accepted endpoint has one host and one port."""
     for endpoint in (text, f"tcp://{text}", f"ipc://{text}"):
         if allows(OPEN, endpoint, bind=bind):
             assert re.fullmatch(r"tcp://(\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]):[1-9][0-9]{0,4}", endpoint)
 
 
-# --- what holds without patterns --------------------------------------------------------------------------------------------
+# --- the default ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_any_text_is_accepted_or_refused(text: str, bind: bool) -> None:
     ],
 )
 def test_private_addresses_are_allowed_by_default(endpoint: str) -> None:
-    """Loopback, private and carrier-grade NAT addresses, also as IPv4-mapped IPv6."""
+    """These are loopback, private and carrier-grade NAT addresses, also as IPv4-mapped IPv6."""
     assert allows(DEFAULT, endpoint)
 
 
@@ -204,8 +204,8 @@ def test_private_addresses_are_allowed_by_default(endpoint: str) -> None:
     ],
 )
 def test_public_addresses_need_a_pattern(address: str) -> None:
-    """Public and reserved addresses."""
-    endpoint = at(ipaddress.ip_address(address))
+    """This includes reserved addresses."""
+    endpoint = endpoint_of(ipaddress.ip_address(address))
     assert not allows(DEFAULT, endpoint)
     assert not allows(DEFAULT, "tcp://engine:5557", [address])
     assert allows(OPEN, endpoint)
@@ -219,7 +219,7 @@ NEVER = [
         "224.0.0.1",
         "239.255.255.255",
         "255.255.255.255",
-        "0.0.0.0",  # noqa: S104 - to be refused
+        "0.0.0.0",  # noqa: S104 - must be refused
         "0.1.2.3",
     ),
     *("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"),
@@ -231,19 +231,22 @@ NEVER = [
 @pytest.mark.parametrize("address", NEVER)
 def test_forbidden_addresses_need_their_own_pattern(address: str) -> None:
     """Only a pattern for exactly that address allows link-local, metadata, multicast, broadcast and unspecified addresses."""
-    endpoint = at(ipaddress.ip_address(address))
-    known = EndpointAllowList(
+    endpoint = endpoint_of(ipaddress.ip_address(address))
+    allow_list = EndpointAllowList(
         ["tcp://0.0.0.0/0:*", "tcp://[::/0]:*", "tcp://engine:*", "tcp://169.254.0.0/16:*", "tcp://[fe80::/10]:*"]
     )
-    for one in (DEFAULT, known):
-        assert not allows(one, endpoint)
-        assert not allows(one, "tcp://engine:5557", [address])
+    for each_list in (DEFAULT, allow_list):
+        assert not allows(each_list, endpoint)
+        assert not allows(each_list, "tcp://engine:5557", [address])
     real = ipaddress.ip_address(address)
-    very = (real.ipv4_mapped if isinstance(real, ipaddress.IPv6Address) else None) or real
-    named = EndpointAllowList([at(very)])
-    assert allows(named, endpoint)
-    assert not allows(named, at(very, 5558))
-    assert not allows(named, at(ipaddress.ip_address(int(very) ^ 1 if very.version == 4 else (int(very) ^ 1).to_bytes(16))))
+    unmapped = (real.ipv4_mapped if isinstance(real, ipaddress.IPv6Address) else None) or real
+    exact = EndpointAllowList([endpoint_of(unmapped)])
+    assert allows(exact, endpoint)
+    assert not allows(exact, endpoint_of(unmapped, 5558))
+    assert not allows(
+        exact,
+        endpoint_of(ipaddress.ip_address(int(unmapped) ^ 1 if unmapped.version == 4 else (int(unmapped) ^ 1).to_bytes(16))),
+    )
 
 
 def test_every_address_of_a_name_is_checked() -> None:
@@ -277,7 +280,7 @@ def test_the_service_listens_on_loopback_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "fits", "fits_not"),
+    ("pattern", "matching", "not_matching"),
     [
         ("tcp://engine:5557", ["tcp://engine:5557", "tcp://ENGINE.:5557"], ["tcp://engine:5558", "tcp://engine2:5557"]),
         ("tcp://Engine.:5557", ["tcp://engine:5557"], ["tcp://my.engine:5557"]),
@@ -309,40 +312,40 @@ def test_the_service_listens_on_loopback_only() -> None:
         ("inproc://kv-*", ["inproc://kv-1"], ["inproc://kv", "ipc://kv-1", "inproc://kv-/1"]),
     ],
 )
-def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+def test_a_pattern_allows_only_the_endpoints_that_match_it(pattern: str, matching: list[str], not_matching: list[str]) -> None:
     """Each pattern matches its endpoints and replaces the default."""
-    known = EndpointAllowList([pattern])
-    assert [endpoint for endpoint in fits if not allows(known, endpoint)] == []
-    assert [endpoint for endpoint in fits_not if allows(known, endpoint)] == []
-    assert not allows(known, "tcp://127.0.0.1:5557")
+    allow_list = EndpointAllowList([pattern])
+    assert [endpoint for endpoint in matching if not allows(allow_list, endpoint)] == []
+    assert [endpoint for endpoint in not_matching if allows(allow_list, endpoint)] == []
+    assert not allows(allow_list, "tcp://127.0.0.1:5557")
 
 
 def test_a_pattern_for_a_name_allows_all_public_addresses() -> None:
     """A name without a pattern must resolve to addresses that a pattern allows."""
-    known = EndpointAllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
-    assert allows(known, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
-    assert not allows(known, "tcp://engine.example:5557", ["169.254.169.254"])
-    assert allows(known, "tcp://other.example:6000", ["10.0.0.1"])
-    assert not allows(known, "tcp://other.example:6000", ["8.8.8.8"])
-    assert not allows(known, "tcp://other.example:5557")
+    allow_list = EndpointAllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
+    assert allows(allow_list, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
+    assert not allows(allow_list, "tcp://engine.example:5557", ["169.254.169.254"])
+    assert allows(allow_list, "tcp://other.example:6000", ["10.0.0.1"])
+    assert not allows(allow_list, "tcp://other.example:6000", ["8.8.8.8"])
+    assert not allows(allow_list, "tcp://other.example:5557")
     assert not allows(EndpointAllowList(["tcp://engine.example:5557"]), "tcp://other.example:5557")
 
 
-def test_paths_ignore_addresses() -> None:
+def test_resolved_addresses_are_ignored_for_paths() -> None:
     """Paths and inproc names need no resolver."""
     assert allows(EndpointAllowList(["ipc:///run/a"]), "ipc:///run/a", [])
 
 
 def test_listening_at_a_path_needs_its_own_pattern() -> None:
     """libzmq deletes a file at the path, so a pattern with a wildcard does not allow to listen there."""
-    known = EndpointAllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
-    assert allows(known, "ipc:///run/kv", bind=True)
-    assert not allows(known, "ipc:///run/engines/a", bind=True)
-    assert not allows(known, "ipc:///run/engines/*", bind=True)
+    allow_list = EndpointAllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
+    assert allows(allow_list, "ipc:///run/kv", bind=True)
+    assert not allows(allow_list, "ipc:///run/engines/a", bind=True)
+    assert not allows(allow_list, "ipc:///run/engines/*", bind=True)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why"),
+    ("pattern", "reason_text"),
     [
         ("", "expected tcp://HOST:PORT"),
         ("10.0.0.0/8", "expected tcp://HOST:PORT, ipc:///PATH"),
@@ -366,9 +369,9 @@ def test_listening_at_a_path_needs_its_own_pattern() -> None:
         ("tcp://a@b:5557", "expected a name, *.SUFFIX"),
     ],
 )
-def test_invalid_patterns_are_rejected(pattern: str, why: str) -> None:
+def test_invalid_patterns_are_rejected(pattern: str, reason_text: str) -> None:
     """The error names the pattern."""
-    with pytest.raises(ConfigError, match=re.escape(why)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(reason_text)) as caught:
         EndpointAllowList(["tcp://engine:1", pattern])
     assert repr(pattern) in str(caught.value)
 
@@ -381,7 +384,7 @@ sixes = st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address)
 
 @st.composite
 def networks_and_addresses(draw: st.DrawFn) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address]:
-    """A network, and an address that is in it about every second time."""
+    """Draw a network, and an address that is in it in about half of the cases."""
     kind: st.SearchStrategy[Address] = draw(st.sampled_from([fours, sixes]))
     address = draw(kind)
     near = address if draw(st.booleans()) else draw(kind)
@@ -402,17 +405,19 @@ def is_special(address: Address) -> bool:
 
 @given(networks_and_addresses(), st.integers(1, 65535))
 @example((ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_address("100.100.100.201")), 1)
-def test_networks_match_as_in_ipaddress(case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int) -> None:
+def test_network_patterns_match_like_the_ipaddress_module(
+    case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int
+) -> None:
     """An ordinary address is allowed if and only if the network contains it, as a literal or behind a name."""
     network, address = case
     if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped or address.sixtofour):
         return
-    known = EndpointAllowList([f"tcp://[{network}]:{port}" if network.version == 6 else f"tcp://{network}:{port}"])
-    wanted = address in network and (not is_special(address) or network.num_addresses == 1)
-    assert allows(known, at(address, port)) == wanted
-    assert allows(known, f"tcp://engine:{port}", [str(address)]) == wanted
-    assert allows(known, f"tcp://engine:{port}", [address]) == wanted
-    assert not allows(known, at(address, port % 65535 + 1))
+    allow_list = EndpointAllowList([f"tcp://[{network}]:{port}" if network.version == 6 else f"tcp://{network}:{port}"])
+    expected = address in network and (not is_special(address) or network.num_addresses == 1)
+    assert allows(allow_list, endpoint_of(address, port)) == expected
+    assert allows(allow_list, f"tcp://engine:{port}", [str(address)]) == expected
+    assert allows(allow_list, f"tcp://engine:{port}", [address]) == expected
+    assert not allows(allow_list, endpoint_of(address, port % 65535 + 1))
 
 
 @given(fours)
@@ -421,24 +426,24 @@ def test_networks_match_as_in_ipaddress(case: tuple[ipaddress.IPv4Network | ipad
 def test_mapped_addresses_count_as_ipv4(address: ipaddress.IPv4Address) -> None:
     """This holds for literals and for resolved addresses, with any pattern."""
     mapped = ipaddress.IPv6Address(f"::ffff:{address}")
-    for known in (DEFAULT, OPEN, EndpointAllowList(["tcp://128.0.0.0/1:*"])):
-        assert allows(known, at(mapped)) == allows(known, at(address))
-        assert allows(known, "tcp://engine:5557", [mapped]) == allows(known, "tcp://engine:5557", [address])
+    for allow_list in (DEFAULT, OPEN, EndpointAllowList(["tcp://128.0.0.0/1:*"])):
+        assert allows(allow_list, endpoint_of(mapped)) == allows(allow_list, endpoint_of(address))
+        assert allows(allow_list, "tcp://engine:5557", [mapped]) == allows(allow_list, "tcp://engine:5557", [address])
 
 
 @given(fours)
 @example(ipaddress.IPv4Address("192.168.0.0"))
 def test_the_default_covers_private_addresses_of_the_standard_library(address: ipaddress.IPv4Address) -> None:
-    """Loopback, RFC 1918 and 100.64/10, without the metadata service in the last one."""
+    """It covers loopback, RFC 1918 and 100.64/10, except the metadata service in the latter."""
     near = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
-    wanted = address.is_loopback or any(address in ipaddress.ip_network(text) for text in near)
-    assert allows(DEFAULT, at(address)) == (wanted and str(address) != "100.100.100.200")
+    expected = address.is_loopback or any(address in ipaddress.ip_network(text) for text in near)
+    assert allows(DEFAULT, endpoint_of(address)) == (expected and str(address) != "100.100.100.200")
 
 
-# --- words ------------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------------
 
 
-def refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool = False) -> EndpointRefusedError:
+def catch_refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool = False) -> EndpointRefusedError:
     check = partial(DEFAULT.check, endpoint) if addresses is None else partial(DEFAULT.check_addresses, endpoint, addresses)
     with pytest.raises(EndpointRefusedError) as caught:
         check(bind=bind)
@@ -449,24 +454,24 @@ def refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool
 
 def test_a_refusal_has_a_reason_and_a_hint() -> None:
     """The error has the resolved address, and the hint has a pattern that would allow it."""
-    error = refusal("tcp://engine.example:5557", ["10.0.0.1", "8.8.8.8"])
+    error = catch_refusal("tcp://engine.example:5557", ["10.0.0.1", "8.8.8.8"])
     assert (
         str(error)
         == "endpoint 'tcp://engine.example:5557' is refused: it resolves to 8.8.8.8, which no pattern of the allow-list covers"
     )
     assert error.hint.startswith("add a pattern such as tcp://8.8.8.8:5557 to `allow`")
-    error = refusal("tcp://[2001:db8::1]:5557")
+    error = catch_refusal("tcp://[2001:db8::1]:5557")
     assert "no pattern of the allow-list covers it" in str(error)
     assert "tcp://[2001:db8::1]:5557" in error.hint
-    error = refusal("tcp://169.254.169.254:80")
+    error = catch_refusal("tcp://169.254.169.254:80")
     assert "169.254.169.254 is a link-local address, where clouds have metadata services" in str(error)
     assert error.hint == "add a pattern for exactly this address to `allow`: tcp://169.254.169.254:80"
-    assert "10.0.0.1 is not loopback" in str(refusal("tcp://10.0.0.1:5557", bind=True))
-    assert "the service can listen only at an address" in str(refusal("tcp://localhost:1", bind=True))
-    assert refusal("tcp://localhost:1", bind=True).hint == "replace the name by an address"
-    assert refusal("ipc:///run/a").hint == "add a pattern for this path to `allow`: ipc:///run/a"
-    assert "has no address" in str(refusal("tcp://engine:1", []))
-    assert len(str(refusal("tcp://" + "a" * 100_000))) < 300
+    assert "10.0.0.1 is not loopback" in str(catch_refusal("tcp://10.0.0.1:5557", bind=True))
+    assert "the service can listen only at an address" in str(catch_refusal("tcp://localhost:1", bind=True))
+    assert catch_refusal("tcp://localhost:1", bind=True).hint == "replace the name by an address"
+    assert catch_refusal("ipc:///run/a").hint == "add a pattern for this path to `allow`: ipc:///run/a"
+    assert "has no address" in str(catch_refusal("tcp://engine:1", []))
+    assert len(str(catch_refusal("tcp://" + "a" * 100_000))) < 300
 
 
 def test_an_allow_list_shows_its_patterns() -> None:
