@@ -1,6 +1,6 @@
-"""The native scanner agrees with `decode_batch`: it reads a payload exactly as Python does, or leaves it to Python.
+"""The native scanner agrees with `decode_batch`: it decodes a payload exactly as Python does, or leaves it to Python.
 
-An index that is fed payloads and one that is fed their events hold the same blocks, and no input raises.
+An index that receives payloads and one that receives their events hold the same blocks, and no input raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvevents.wire.checked_msgpack import DEFAULT_WIRE_LIMITS
 from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 
-# --- the one place that knows how the scanner encodes an event --------------------------------------------------------------
+# --- the form of events in both decoders --------------------------------------------------------------------------------------
 
 STORED = (
     "block_hashes",
@@ -42,23 +42,23 @@ STORED = (
     "cache_salt",
     "block_keys",
 )
-"""What the index needs of a store; other fields change nothing."""
+"""Fields of a store that the index needs; other fields change nothing."""
 REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 CLEARED = ("medium", "group_idx")
 INACTIVE = ("block_hashes", "medium", "group_idx")
 NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED, "BlockInactive": INACTIVE}
 
 
-def events_of(payload: bytes) -> list[dict[str, Any]] | None:
-    """Return events as the scanner reads them: extra keys in one list, and 32 bits of tokens out of range."""
+def scan_events(payload: bytes) -> list[dict[str, Any]] | None:
+    """Return events as the scanner decodes them: extra keys in one list, and tokens modulo 2**32."""
     found = scanned(payload)
     if found is None:
         return None
     return [{"type": event["type"]} | {name: event[name] for name in NAMES[event["type"]]} for event in found]
 
 
-def decoded(event: KVEvent) -> dict[str, Any]:
-    """Return an event that Python decoded in the form of `events_of`."""
+def normalize_event(event: KVEvent) -> dict[str, Any]:
+    """Return an event that Python decoded in the form of `scan_events`."""
     kind = type(event).__name__
     if isinstance(event, AllBlocksCleared):
         return {"type": kind} | {name: (event.unknown_fields or {}).get(name) for name in CLEARED}
@@ -80,23 +80,24 @@ def decoded(event: KVEvent) -> dict[str, Any]:
 KNOWN = batch_of(
     stored(), stored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], medium=None), stored(block_hashes=[3], group_idx=1)
 )
-"""What is there before: parents and hashes that the payloads below name."""
+"""Events before each payload, whose parents and hashes the payloads below name."""
 
 
 def check(payload: bytes) -> bool:
-    """Check that Python reads everything that the scanner reads, alike. Return whether the scanner read the payload."""
-    agree(KNOWN, payload, payload)
-    found = events_of(payload)
+    """Check that Python decodes everything that the scanner decodes to equal events. Return whether the scanner decoded the
+    payload."""
+    check_same_state(KNOWN, payload, payload)
+    found = scan_events(payload)
     if found is None:
         return False
     python = decode_batch(payload)
     assert python.rejected == ()
-    assert found == [decoded(event) for event in python.batch.events]
+    assert found == [normalize_event(event) for event in python.batch.events]
     return True
 
 
-def agree(*payloads: bytes) -> None:
-    """Check that a payload and its events lead to the same state and the same report."""
+def check_same_state(*payloads: bytes) -> None:
+    """Check that the payloads and their events lead to the same state and the same report."""
     by_payload, by_event = PrefixIndex(), PrefixIndex()
     for seq, payload in enumerate(payloads):
         raw = RawBatch("a", 0, 0, seq, False, payload)
@@ -112,27 +113,25 @@ def agree(*payloads: bytes) -> None:
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_every_golden_payload_is_read_as_python_reads_it(golden: Golden) -> None:
-    """Except the map batch of one commit between releases, which is left to Python."""
+def test_every_golden_payload_is_decoded_as_by_python(golden: Golden) -> None:
+    """The exception is the map batch of one commit between releases, which is left to Python."""
     assert check(golden.payload) is (golden.case != "map_batch")
 
 
 @given(st.data())
-def test_events_of_every_dialect_are_read_as_python_reads_them(data: st.DataObject) -> None:
+def test_events_of_every_dialect_are_decoded_as_by_python(data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(dialects()))
     check(encode_batch(data.draw(batches_of(row)), row))
 
 
 @given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
-def test_damaged_payloads_are_read_as_python_reads_them_or_left_to_it(
-    payload: bytes, mutations: list[tuple[str, int, int]]
-) -> None:
+def test_damaged_payloads_are_decoded_as_by_python_or_left_to_it(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
     check(mutated(payload, mutations))
 
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
-def test_every_byte_of_a_payload_may_be_any_byte(golden: Golden) -> None:
-    """All byte values that msgpack distinguishes, at every place."""
+def test_a_payload_with_any_byte_changed_or_truncated_is_decoded_as_by_python_or_left_to_it(golden: Golden) -> None:
+    """Each byte is replaced by each byte value that MessagePack distinguishes."""
     heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
     for at in range(len(golden.payload)):
         check(golden.payload[:at])
@@ -144,7 +143,7 @@ def test_every_byte_of_a_payload_may_be_any_byte(golden: Golden) -> None:
 @example([1.0, [["AllBlocksCleared", 1]]])
 @example([1.0, [["AllBlocksCleared"]], 0, "more"])
 @example({"ts": 1.0, "events": [{"type": "AllBlocksCleared", "medium": "CPU", "group_idx": None}]})
-def test_any_msgpack_is_read_as_python_reads_it_or_left_to_it(value: Any) -> None:
+def test_any_msgpack_is_decoded_as_by_python_or_left_to_it(value: Any) -> None:
     check(pack(value))
     check(pack([1.0, value, 0]))
     check(pack([1.0, [value], None]))
@@ -156,7 +155,7 @@ def test_any_msgpack_is_read_as_python_reads_it_or_left_to_it(value: Any) -> Non
     ),
     msgpack_values,
 )
-def test_any_value_of_any_field_is_read_as_python_reads_it_or_left_to_it(name: str, value: Any) -> None:
+def test_any_value_of_any_field_is_decoded_as_by_python_or_left_to_it(name: str, value: Any) -> None:
     check(batch_of(stored(**{name: value})))
     check(batch_of(stored(), {"type": "BlockRemoved", "block_hashes": [1], name: value}))
     check(batch_of({"type": "AllBlocksCleared", name: value}))
@@ -169,28 +168,29 @@ def test_any_bytes_do_not_raise(payload: bytes) -> None:
 
 
 @given(st.lists(st.lists(loose_events, min_size=1, max_size=3), min_size=1, max_size=5))
-def test_barely_readable_events_lead_to_one_state(batches: list[list[Any]]) -> None:
-    """Numbers of any width, and media and keys of any kind, wherever a decoder accepts them."""
-    agree(KNOWN, *(batch_of(*events) for events in batches))
+def test_unusual_but_valid_events_lead_to_the_same_state_in_both_decoders(batches: list[list[Any]]) -> None:
+    """The events have numbers of any width, and media and keys of any kind that a decoder accepts."""
+    check_same_state(KNOWN, *(batch_of(*events) for events in batches))
 
 
 def test_limits_apply_to_the_form_that_the_peer_sent() -> None:
-    """Hashes and bytes of free form are limited as the peer sends them. Their form in Python may be larger."""
+    """Hashes and free-form bytes are limited in the form that the peer sends, which may be smaller than their form in
+    Python."""
     nils = b"\xdd" + struct.pack(">I", 1_000_001) + b"\xc0" * 1_000_001
     event = pack(stored())
     with_nils = bytes([event[0] + 1]) + event[1:] + pack("extra_keys") + nils
     floats = pack(stored(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_form_bytes // 9 - 10)]))
     for body in (with_nils, floats):
-        agree(b"\x93" + pack(1.0) + b"\x91" + body + b"\x00")
+        check_same_state(b"\x93" + pack(1.0) + b"\x91" + body + b"\x00")
 
 
-def doubled() -> bytes:
-    """Return an event with a repeated key, which no engine sends."""
+def encode_event_with_repeated_key() -> bytes:
+    """Return a batch with a repeated key in an event, which no engine sends."""
     event = pack(stored())
     return b"\x93" + pack(1.0) + b"\x91" + bytes([event[0] + 1]) + event[1:] + pack("medium") + pack("CPU") + b"\x00"
 
 
-BEAT = {"digest": "0" * 32, "every": 5.0}
+HEARTBEAT = {"digest": "0" * 32, "every": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ BEAT = {"digest": "0" * 32, "every": 5.0}
         batch_of(stored(block_keys=[1])),
         batch_of(stored(block_keys=None)),
         batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": None}),
-        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": BEAT}),
-        batch_of(["BlockRemoved", [1], None, None, BEAT]),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": HEARTBEAT}),
+        batch_of(["BlockRemoved", [1], None, None, HEARTBEAT]),
         batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": 7}),
         batch_of(stored(medium=b"GPU")),
         batch_of(stored(block_hashes=[b"x" * 32])),
@@ -226,19 +226,19 @@ BEAT = {"digest": "0" * 32, "every": 5.0}
         pack([1.0, [stored()], 2**40]),
         pack({"ts": 1.0, "events": [stored()]}),
         batch_of(stored()) + b"\x00",
-        doubled(),
+        encode_event_with_repeated_key(),
         batch_of({"block_hashes": [1], "type": "BlockRemoved", "medium": None}),
     ],
     ids=repr,
 )
-def test_corner_cases_are_read_as_python_reads_them_or_left_to_it(payload: bytes) -> None:
+def test_corner_cases_are_decoded_as_by_python_or_left_to_it(payload: bytes) -> None:
     check(payload)
 
 
-def test_heartbeats_are_left_to_python_and_keys_are_not() -> None:
+def test_heartbeats_are_left_to_python_and_block_keys_are_not() -> None:
     """A heartbeat is compared after its own batch, which the native index cannot do. Block keys are as common as tokens."""
     removed = {"type": "BlockRemoved", "block_hashes": []}
-    assert not check(batch_of(stored(), {**removed, "heartbeat": BEAT}))
+    assert not check(batch_of(stored(), {**removed, "heartbeat": HEARTBEAT}))
     assert check(batch_of(stored(), {**removed, "heartbeat": None}))
     assert check(batch_of(stored(token_ids=[], block_keys=[2**64 - 1]), stored(block_keys=None)))
     assert scanned(batch_of(stored(token_ids=[], block_keys=[7])))[0]["block_keys"] == [7]  # type: ignore[index]

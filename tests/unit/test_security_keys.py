@@ -29,19 +29,19 @@ from kvevents.zap import KeyAllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_z85_is_that_of_zeromq(key: bytes) -> None:
+def test_z85_is_encoded_and_decoded_as_by_zeromq(key: bytes) -> None:
     assert z85_encode(key) == z85.encode(key).decode()
     assert z85_decode(z85_encode(key)) == key
 
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "x" * 39 + '"', "x" * 39 + "é", "#" * 40])
-def test_text_that_is_not_a_key(text: str) -> None:
-    """It is too short, too long, has other characters, or exceeds 32 bytes."""
+def test_text_that_is_not_a_key_is_not_decoded(text: str) -> None:
+    """The text is too short, too long, has other characters, or exceeds 32 bytes."""
     assert z85_decode(text) is None
 
 
 def test_files_are_compatible_with_pyzmq(tmp_path: Path) -> None:
-    """pyzmq reads our files, and we read those of pyzmq when their mode is secret."""
+    """pyzmq reads our files, and we read its files if their mode is secret."""
     pair = make_pair()
     public, secret = write_pair(tmp_path / "ours", pair, "A test's.", replace=False)
     assert load_certificate(public) == (pair.public.encode(), None)
@@ -49,13 +49,13 @@ def test_files_are_compatible_with_pyzmq(tmp_path: Path) -> None:
     assert (read_public_keys(public), read_pair(secret)) == ([pair.public], pair)
     theirs, hidden = map(Path, create_certificates(tmp_path, "theirs"))
     hidden.chmod(0o600)
-    known, kept = (key.decode() for key in load_certificate(hidden) if key)
-    assert (read_public_keys(theirs), read_pair(hidden)) == ([known], KeyPair(known, kept))
+    known, secret_key = (key.decode() for key in load_certificate(hidden) if key)
+    assert (read_public_keys(theirs), read_pair(hidden)) == ([known], KeyPair(known, secret_key))
     assert pair.secret not in f"{pair!r} {pair}"
 
 
 def test_file_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
-    """All users may read the public file, and its owner the secret one, even if it replaces a readable one."""
+    """All users may read the public file, and only its owner the secret one, even if it replaces a readable file."""
     (tmp_path / "e.key_secret").touch(0o666)
     before = os.umask(0)
     try:
@@ -74,7 +74,7 @@ def test_existing_files_are_not_replaced_by_default(tmp_path: Path, existing: st
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*No such file"):
         write_pair(tmp_path / "no" / "e", make_pair(), "", replace=False)
 
@@ -111,7 +111,7 @@ def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, 
         ("x" * (MAX_FILE_BYTES + 1), "longer than"),
     ],
 )
-def test_files_without_a_pair(tmp_path: Path, text: str, message: str) -> None:
+def test_files_without_a_key_pair_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "e.key_secret"
     path.touch(0o600)
     path.write_text(text)
@@ -121,7 +121,7 @@ def test_files_without_a_pair(tmp_path: Path, text: str, message: str) -> None:
         read_pair(tmp_path / "none")
 
 
-def test_files_without_a_public_key(tmp_path: Path) -> None:
+def test_files_without_a_public_key_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "e.key"
     path.write_text("# public-key = 'x'\n")
     with pytest.raises(ConfigError, match="holds no public key"):
@@ -131,7 +131,7 @@ def test_files_without_a_public_key(tmp_path: Path) -> None:
         read_public_keys(path)
 
 
-def test_a_list_of_keys_in_code() -> None:
+def test_an_allow_list_may_be_given_in_code() -> None:
     pair = make_pair()
     allowed = KeyAllowList((pair.public,))
     allowed.refresh()
@@ -139,7 +139,7 @@ def test_a_list_of_keys_in_code() -> None:
     assert not allowed.errors
 
 
-def test_changes_of_a_folder_are_noticed(tmp_path: Path) -> None:
+def test_changes_of_a_folder_are_detected(tmp_path: Path) -> None:
     """Files are added, changed and removed; hidden files, secret files and other files are ignored."""
     one, other = put(tmp_path, "one"), make_pair()
     put(tmp_path, ".hidden")
@@ -170,11 +170,11 @@ def test_a_file_may_have_several_keys(tmp_path: Path) -> None:
 
 
 def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds once its files have not changed for a while, so that unknown clients cannot cause a read per connection."""
+    """This applies once its files have not changed for a while, so that unknown clients cannot cause a read per connection."""
     put(tmp_path, "one")
     long_ago = time.time() - 10
     os.utime(tmp_path / "one.key", (long_ago, long_ago))
-    settled = SecuritySettings(mtime_granularity=-1.0)  # as if the ctime, which cannot be set, were long ago too
+    settings = SecuritySettings(mtime_granularity=-1.0)  # as if the ctime, which cannot be set, were long ago too
     reads: list[Path] = []
 
     def read(path: Path) -> list[str]:
@@ -182,14 +182,14 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr(zap, "read_public_keys", read)
-    allowed = KeyAllowList(str(tmp_path), settled)
+    allowed = KeyAllowList(str(tmp_path), settings)
     for _ in range(3):
         allowed.refresh()
     assert reads == [tmp_path / "one.key"]
 
 
 def test_unreadable_files_allow_no_key(tmp_path: Path) -> None:
-    """An invalid file only loses its own key; a folder that is missing or too full loses all."""
+    """An invalid file loses only its own key; a folder that is missing or has too many files loses all keys."""
     folder = tmp_path / "clients"
     folder.mkdir()
     one = put(folder, "one")
@@ -211,7 +211,7 @@ def test_unreadable_files_allow_no_key(tmp_path: Path) -> None:
     assert (allowed.keys, "No such file" in allowed.errors[0]) == (frozenset(), True)
 
 
-def test_the_other_ends_key_may_be_in_a_file(tmp_path: Path) -> None:
+def test_the_server_key_may_be_in_a_file(tmp_path: Path) -> None:
     """Settings and the command line accept the key itself or the path of `NAME.key`."""
     own, other = make_pair(), make_pair()
     for name, pair in (("own", own), ("other", other)):

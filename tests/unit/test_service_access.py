@@ -1,4 +1,4 @@
-"""Tokens and roles: permissions, invalid configurations, and that no token is ever shown."""
+"""Tokens and roles: permissions, invalid configurations, and that no output ever contains a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bearer(token: str) -> bytes:
 
 
 def test_roles_include_those_below() -> None:
-    """One comparison decides."""
+    """One comparison decides whether a role suffices."""
     assert Role.NONE < Role.READ < Role.REGISTER
 
 
@@ -65,8 +65,8 @@ def test_without_tokens_every_caller_may_register() -> None:
         (b"Bearer \xff\x00", Role.NONE),
     ],
 )
-def test_a_header_has_a_role(header: bytes | None, role: Role) -> None:
-    """Only a complete token after the scheme `Bearer` matches; the scheme is case-insensitive."""
+def test_only_a_complete_bearer_token_has_a_role(header: bytes | None, role: Role) -> None:
+    """The scheme `Bearer` is case-insensitive."""
     assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is role
 
 
@@ -77,7 +77,7 @@ def test_no_other_bytes_have_a_role(header: bytes) -> None:
 
 
 def test_anonymous_callers_have_the_configured_role() -> None:
-    """Anonymous callers may have a role, and callers with a wrong token have none, so that its owner notices."""
+    """Callers with a wrong token have no role even then, so that the token's owner notices."""
     public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
     assert public.caller(None).role is Role.READ
     assert public.caller(bearer("wrong-0123456789")).role is Role.NONE
@@ -112,8 +112,8 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 # --- configuration ----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_from_toml(tmp_path: Path) -> None:
-    """Tokens come from the configuration, from a file with a final newline, and from the environment."""
+def test_tokens_are_read_from_toml_files_and_the_environment(tmp_path: Path) -> None:
+    """A token comes from the configuration, from a file with a final newline, or from the environment."""
     (tmp_path / "token").write_text(f"{WRITER}\n")
     config = config_of(f"""
         anonymous = "read"
@@ -149,7 +149,7 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_configuration_is_rejected(text: str) -> None:
-    """The error comes when the configuration is read, and does not have the token."""
+    """The error is raised when the configuration is read, and does not contain the token."""
     with pytest.raises(msgspec.ValidationError) as caught:
         config_of(text)
     assert "0123456789abcdef" not in str(caught.value)
@@ -181,19 +181,19 @@ def test_a_token_has_exactly_one_source() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_invalid_tokens_are_rejected(settings: dict[str, Any], sentence: str) -> None:
-    """The error has the name or number of the token and a hint."""
+    """The error contains the name or the number of the token and a hint."""
     with pytest.raises(ConfigError, match=sentence):
         Access(AccessConfig(tokens=(TokenConfig(role="read", **settings),)), {"KV_EMPTY": ""})
 
 
-def test_a_token_occurs_once() -> None:
+def test_a_token_must_not_occur_twice() -> None:
     """A token with two roles is an error."""
     with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
         Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="register", token=READER))))
 
 
-def test_no_token_is_ever_shown() -> None:
-    """This holds for repr, str, rich and exceptions."""
+def test_no_representation_contains_a_token() -> None:
+    """This applies to repr, str, rich and exceptions."""
     config = AccessConfig(tokens=TOKENS)
     known = Access(config)
     shown = [

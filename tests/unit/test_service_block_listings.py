@@ -1,4 +1,4 @@
-"""`kvevents.service.lookups`: a page costs its size, and stored listings are bounded."""
+"""`kvevents.service.lookups`: a page costs time in proportion to its size, and stored listings are bounded."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def trust() -> TrustStatus:
     return TrustStatus("EXACT")
 
 
-def some(count: int, start: int = 0) -> list[Block]:
+def make_blocks(count: int, start: int = 0) -> list[Block]:
     return [Block(number, number, "gpu", 0, 1, 1) for number in range(start, start + count)]
 
 
 @given(BLOCKS, st.integers(1, 12))
 def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
-    """All pages together are the listing, none exceeds the limit, and nothing is stored after the last page."""
+    """All pages together are the listing, no page exceeds the limit, and nothing is stored after the last page."""
     listings = BlockListings(1000, 60)
     page = listings.first(A, iter(blocks), limit, trust)
     found = list(page.blocks)
@@ -55,12 +55,11 @@ def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
 
 
 def test_blocks_are_read_for_the_first_page_only() -> None:
-    """The index is read for the first page only."""
     read = 0
 
     def blocks() -> Iterator[Block]:
         nonlocal read
-        for block in some(100):
+        for block in make_blocks(100):
             read += 1
             yield block
 
@@ -72,12 +71,12 @@ def test_blocks_are_read_for_the_first_page_only() -> None:
 
 
 def test_stored_listings_are_bounded() -> None:
-    """Listings are limited in blocks, least recently used first, and in time; a single listing may be larger."""
+    """Listings are limited by number of blocks, least recently used first, and by age; a single listing may be larger."""
     clock = Clock()
     listings = BlockListings(100, 60, clock)
-    first, second = (listings.first(A, some(40), 10, trust) for _ in range(2))
+    first, second = (listings.first(A, make_blocks(40), 10, trust) for _ in range(2))
     first = listings.next(A, first.next or "", 10)
-    third = listings.first(B, some(40), 10, trust)
+    third = listings.first(B, make_blocks(40), 10, trust)
     assert len(listings) == 2
     with pytest.raises(NotFoundError, match="unknown cursor"):
         listings.next(A, second.next or "", 10)
@@ -85,14 +84,14 @@ def test_stored_listings_are_bounded() -> None:
     clock.now += 61
     with pytest.raises(NotFoundError):
         listings.next(B, third.next or "", 10)
-    large = listings.first(A, some(1000), 10, trust)
+    large = listings.first(A, make_blocks(1000), 10, trust)
     assert len(listings) == 1
     assert listings.next(A, large.next or "", 10).total == 1000
 
 
 def test_a_cursor_belongs_to_its_worker() -> None:
     listings = BlockListings(100, 60)
-    page = listings.first(A, some(20), 10, trust)
+    page = listings.first(A, make_blocks(20), 10, trust)
     for cursor in (page.next or "", "0" * 16 + ".10"):
         with pytest.raises(NotFoundError):
             listings.next(B, cursor, 10)

@@ -16,8 +16,8 @@ SCOPE = Scope("m", "default", "default", None, None)
 PROMPT = list(range(32))
 
 
-class Counts:
-    """A fake of `Metrics` that keeps its calls."""
+class FakeMetrics:
+    """A fake of `Metrics` that records its calls."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, int]] = []
@@ -27,42 +27,42 @@ class Counts:
 
 
 @pytest.fixture
-def counts() -> Counts:
-    return Counts()
+def metrics() -> FakeMetrics:
+    return FakeMetrics()
 
 
 @pytest.fixture
-def lookups(counts: Counts) -> Lookups:
-    """Lookups in a fleet with a worker that holds the first block of every prompt."""
+def lookups(metrics: FakeMetrics) -> Lookups:
+    """Return the lookups of a fleet with one worker that holds the first block of every prompt."""
     rows = [SimpleNamespace(tokens=16)]
     fleet: Any = SimpleNamespace(match=lambda *_, **__: rows, match_keys=lambda *_, **__: rows, block_sizes=lambda _: [16])
-    return Lookups(fleet, counts, None)  # type: ignore[arg-type]
+    return Lookups(fleet, metrics, None)  # type: ignore[arg-type]
 
 
-def test_count_counts_each_lookup_once(lookups: Lookups, counts: Counts) -> None:
+def test_count_counts_each_lookup_once(lookups: Lookups, metrics: FakeMetrics) -> None:
     for found in (
         asyncio.run(lookups.find(run_inline, SCOPE, PROMPT)),
         asyncio.run(lookups.find_keys(run_inline, SCOPE, [1, 2], local=False)),
     ):
         assert (len(found.rows), found.missing) == (1, "")
-    assert counts.recorded == []
+    assert metrics.recorded == []
     lookups.count()
-    assert counts.recorded == [(32, 16), (0, 16)]
+    assert metrics.recorded == [(32, 16), (0, 16)]
     lookups.count()
-    assert len(counts.recorded) == 2
+    assert len(metrics.recorded) == 2
 
 
-def test_the_hottest_prefixes_include_uncounted_lookups(lookups: Lookups, counts: Counts) -> None:
+def test_the_hottest_prefixes_include_uncounted_lookups(lookups: Lookups, metrics: FakeMetrics) -> None:
     for _ in range(3):
         asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
     found = asyncio.run(lookups.hottest(run_inline, SCOPE, 10))
     assert (found.sampled, [each.lookups for each in found.prefixes]) == (3, [3])
-    assert len(counts.recorded) == 3
+    assert len(metrics.recorded) == 3
 
 
-def test_uncounted_lookups_are_bounded(lookups: Lookups, counts: Counts) -> None:
-    """A lookup above the limit counts all of them."""
+def test_uncounted_lookups_are_bounded(lookups: Lookups, metrics: FakeMetrics) -> None:
+    """A lookup beyond the limit counts all of them."""
     asyncio.run(lookups.find_many(run_inline, SCOPE, [PROMPT] * MAX_UNCOUNTED))
-    assert counts.recorded == []
+    assert metrics.recorded == []
     asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
-    assert len(counts.recorded) == MAX_UNCOUNTED + 1
+    assert len(metrics.recorded) == MAX_UNCOUNTED + 1

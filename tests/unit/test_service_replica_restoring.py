@@ -1,4 +1,4 @@
-"""The state with which an index build begins a partition: the newest readable snapshot, in bounded time, or the log alone."""
+"""An index build begins a partition with the newest readable snapshot in bounded time, or with the log alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAMAGED = SnapshotError("snapshot newest is damaged")
 
 
 class FakeSnapshots:
-    """The snapshots `newest` and `before`, both of page 7; reading them fails as configured."""
+    """The snapshots `newest` and `before`, both of page 7; reading fails as configured."""
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         self.failures = dict(failures)
@@ -32,19 +32,19 @@ class FakeSnapshots:
     async def matching(self, partition: int, _: PartitionInfo) -> list[SnapshotInfo]:
         return [SnapshotInfo(name, partition, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
 
-    async def load(self, kept: SnapshotInfo, *_: object) -> tuple[PartitionState, dict[Any, Any]]:
-        self.reads.append(kept.name)
-        if kept.name in self.failures:
-            raise self.failures[kept.name]
+    async def load(self, info: SnapshotInfo, *_: object) -> tuple[PartitionState, dict[Any, Any]]:
+        self.reads.append(info.name)
+        if info.name in self.failures:
+            raise self.failures[info.name]
         state = PartitionState()
-        state.position = kept.position
+        state.position = info.position
         return state, {}
 
 
-async def begun(
+async def begin_partitions(
     monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, partitions: Collection[int] = (0,)
 ) -> Any:
-    """A index_build that has begun partitions whose first page is `first`, and has read nothing of them."""
+    """Return an index build that has begun partitions whose first page is `first`, and has read nothing of them."""
     state: Any = SimpleNamespace(stream_id="made", first=first, last=9)
 
     async def partition_info(*_: object) -> Any:
@@ -56,47 +56,45 @@ async def begun(
     monkeypatch.setattr(IndexBuild, "_read", read)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]
-    made = IndexBuild(client, Layout("default", 1), answering, PrefixIndex())
+    build = IndexBuild(client, Layout("default", 1), answering, PrefixIndex())
     try:
-        await made.adjust(partitions, ())
+        await build.adjust(partitions, ())
     finally:
-        await made.end()
-    return made
+        await build.end()
+    return build
 
 
 @pytest.mark.parametrize("failure", [LATE, DAMAGED])
-def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
-    """It would be asked for again and again otherwise, and the replica never answer."""
+def test_an_unreadable_snapshot_is_replaced_by_the_one_before(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    """Otherwise the replica would request it again and again and never answer."""
     snapshots = FakeSnapshots({"newest": failure})
-    made = asyncio.run(begun(monkeypatch, snapshots, first=5))
-    assert (snapshots.reads, made.loaded_snapshots, made.missing_pages) == (["newest", "before"], {0: "before"}, "")
-    assert made.unreadable_snapshots == [str(failure)]
-    made.record(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
-    assert made.unreadable_snapshots == [str(failure)]
-    made.record(SnapshotInfo("after", 0, 0.0, "test", 9, "made", 0, 0))
-    assert made.unreadable_snapshots == []
+    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
+    assert (snapshots.reads, build.loaded_snapshots, build.missing_pages) == (["newest", "before"], {0: "before"}, "")
+    assert build.unreadable_snapshots == [str(failure)]
+    build.record(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
+    assert build.unreadable_snapshots == [str(failure)]
+    build.record(SnapshotInfo("after", 0, 0.0, "test", 9, "made", 0, 0))
+    assert build.unreadable_snapshots == []
 
 
-def test_where_none_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_snapshot_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = FakeSnapshots({"newest": LATE, "before": LATE})
-    made = asyncio.run(begun(monkeypatch, snapshots, first=1))
-    assert (made.loaded_snapshots, made.missing_pages, made.subscriber.states[0].position) == ({}, "", 0)
-    assert made.unreadable_snapshots == [str(LATE)]
+    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=1))
+    assert (build.loaded_snapshots, build.missing_pages, build.subscriber.states[0].position) == ({}, "", 0)
+    assert build.unreadable_snapshots == [str(LATE)]
 
 
-def test_where_the_log_alone_is_not_enough_the_hole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partition stays hidden, and is begun again from time to time."""
+def test_if_the_log_alone_is_not_enough_the_missing_pages_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partition stays hidden, and the build begins it again from time to time."""
     snapshots = FakeSnapshots({"newest": LATE, "before": DAMAGED})
-    made = asyncio.run(begun(monkeypatch, snapshots, first=5))
-    assert made.loaded_snapshots == {}
-    assert made.missing_pages == f"pages of partition 0 are missing that no snapshot covers, and {LATE}; {DAMAGED}"
+    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
+    assert build.loaded_snapshots == {}
+    assert build.missing_pages == f"pages of partition 0 are missing that no snapshot covers, and {LATE}; {DAMAGED}"
 
 
 @pytest.mark.parametrize("fault", ["away", "denied"])
-def test_servers_that_answer_nothing_at_all_are_no_fault_of_a_snapshot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_failure_of_the_servers_does_not_count_as_an_unreadable_snapshot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     snapshots = FakeSnapshots({"newest": PlaneError("no connection", fault=fault)})
     with pytest.raises(PlaneError, match="no connection"):
-        asyncio.run(begun(monkeypatch, snapshots, first=5))
+        asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
     assert snapshots.reads == ["newest"]

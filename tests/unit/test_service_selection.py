@@ -1,4 +1,4 @@
-"""Selection of a worker: its cache against its load, trust, ties that spread, and a sentence with the reason."""
+"""Selection of a worker: its cache compared with its load, trust, ties, and a sentence with the reason."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STATES: list[TrustState] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STA
 EXACT = Standing.of(TrustStatus("EXACT"))
 CONNECTED: list[TrustState] = ["EXACT", "REPLAYING", "DEGRADED"]
 MemberMatch = tuple[float, TrustState, tuple[int, int, int, int]]
-"""Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and an unknown one."""
+"""Load, trust state, and how many tokens each tier adds to the one before: gpu, cpu, disk, and an unknown one."""
 
 
-def candidates_of(*loads: float) -> list[Candidate]:
+def make_candidates(*loads: float) -> list[Candidate]:
     return [Candidate(instance=f"w{place}", load=load) for place, load in enumerate(loads)]
 
 
-def held_of(**tiers: int) -> WorkerMatch:
+def make_match(**tiers: int) -> WorkerMatch:
     tokens = max(tiers.values(), default=0)
     return WorkerMatch(instance="", rank=0, tokens=tokens, certain=tokens, tiers=tiers, trust=TrustStatus("EXACT"))
 
@@ -47,7 +47,8 @@ def choose(
     stores_only: tuple[str, ...] = (),
     **changes: Any,
 ) -> Selection:
-    """`held` and `states` are keyed by the number of the worker; a worker without a state is EXACT. All are followed."""
+    """Select a worker. Keys of `held` and `states` are numbers of workers; a worker without a state is EXACT. All are
+    followed."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
     standings = {(one.instance, one.rank): EXACT._replace(source=one.instance, stores_only=stores_only) for one in candidates}
     for place, state in (states or {}).items():
@@ -66,12 +67,13 @@ def score(selected: Selection, place: int) -> ScoredCandidate:
     return scores(selected)[f"w{place}", 0]
 
 
-# --- the score --------------------------------------------------------------------------------------------------------------
+# --- scores -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_score_by_hand() -> None:
-    """40 tokens on the GPU, 20 more in host memory, 20 more on disk, 10 more elsewhere; of loads 1 and 3 the mean is 2."""
-    found = choose(candidates_of(1, 3), {0: held_of(gpu=40, cpu=60, disk=80, other=90)}, load_weight=0.5)
+def test_a_score_equals_one_that_is_calculated_by_hand() -> None:
+    """The worker holds 40 tokens on the GPU, 20 more in host memory, 20 more on disk, and 10 more elsewhere; the mean of
+    loads 1 and 3 is 2."""
+    found = choose(make_candidates(1, 3), {0: make_match(gpu=40, cpu=60, disk=80, other=90)}, load_weight=0.5)
     best = score(found, 0)
     assert best.uncached == pytest.approx(1 - (40 * 1.0 + 20 * 0.8 + 20 * 0.5 + 10 * 0.5) / 100)
     assert best.load == pytest.approx(0.5 * 1 / 2)
@@ -93,89 +95,93 @@ def test_a_score_by_hand() -> None:
         ({}, {}, 0.0),
     ],
 )
-def test_what_tiers_save(tiers: dict[str, int], weights: dict[str, float], saved: float) -> None:
-    """Lengths are cumulative; weights that are not given stay; an unknown tier is worth as little as the lowest weight.
+def test_cached_tokens_save_in_proportion_to_the_weight_of_their_tier(
+    tiers: dict[str, int], weights: dict[str, float], saved: float
+) -> None:
+    """Lengths are cumulative, missing weights have their defaults, and an unknown tier has the lowest weight.
 
-    A token counts for the best tier that reaches it, and no more than the prompt is saved.
+    A token counts for the best tier that holds it, and no more than the prompt is saved.
     """
-    found = choose(candidates_of(0), {0: held_of(**tiers)}, tiers=weights)
+    found = choose(make_candidates(0), {0: make_match(**tiers)}, tiers=weights)
     assert score(found, 0).uncached == pytest.approx(1 - saved / 100)
 
 
-def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
-    """A caller that asks the index without tiers gets some credit, not 0."""
+def test_tokens_without_a_tier_have_the_lowest_weight() -> None:
+    """A caller that queries the index without tiers gets some credit, not 0."""
     hit = WorkerMatch(instance="", rank=0, tokens=50, certain=50, tiers={}, trust=TrustStatus("EXACT"))
-    assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
+    assert score(choose(make_candidates(0), {0: hit}), 0).uncached == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(
     ("state", "saved"), [("EXACT", 60 + 0.5 * 20), ("REPLAYING", 0.8 * 60 + 0.5 * 20), ("DEGRADED", 0.5 * 80), ("STALE", 0.0)]
 )
-def test_tokens_that_might_be_gone_cost_only_their_own_credit(state: TrustState, saved: float) -> None:
-    """They count as those of a DEGRADED worker, and the answer's trust does not lower the credit of the others."""
-    doubted = TrustStatus("DEGRADED" if state == "EXACT" else state, "might be gone", (Reason.UNCERTAIN_COPIES,))
-    hit = WorkerMatch(instance="", rank=0, tokens=80, certain=60, tiers={"gpu": 80}, trust=doubted)
-    standing = Standing.of(TrustStatus(state))._replace(match_trust=doubted)
+def test_uncertain_tokens_reduce_only_their_own_credit(state: TrustState, saved: float) -> None:
+    """They count as those of a DEGRADED worker, and the trust of the answer does not lower the credit of the others."""
+    uncertain_trust = TrustStatus("DEGRADED" if state == "EXACT" else state, "might be gone", (Reason.UNCERTAIN_COPIES,))
+    hit = WorkerMatch(instance="", rank=0, tokens=80, certain=60, tiers={"gpu": 80}, trust=uncertain_trust)
+    standing = Standing.of(TrustStatus(state))._replace(match_trust=uncertain_trust)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    found = select(request, candidates_of(0), {("w0", 0): hit}, {("w0", 0): standing}, Ties(Random(1)), EngineLoads(60.0))
+    found = select(request, make_candidates(0), {("w0", 0): hit}, {("w0", 0): standing}, Ties(Random(1)), EngineLoads(60.0))
     assert score(found, 0).uncached == pytest.approx(1 - saved / 100)
-    assert found.trust == doubted
-    of_router = routing.Candidate(("w0", 0), tokens=80, tiers={"gpu": 80}, trust=state, uncertain=20)
-    choice = policy("prefix-aware", 1).choose(routing.Prompt(100), [of_router])
+    assert found.trust == uncertain_trust
+    router_candidate = routing.Candidate(("w0", 0), tokens=80, tiers={"gpu": 80}, trust=state, uncertain=20)
+    choice = policy("prefix-aware", 1).choose(routing.Prompt(100), [router_candidate])
     assert choice.scored[0].uncached == score(found, 0).uncached
 
 
 def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
-    """Even against an idle one without anything, whose score is the same: saved computation helps all requests."""
-    found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)}, load_weight=1.0)
+    """It also wins against an idle worker without anything, whose score is equal: saved computation helps all requests."""
+    found = choose(make_candidates(0, 1, 2), {1: make_match(gpu=100)}, load_weight=1.0)
     assert found.instance == "w1"
     assert found.score == pytest.approx(1.0) == score(found, 0).score
 
 
 @pytest.mark.parametrize(
-    ("state", "believed"), [("EXACT", 1), ("REPLAYING", 0.8), ("DEGRADED", 0.5), ("CONNECTING", 0), ("STALE", 0)]
+    ("state", "trusted_share"), [("EXACT", 1), ("REPLAYING", 0.8), ("DEGRADED", 0.5), ("CONNECTING", 0), ("STALE", 0)]
 )
-def test_trust_scales_what_is_believed(state: TrustState, believed: float) -> None:
-    """What a stale worker is said to hold counts for nothing."""
-    found = choose(candidates_of(0), {0: held_of(gpu=100)}, {0: state})
-    assert score(found, 0).uncached == pytest.approx(1 - believed)
+def test_trust_scales_the_credit_of_cached_tokens(state: TrustState, trusted_share: float) -> None:
+    """The blocks of a STALE worker count for nothing."""
+    found = choose(make_candidates(0), {0: make_match(gpu=100)}, {0: state})
+    assert score(found, 0).uncached == pytest.approx(1 - trusted_share)
     assert score(found, 0).trust.state == state
 
 
-def test_trust_that_the_request_weighs() -> None:
-    """Its weights go before ours, state by state."""
+def test_the_trust_weights_of_a_request_replace_the_defaults() -> None:
+    """Each state has its own weight; states without one in the request have the default."""
     found = choose(
-        candidates_of(0, 0), dict.fromkeys((0, 1), held_of(gpu=100)), {0: "REPLAYING", 1: "DEGRADED"}, trust={"REPLAYING": 0.9}
+        make_candidates(0, 0),
+        dict.fromkeys((0, 1), make_match(gpu=100)),
+        {0: "REPLAYING", 1: "DEGRADED"},
+        trust={"REPLAYING": 0.9},
     )
     assert [score(found, place).uncached for place in (0, 1)] == pytest.approx([0.1, 0.5])
 
 
 def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
-    """Its trust says so too."""
+    """The trust in the answer says so too."""
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, make_candidates(0), {("w0", 0): make_match(gpu=100)}, {}, Ties(Random()), EngineLoads(60.0))
     assert score(found, 0).uncached == 1.0
     assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
 
 
 def test_load_counts_in_proportion() -> None:
-    """The unit does not matter, a fleet without load is even, and nothing overflows."""
+    """The unit does not matter, all loads are equal in a fleet without load, and nothing overflows."""
     for unit in (1.0, 1e-300, 1e300, 5e307):
-        found = choose(candidates_of(1 * unit, 2 * unit, 3 * unit), {}, load_weight=1.0)
+        found = choose(make_candidates(1 * unit, 2 * unit, 3 * unit), {}, load_weight=1.0)
         assert [score(found, place).load for place in range(3)] == pytest.approx([0.5, 1.0, 1.5])
-    assert all(one.load == 0 for one in scores(choose(candidates_of(0, 0, 0), {})).values())
+    assert all(one.load == 0 for one in scores(choose(make_candidates(0, 0, 0), {})).values())
 
 
 def test_an_empty_prompt_is_decided_by_load() -> None:
-    """Nothing is cached of it."""
-    assert choose(candidates_of(2, 1), {0: held_of(gpu=16)}, tokens=[]).instance == "w1"
+    assert choose(make_candidates(2, 1), {0: make_match(gpu=16)}, tokens=[]).instance == "w1"
 
 
-def test_ranks_are_workers_of_their_own() -> None:
-    """The same instance with another rank holds something else."""
+def test_each_rank_is_a_separate_worker() -> None:
+    """Another rank of the same instance holds other blocks."""
     candidates = [Candidate(instance="w", rank=rank) for rank in (0, 1)]
     request = SelectRequest(model="m", tokens=PROMPT)
-    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, candidates, {("w", 1): make_match(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), EngineLoads(60.0))
     assert (found.instance, found.rank, found.considered) == ("w", 1, None)
 
 
@@ -190,16 +196,16 @@ shares = st.floats(0, 1)
 weights = st.fixed_dictionaries({}, optional={"gpu": shares, "cpu": shares, "disk": shares, "other": shares})
 
 
-def ask(fleet: list[MemberMatch], order: list[int] | None = None, **changes: Any) -> Selection:
+def choose_from_fleet(fleet: list[MemberMatch], order: list[int] | None = None, **changes: Any) -> Selection:
     names = range(len(fleet)) if order is None else order
     candidates = [Candidate(instance=f"w{place}", load=fleet[place][0]) for place in names]
     held = {}
     for place, (_, _, (gpu, cpu, disk, other)) in enumerate(fleet):
-        held[place] = held_of(gpu=gpu, cpu=gpu + cpu, disk=gpu + cpu + disk, other=gpu + cpu + disk + other)
+        held[place] = make_match(gpu=gpu, cpu=gpu + cpu, disk=gpu + cpu + disk, other=gpu + cpu + disk + other)
     return choose(candidates, held, {place: row[1] for place, row in enumerate(fleet)}, **changes)
 
 
-def replaced(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[MemberMatch]:
+def replace_row(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[MemberMatch]:
     return [*fleet[:place], row, *fleet[place + 1 :]]
 
 
@@ -207,27 +213,27 @@ def replaced(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[Mem
 def test_more_cached_tokens_never_worsen_a_score(
     fleet: list[MemberMatch], tiers: dict[str, float], data: st.DataObject
 ) -> None:
-    """On any tier and with any weights; the scores of other workers do not change."""
+    """This holds for any tier and any weights; the scores of other workers do not change."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, old = fleet[place]
     tier = data.draw(st.integers(0, 3))
     more = list(old)
     more[tier] += data.draw(lengths)
-    # Either the slower tiers reach further too, or the token was on the next slower tier before.
+    # Either the slower tiers hold more tokens too, or the added tokens were on the next slower tier before.
     if tier < 3 and data.draw(st.booleans()):
         more[tier + 1] = max(0, more[tier + 1] - (more[tier] - old[tier]))
-    before = ask(fleet, tiers=tiers)
-    after = ask(replaced(fleet, place, (load, state, (more[0], more[1], more[2], more[3]))), tiers=tiers)
+    before = choose_from_fleet(fleet, tiers=tiers)
+    after = choose_from_fleet(replace_row(fleet, place, (load, state, (more[0], more[1], more[2], more[3]))), tiers=tiers)
     assert score(after, place).score <= score(before, place).score + EQUAL
     assert all(score(after, other).score == score(before, other).score for other in range(len(fleet)) if other != place)
 
 
 @given(fleets, st.floats(0, 1e6), st.data())
 def test_more_load_never_improves_a_score(fleet: list[MemberMatch], more: float, data: st.DataObject) -> None:
-    """It never worsens the scores of others either, so a worker that is not chosen is not chosen with more load."""
+    """It never worsens the scores of other workers, so a worker that is not chosen is not chosen with more load."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, tiers = fleet[place]
-    before, after = ask(fleet), ask(replaced(fleet, place, (load + more, state, tiers)))
+    before, after = choose_from_fleet(fleet), choose_from_fleet(replace_row(fleet, place, (load + more, state, tiers)))
     rest = [other for other in range(len(fleet)) if other != place]
     assert score(after, place).score >= score(before, place).score - EQUAL
     if any(fleet[other][0] for other in rest) or load:
@@ -236,10 +242,10 @@ def test_more_load_never_improves_a_score(fleet: list[MemberMatch], more: float,
 
 @given(fleets, st.randoms(use_true_random=False))
 def test_the_order_of_candidates_does_not_matter(fleet: list[MemberMatch], random: Random) -> None:
-    """Every score is the same, and so is the choice where there is one best."""
+    """All scores are equal, and so is the choice if there is one best candidate."""
     order = list(range(len(fleet)))
     random.shuffle(order)
-    one, other = ask(fleet), ask(fleet, order)
+    one, other = choose_from_fleet(fleet), choose_from_fleet(fleet, order)
     assert scores(one) == scores(other)
     ranked = sorted((entry.score, entry.uncached) for entry in scores(one).values())
     assume(len(ranked) == 1 or ranked[1][0] - ranked[0][0] > 2 * EQUAL)
@@ -249,48 +255,50 @@ def test_the_order_of_candidates_does_not_matter(fleet: list[MemberMatch], rando
 
 @given(fleets, fleets)
 def test_weights_of_zero_remove_the_influence(fleet: list[MemberMatch], other: list[MemberMatch]) -> None:
-    """Without a weight of load only caches count; without weights of tiers, or without trust, only load does."""
+    """Without a weight of load, only caches count; without weights of tiers or of trust, only load counts."""
     count = min(len(fleet), len(other))
     mixed: list[MemberMatch] = [(other[place][0], *fleet[place][1:]) for place in range(count)]
-    idle = ask(fleet[:count], load_weight=0), ask(mixed, load_weight=0)
-    assert scores(idle[0]) == scores(idle[1])
+    without_load = choose_from_fleet(fleet[:count], load_weight=0), choose_from_fleet(mixed, load_weight=0)
+    assert scores(without_load[0]) == scores(without_load[1])
     mixed = [(fleet[place][0], other[place][1], other[place][2]) for place in range(count)]
     nothings: list[dict[str, Any]] = [
         {"tiers": dict.fromkeys(("gpu", "cpu", "disk"), 0.0)},
         {"trust": dict.fromkeys(STATES, 0.0)},
     ]
     for nothing in nothings:
-        blind = ask(fleet[:count], **nothing), ask(mixed, **nothing)
-        assert [score(blind[0], place).score for place in range(count)] == [
-            score(blind[1], place).score for place in range(count)
+        both_selections = choose_from_fleet(fleet[:count], **nothing), choose_from_fleet(mixed, **nothing)
+        assert [score(both_selections[0], place).score for place in range(count)] == [
+            score(both_selections[1], place).score for place in range(count)
         ]
 
 
 @given(fleets, weights, st.floats(0, 1000))
-def test_scores_have_their_range(fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float) -> None:
-    """The uncached share is from 0 to 1, loads add up to their weight for each candidate, and the best comes first."""
-    found = ask(fleet, tiers=tiers, load_weight=load_weight)
-    all_of = list(scores(found).values())
-    assert all(-EQUAL <= one.uncached <= 1 + EQUAL and one.load >= 0 and math.isfinite(one.score) for one in all_of)
-    wanted = load_weight * len(fleet) if any(load for load, _, _ in fleet) else 0
-    assert math.fsum(one.load for one in all_of) == pytest.approx(wanted)
-    assert (all_of[0].instance, all_of[0].score) == (found.instance, found.score)
-    assert found.score <= min(one.score for one in all_of) + EQUAL
-    assert [one.score for one in all_of[1:]] == sorted(one.score for one in all_of[1:])
+def test_scores_are_in_their_range_and_the_best_comes_first(
+    fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float
+) -> None:
+    """The uncached share is from 0 to 1, and loads add up to the load weight for each candidate."""
+    found = choose_from_fleet(fleet, tiers=tiers, load_weight=load_weight)
+    all_scores = list(scores(found).values())
+    assert all(-EQUAL <= one.uncached <= 1 + EQUAL and one.load >= 0 and math.isfinite(one.score) for one in all_scores)
+    expected_sum = load_weight * len(fleet) if any(load for load, _, _ in fleet) else 0
+    assert math.fsum(one.load for one in all_scores) == pytest.approx(expected_sum)
+    assert (all_scores[0].instance, all_scores[0].score) == (found.instance, found.score)
+    assert found.score <= min(one.score for one in all_scores) + EQUAL
+    assert [one.score for one in all_scores[1:]] == sorted(one.score for one in all_scores[1:])
 
 
 @given(fleets, weights, st.floats(0, 1000), st.sampled_from([50, 100]))
-def test_a_router_has_the_same_scores(
+def test_a_router_calculates_the_same_scores(
     fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float, length: int
 ) -> None:
-    """To the last bit, and the same choice, if it weighs loads alike: work over the mean, without a guard."""
-    found = ask(fleet, tiers=tiers, load_weight=load_weight, tokens=list(range(length)))
+    """The scores are bit-identical and the choice is the same if the router has the same load weights and no guard."""
+    found = choose_from_fleet(fleet, tiers=tiers, load_weight=load_weight, tokens=list(range(length)))
     settings: dict[str, Any] = {"load_weight": load_weight, "wait_weight": 0.0, "guard": math.inf, "tie": "first"}
     router = policy("prefix-aware", 1, **settings, decoding_weight=0.0, tiers=tiers)
     candidates = []
     for place, (load, state, (gpu, cpu, disk, other)) in enumerate(fleet):
         reach = {"gpu": gpu, "cpu": gpu + cpu, "disk": gpu + cpu + disk}
-        work = routing.Load(waiting_tokens=load)  # type: ignore[arg-type]  # any number will do
+        work = routing.Load(waiting_tokens=load)  # type: ignore[arg-type]  # any number is valid
         candidates.append(routing.Candidate((f"w{place}", 0), work, gpu + cpu + disk + other, reach, state))
     choice = router.choose(routing.Prompt(length), candidates)
     assert choice.chosen.worker == (found.instance, found.rank)
@@ -307,9 +315,9 @@ def test_a_router_has_the_same_scores(
 def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
     fleet: list[MemberMatch], tie: str, seed: int, data: st.DataObject
 ) -> None:
-    """Whatever loads, caches, weights and ties are: the order is connected, not yet known, lost."""
+    """With any loads, caches, weights and ties the order is: connected, not yet known, lost."""
     trust = {state: data.draw(shares) for state in STATES}
-    found = ask(fleet, tie=tie, ties=Ties(Random(seed)), trust=trust, load_weight=data.draw(st.floats(0, 1000)))
+    found = choose_from_fleet(fleet, tie=tie, ties=Ties(Random(seed)), trust=trust, load_weight=data.draw(st.floats(0, 1000)))
     states = [row[1] for row in fleet]
     groups: list[list[TrustState]] = [CONNECTED, ["CONNECTING"], ["STALE"]]
     first = next(group for group in groups if any(state in group for state in states))
@@ -322,11 +330,11 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
     assert ("no candidate is connected" in found.why) == (first is not CONNECTED and not found.unreachable)
 
 
-def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> None:
-    """Nothing listens at its port: one that is not followed at all goes first, and a connected one before both."""
+def test_an_unreachable_worker_comes_last_even_before_its_first_event() -> None:
+    """Nothing listens at its port, so a worker that is not followed precedes it, and a connected one precedes both."""
     refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), DISTANCE_LOST)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    fleet = candidates_of(0, 9, 9)
+    fleet = make_candidates(0, 9, 9)
     found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()), EngineLoads(60.0))
     assert (found.instance, found.trust.reason) == ("w1", "this service does not follow it")
     found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), EngineLoads(60.0))
@@ -337,67 +345,67 @@ def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> Non
 # --- ties -------------------------------------------------------------------------------------------------------------------
 
 
-def picks(ties: Ties, count: int, fleet: list[Candidate], **changes: Any) -> list[str]:
+def pick_workers(ties: Ties, count: int, fleet: list[Candidate], **changes: Any) -> list[str]:
     return [choose(fleet, {}, ties=ties, **changes).instance for _ in range(count)]
 
 
 def test_equal_workers_take_turns() -> None:
-    """Each comes once before any comes again."""
-    fleet = candidates_of(1, 1, 1, 1)
-    taken = picks(Ties(Random(3)), 12, fleet, tie="rotate")
-    assert set(taken[:4]) == {"w0", "w1", "w2", "w3"}
-    assert taken == taken[:4] * 3
+    """Each worker is chosen once before any is chosen again."""
+    fleet = make_candidates(1, 1, 1, 1)
+    chosen_workers = pick_workers(Ties(Random(3)), 12, fleet, tie="rotate")
+    assert set(chosen_workers[:4]) == {"w0", "w1", "w2", "w3"}
+    assert chosen_workers == chosen_workers[:4] * 3
 
 
-def test_routers_do_not_herd() -> None:
-    """Of many processes each begins elsewhere, so that one burst does not go to one worker."""
-    fleet = candidates_of(*[0.0] * 8)
-    begun = Counter(picks(Ties(Random(seed)), 1, fleet, tie="rotate")[0] for seed in range(400))
-    assert len(begun) == 8
-    assert max(begun.values()) < 100
+def test_routers_begin_with_different_workers() -> None:
+    """Each of many processes begins with another worker, so that one burst does not go to one worker."""
+    fleet = make_candidates(*[0.0] * 8)
+    first_workers = Counter(pick_workers(Ties(Random(seed)), 1, fleet, tie="rotate")[0] for seed in range(400))
+    assert len(first_workers) == 8
+    assert max(first_workers.values()) < 100
 
 
-def test_turns_are_even_whatever_comes_between() -> None:
-    """Prompts of two kinds that alternate, each with a tie of its own, do not send each kind to one worker for ever."""
-    fleet, ties = candidates_of(0, 0, 0, 0), Ties(Random(5))
-    taken = [choose(fleet[:2] if step % 2 else fleet[2:], {}, ties=ties, tie="rotate").instance for step in range(40)]
-    assert Counter(taken) == {"w0": 10, "w1": 10, "w2": 10, "w3": 10}
+def test_turns_are_even_although_other_ties_come_between() -> None:
+    """Prompts of two kinds alternate, each with a separate tie; each kind still goes to all of its workers."""
+    fleet, ties = make_candidates(0, 0, 0, 0), Ties(Random(5))
+    chosen_workers = [choose(fleet[:2] if step % 2 else fleet[2:], {}, ties=ties, tie="rotate").instance for step in range(40)]
+    assert Counter(chosen_workers) == {"w0": 10, "w1": 10, "w2": 10, "w3": 10}
 
 
-def test_a_worker_that_was_taken_for_its_cache_waits() -> None:
-    """The turn after a hit goes to another worker."""
-    fleet, ties = candidates_of(0, 0), Ties(Random(1))
+def test_a_worker_that_was_chosen_for_its_cache_loses_its_turn() -> None:
+    """The turn after a cache hit goes to another worker."""
+    fleet, ties = make_candidates(0, 0), Ties(Random(1))
     for place in (0, 1, 1, 0):
-        choose(fleet, {place: held_of(gpu=10)}, ties=ties, tie="rotate")
+        choose(fleet, {place: make_match(gpu=10)}, ties=ties, tie="rotate")
         assert choose(fleet, {}, ties=ties, tie="rotate").instance == f"w{1 - place}"
         choose(fleet, {}, ties=ties, tie="rotate")
 
 
-def test_models_take_turns_apart() -> None:
-    """The same name under another model, tenant or group is another worker."""
-    fleet, ties = candidates_of(0, 0), Ties(Random(1))
+def test_each_scope_has_separate_turns() -> None:
+    """The same name in another tenant or group is another worker."""
+    fleet, ties = make_candidates(0, 0), Ties(Random(1))
     scopes: list[dict[str, str]] = [{}, {"tenant": "t"}, {"group": "g"}]
     for scope in scopes:
-        assert Counter(picks(ties, 4, fleet, tie="rotate", **scope)) == {"w0": 2, "w1": 2}
+        assert Counter(pick_workers(ties, 4, fleet, tie="rotate", **scope)) == {"w0": 2, "w1": 2}
 
 
-def test_the_other_ways_to_end_a_tie() -> None:
-    """`first` goes by the order given, `random` by chance."""
-    fleet, ties = candidates_of(0, 0, 0), Ties(Random(7))
-    assert set(picks(ties, 5, fleet, tie="first")) == {"w0"}
-    assert set(picks(ties, 5, fleet[::-1], tie="first")) == {"w2"}
-    counts = Counter(picks(ties, 300, fleet, tie="random"))
+def test_ties_may_be_resolved_by_order_or_at_random() -> None:
+    """`first` takes the first candidate given, `random` any of the equal ones."""
+    fleet, ties = make_candidates(0, 0, 0), Ties(Random(7))
+    assert set(pick_workers(ties, 5, fleet, tie="first")) == {"w0"}
+    assert set(pick_workers(ties, 5, fleet[::-1], tie="first")) == {"w2"}
+    counts = Counter(pick_workers(ties, 300, fleet, tie="random"))
     assert min(counts.values()) > 60
 
 
-def test_rounding_breaks_no_tie() -> None:
-    """A difference that is only one of floating point does not let the first one win every time."""
-    fleet = candidates_of(0.1 + 0.2, 0.3)
-    assert set(picks(Ties(Random(1)), 2, fleet, tie="rotate")) == {"w0", "w1"}
+def test_rounding_errors_do_not_break_a_tie() -> None:
+    """If scores differ only by floating-point rounding, the first worker does not win every time."""
+    fleet = make_candidates(0.1 + 0.2, 0.3)
+    assert set(pick_workers(Ties(Random(1)), 2, fleet, tie="rotate")) == {"w0", "w1"}
 
 
-def test_turns_are_forgotten_above_a_bound() -> None:
-    """Names are whatever clients send."""
+def test_remembered_turns_are_bounded() -> None:
+    """Clients may send any names."""
     ties = Ties(Random(1), max_workers=3)
     for number in range(10):
         ties.took((f"w{number}", 0))
@@ -405,20 +413,20 @@ def test_turns_are_forgotten_above_a_bound() -> None:
     assert ties.pick("rotate", [("w9", 0), ("w7", 0), ("w8", 0)]) == 1
 
 
-# --- words ------------------------------------------------------------------------------------------------------------------
+# --- explanations -----------------------------------------------------------------------------------------------------------
 
 
-def test_why_is_a_sentence() -> None:
-    """With what it holds, how far that is trusted, its load, and whether it was a tie."""
-    held = {0: held_of(gpu=20, cpu=50)}
-    found = choose(candidates_of(1, 1), held, {0: "DEGRADED"})
+def test_the_reason_of_a_selection_is_a_sentence() -> None:
+    """It has the cached tokens, the trust, the load, and whether there was a tie."""
+    held = {0: make_match(gpu=20, cpu=50)}
+    found = choose(make_candidates(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
         "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 on gpu, 50 including cpu), must compute 78%, and its load counts "
         "0.10: score 0.880, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
-    why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), EngineLoads(60.0)).why
+    why = select(request, make_candidates(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), EngineLoads(60.0)).why
     assert why.endswith("score 1.000, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
@@ -432,8 +440,9 @@ def test_why_is_a_sentence() -> None:
     ],
     ids=["none", "twice", "infinite"],
 )
-def test_candidates_that_cannot_be_chosen_from(candidates: list[Candidate], reason: str, sentence: str) -> None:
-    """A usage error with a sentence, a reason and a hint, whatever was in them."""
+def test_invalid_candidates_raise_an_error_with_a_reason_and_a_hint(
+    candidates: list[Candidate], reason: str, sentence: str
+) -> None:
     with pytest.raises(SelectError) as caught:
         choose(candidates, {})
     assert isinstance(caught.value, UsageError)
@@ -444,54 +453,54 @@ def test_candidates_that_cannot_be_chosen_from(candidates: list[Candidate], reas
 # --- tiers without removals and loads of engines ------------------------------------------------------------------------------
 
 
-def test_what_an_exact_worker_holds_on_a_tier_without_removals_counts_as_degraded() -> None:
-    """40 tokens on the GPU are believed, and 60 more in host memory half, times what that tier is worth."""
-    held = {0: held_of(gpu=40, cpu=100)}
-    found = score(choose(candidates_of(0), held, stores_only=("cpu",)), 0)
+def test_a_tier_without_removals_of_an_exact_worker_counts_as_degraded() -> None:
+    """40 tokens on the GPU count fully, and 60 more in host memory count half, times the weight of that tier."""
+    held = {0: make_match(gpu=40, cpu=100)}
+    found = score(choose(make_candidates(0), held, stores_only=("cpu",)), 0)
     assert found.uncached == pytest.approx(1 - (40 * 1.0 + 60 * 0.8 * 0.5) / 100)
     assert found.inexact_tiers == ["cpu"]
     assert found.trust.state == "EXACT"
-    believing = choose(candidates_of(0), held, stores_only=("cpu",), trust={"DEGRADED": 1.0})
-    assert score(believing, 0).uncached == pytest.approx(1 - (40 * 1.0 + 60 * 0.8) / 100)
+    trusting = choose(make_candidates(0), held, stores_only=("cpu",), trust={"DEGRADED": 1.0})
+    assert score(trusting, 0).uncached == pytest.approx(1 - (40 * 1.0 + 60 * 0.8) / 100)
 
 
-def test_tokens_stay_with_their_tier_though_a_slower_one_would_count_more() -> None:
-    """The prefix of the disk includes that of host memory, so it does not say that the disk has these tokens too."""
-    found = score(choose(candidates_of(0), {0: held_of(cpu=50, disk=70)}, stores_only=("cpu",)), 0)
+def test_tokens_count_for_their_own_tier_although_a_slower_one_would_count_more() -> None:
+    """The prefix of the disk includes that of host memory, so it does not show that the disk has these tokens too."""
+    found = score(choose(make_candidates(0), {0: make_match(cpu=50, disk=70)}, stores_only=("cpu",)), 0)
     assert found.uncached == pytest.approx(1 - (50 * 0.8 * 0.5 + 20 * 0.5) / 100)
 
 
 def test_another_medium_without_removals_counts_as_degraded() -> None:
-    for stores_only, believed in (((), 1.0), (("NVME",), 0.5)):
-        found = score(choose(candidates_of(0), {0: held_of(gpu=20, NVME=60)}, stores_only=stores_only), 0)
-        assert found.uncached == pytest.approx(1 - (20 * 1.0 + 40 * 0.5 * believed) / 100)
+    for stores_only, trusted_share in (((), 1.0), (("NVME",), 0.5)):
+        found = score(choose(make_candidates(0), {0: make_match(gpu=20, NVME=60)}, stores_only=stores_only), 0)
+        assert found.uncached == pytest.approx(1 - (20 * 1.0 + 40 * 0.5 * trusted_share) / 100)
 
 
 @pytest.mark.parametrize("state", ["REPLAYING", "DEGRADED", "STALE"])
-def test_nothing_of_a_worker_that_is_not_exact_is_believed_less_again(state: TrustState) -> None:
-    held = {0: held_of(gpu=40, cpu=100)}
-    found = choose(candidates_of(0), held, {0: state}, stores_only=("cpu",))
-    assert score(found, 0).uncached == score(choose(candidates_of(0), held, {0: state}), 0).uncached
+def test_the_credit_of_an_inexact_worker_is_not_reduced_twice(state: TrustState) -> None:
+    held = {0: make_match(gpu=40, cpu=100)}
+    found = choose(make_candidates(0), held, {0: state}, stores_only=("cpu",))
+    assert score(found, 0).uncached == score(choose(make_candidates(0), held, {0: state}), 0).uncached
     assert score(found, 0).inexact_tiers == []
 
 
-def fleet_of(count: int) -> list[Candidate]:
+def make_fleet(count: int) -> list[Candidate]:
     return [Candidate(instance=f"w{place}") for place in range(count)]
 
 
 def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
-    """Requests and 4 more, over their mean. A worker without a report has the mean of the others."""
+    """The load is the number of requests plus 4, over the mean. A worker without a report has the mean of the others."""
     loads = EngineLoads(60.0)
     loads.report("w0", 0, 6.0)
     loads.report("w1", 0, 2.0)
-    found = choose(fleet_of(3), {}, loads=loads, load_weight=1.0)
+    found = choose(make_fleet(3), {}, loads=loads, load_weight=1.0)
     assert (found.instance, found.load_from) == ("w1", "engines")
     assert [score(found, place).load for place in range(3)] == pytest.approx([10 / 8, 6 / 8, 8 / 8])
     assert [score(found, place).requests for place in range(3)] == [6.0, 2.0, None]
     assert "and its load (2 requests) counts 0.75" in found.why
     loads.report("w1", 0, 20.0)
     loads.report("w0", 0, 20.0)
-    found = choose(fleet_of(3), {2: held_of(gpu=1)}, loads=loads)
+    found = choose(make_fleet(3), {2: make_match(gpu=1)}, loads=loads)
     assert "and its load (unknown, so the mean of the others) counts 0.10" in found.why
 
 
@@ -500,29 +509,29 @@ def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> Non
     loads.report("w0", 0, 1.0)
     for place in range(1, 8):
         loads.report(f"w{place}", 0, 0.0)
-    found = choose(fleet_of(8), {0: held_of(gpu=5)}, loads=loads)
-    assert found.instance == "w0", "its load is 1.2 times the mean, and not 8 times"
+    found = choose(make_fleet(8), {0: make_match(gpu=5)}, loads=loads)
+    assert found.instance == "w0", "its load counts as 1.2 times the mean, not 8 times"
 
 
-def test_the_loads_of_a_request_count_alone() -> None:
+def test_if_a_request_has_loads_only_these_count() -> None:
     loads = EngineLoads(60.0)
     loads.report("w0", 0, 100.0)
-    found = choose([*candidates_of(0.0), Candidate(instance="w1")], {}, loads=loads)
+    found = choose([*make_candidates(0.0), Candidate(instance="w1")], {}, loads=loads)
     assert (found.load_from, found.instance) == ("request", "w0")
     assert [one.requests for one in scores(found).values()] == [None, None]
-    assert choose(fleet_of(2), {}).load_from == "none"
+    assert choose(make_fleet(2), {}).load_from == "none"
 
 
 def test_selections_since_a_report_count_as_requests() -> None:
-    """Otherwise every prompt until the next report would go to the worker that was the least loaded at the last one."""
+    """Otherwise every prompt until the next report would go to the worker that was the least loaded in the last one."""
     loads, ties = EngineLoads(60.0), Ties(Random(1))
     for place in range(3):
         loads.report(f"w{place}", 0, 0.0)
-    chosen = Counter(choose(fleet_of(3), {}, loads=loads, ties=ties, tie="rotate").instance for _ in range(30))
+    chosen = Counter(choose(make_fleet(3), {}, loads=loads, ties=ties, tie="rotate").instance for _ in range(30))
     assert chosen == {"w0": 10, "w1": 10, "w2": 10}
     assert [loads.requests(f"w{place}", 0) for place in range(3)] == [10.0] * 3
     loads.report("w0", 0, 4.0)
-    assert loads.requests("w0", 0) == 4.0, "the report has the requests of those selections"
+    assert loads.requests("w0", 0) == 4.0, "the report includes the requests of those selections"
     loads.remove("w0", 0)
     assert loads.requests("w0", 0) is None
 
@@ -530,10 +539,10 @@ def test_selections_since_a_report_count_as_requests() -> None:
 def test_a_report_that_is_too_old_does_not_count() -> None:
     loads = EngineLoads(5.0)
     loads.report("w0", 0, 50.0, age=6.0)
-    assert choose(fleet_of(2), {}, loads=loads).load_from == "none"
+    assert choose(make_fleet(2), {}, loads=loads).load_from == "none"
     loads.report("w0", 0, 50.0, age=1.0)
     loads.report("w0", 0, 1.0, age=2.0)
-    assert loads.requests("w0", 0) == 50.0, "the newest report counts, not the one that came last"
+    assert loads.requests("w0", 0) == 50.0, "the newest report counts, not the one that arrived last"
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="Duration"):
             loads.report("w0", 0, 1.0, age=wrong)

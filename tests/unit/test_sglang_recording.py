@@ -1,4 +1,4 @@
-"""The prefix index on a recorded run of SGLang 0.5.23's own radix tree, whose answer is known for every request."""
+"""The prefix index on a recorded run of the radix tree of SGLang 0.5.23, whose result is known for every request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paths import DATA
 WORKER = ("sglang", 0)
 
 
-def steps() -> Iterator[dict[str, Any]]:
-    """Batches with the digest that the plugin attested after them, and prompts with the tokens that the tree found."""
+def read_steps() -> Iterator[dict[str, Any]]:
+    """Yield batches with the digest that the plugin attested after them, and prompts with the tokens that the tree found."""
     for line in gzip.decompress((DATA / "sglang-0.5.23-radix.jsonl.gz").read_bytes()).splitlines():
         yield json.loads(line)
 
 
-def test_the_index_finds_what_sglangs_tree_finds() -> None:
+def test_the_index_finds_the_same_prefixes_as_the_radix_tree_of_sglang() -> None:
     index, seq, hits = PrefixIndex(), 0, 0
-    for step in steps():
+    for step in read_steps():
         if "payload" in step:
             assert index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"])).status == "applied"
             seq += 1
@@ -34,10 +34,10 @@ def test_the_index_finds_what_sglangs_tree_finds() -> None:
     assert hits == 24
 
 
-def test_what_the_plugin_attests_is_what_the_index_holds() -> None:
-    """The plugin adds and subtracts sums of whole events; here it is computed from the blocks that are left."""
+def test_the_attestation_of_the_plugin_equals_that_of_the_blocks_in_the_index() -> None:
+    """The plugin adds and subtracts sums of whole events; here the attestation is computed from the blocks that are left."""
     index, seq = PrefixIndex(), 0
-    for step in steps():
+    for step in read_steps():
         if "payload" in step:
             index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"]))
             seq += 1

@@ -18,14 +18,14 @@ from kvevents.sim.requests import Sequence
 from kvevents.wire.encode import batch_encoder
 from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
 
-# What is done to which of the sequences that are there, and with how many tokens.
+# Operation (admit, extend, release), the sequence that it is about, and a number of tokens.
 MOVES = st.lists(st.tuples(st.sampled_from("aaaeeeeer"), st.integers(0, 9), st.integers(1, 12)), min_size=10, max_size=40)
 NONE = {"host_blocks": st.just(0), "window": st.none()}
 SIZES = st.builds(CacheSize, st.integers(1, 14), st.integers(1, 4), **NONE)
 HYBRID = st.builds(CacheSize, st.integers(2, 24), st.integers(1, 4), **NONE | {"window": st.integers(2, 12)})
 TIERED = st.builds(CacheSize, st.integers(1, 12), st.integers(1, 4), **NONE | {"host_blocks": st.integers(1, 10)})
 PROMPTS = st.lists(
-    # Few different tokens, so that prompts share beginnings; some are of a LoRA or behind a salt.
+    # Few different tokens, so that prompts share beginnings; some have a LoRA or a salt.
     st.tuples(
         st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(0, 6), st.sampled_from([*[None] * 4, "l", "s"])
     ),
@@ -42,14 +42,14 @@ def sequence(tokens: Items[int], size: int, answer: int = 0, within: str | None 
 
 @dataclass
 class History:
-    """Sequences that come and go in a cache, each move checked by `after`."""
+    """A cache into which sequences are admitted, extended and released; `check` verifies it after each move."""
 
     cache: PrefixCache
     prompts: list[tuple[list[int], int, str | None]]
 
     def __post_init__(self) -> None:
         self.live: list[Sequence] = []
-        self.come = 0
+        self.admitted = 0
         self.mirror = Mirror()
 
     def play(self, moves: list[tuple[str, int, int]]) -> None:
@@ -65,13 +65,13 @@ class History:
         assert not contents(self.cache)
 
     def admit(self, _: int, tokens: int) -> None:
-        ids, answer, within = self.prompts[self.come % len(self.prompts)]
-        self.come += 1
+        ids, answer, within = self.prompts[self.admitted % len(self.prompts)]
+        self.admitted += 1
         fresh = sequence(ids, self.cache.size.block_size, answer, within)
         found = self.cache.find(fresh)
         assert found.tokens == self.mirror.cached(self.cache.size, fresh.hashes, fresh.known)
         assert found.tokens < fresh.known
-        self.looked_up(fresh, found.tokens)
+        self.on_lookup(fresh, found.tokens)
         before = self.state()
         chunk = min(tokens, fresh.known - found.tokens)
         if self.cache.admit(fresh, found, chunk):
@@ -101,11 +101,11 @@ class History:
         pool = self.cache.pool
         return waiting(pool), list(pool.uses), contents(self.cache)
 
-    def looked_up(self, fresh: Sequence, cached: int) -> None:
-        """For subclasses."""
+    def on_lookup(self, fresh: Sequence, cached: int) -> None:
+        """Do nothing; subclasses override this."""
 
     def on_events(self, events: list[KVEvent]) -> None:
-        """For subclasses."""
+        """Do nothing; subclasses override this."""
 
     def check(self) -> None:
         cache = self.cache
@@ -122,7 +122,7 @@ class History:
 
 
 class IndexHistory(History):
-    """Asks the real index as well, at every lookup."""
+    """A history that also queries the real index at every lookup."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,38 +135,39 @@ class IndexHistory(History):
             self.index.apply_payload(("engine", 0), 0, self.batches, encode(batch))
             self.batches += 1
 
-    def looked_up(self, fresh: Sequence, cached: int) -> None:
+    def on_lookup(self, fresh: Sequence, cached: int) -> None:
         match = self.index.match(fresh.tokens[: fresh.known - 1], Namespace(lora=fresh.lora, salt=fresh.salt)).get("engine", 0)
         assert (match.tokens if match else 0) == cached
 
 
 @settings(max_examples=200)
 @given(st.one_of(SIZES, HYBRID, TIERED), PROMPTS, MOVES)
-def test_events_describe_exactly_the_cache_and_every_lookup_finds_what_they_say(
+def test_events_describe_the_cache_exactly_and_every_lookup_agrees_with_them(
     size: CacheSize, prompts: list[tuple[list[int], int, str | None]], moves: list[tuple[str, int, int]]
 ) -> None:
-    """After every move: contents are what events said, no block is used twice or lost, mirror and index know each hit."""
+    """After every move the contents equal those of the events, no block is used twice or lost, and mirror and index know
+    each hit."""
     IndexHistory(PrefixCache(size, max_step_tokens=12), prompts).play(moves)
 
 
 @settings(max_examples=80)
 @given(SIZES, PROMPTS, MOVES)
-def test_full_attention_does_what_the_plain_model_does(
+def test_full_attention_behaves_like_the_plain_model(
     size: CacheSize, prompts: list[tuple[list[int], int, str | None]], moves: list[tuple[str, int, int]]
 ) -> None:
-    """The same blocks in the same order, the same events, the same refusals."""
-    real, plain = PrefixCache(size), PlainCache(PlainPool(size.blocks), size.block_size)
+    """Both use the same blocks in the same order, and have the same events and refusals."""
+    real, model = PrefixCache(size), PlainCache(PlainPool(size.blocks), size.block_size)
     live: list[tuple[Sequence, list[int]]] = []
-    come = 0
+    admitted = 0
     for kind, which, tokens in moves:
         if kind == "a":
-            ids, answer, within = prompts[come % len(prompts)]
-            come += 1
+            ids, answer, within = prompts[admitted % len(prompts)]
+            admitted += 1
             one = sequence(ids, size.block_size, answer, within)
             found = real.find(one)
-            assert found.tables == (plain.find(one.hashes, one.known),)
+            assert found.tables == (model.find(one.hashes, one.known),)
             chunk = min(tokens, one.known - found.tokens)
-            table = plain.admit(one.hashes, one.known, chunk)
+            table = model.admit(one.hashes, one.known, chunk)
             assert real.admit(one, found, chunk) == (table is not None)
             if table is not None:
                 live.append((one, table))
@@ -176,24 +177,24 @@ def test_full_attention_does_what_the_plain_model_does(
             one.known += not one.remaining and not one.complete
             chunk = min(tokens, one.remaining)
             if chunk:
-                table = plain.extend(one.hashes, held, one.computed, chunk)
+                table = model.extend(one.hashes, held, one.computed, chunk)
                 assert real.extend(one, chunk) == (table is not None)
                 live[place] = one, table or held
         elif live:
             one, held = live.pop(which % len(live))
             real.release(one)
-            plain.pool.give_back(held[::-1])
+            model.pool.give_back(held[::-1])
         assert all(one.tables == (held,) for one, held in live)
-        assert waiting(real.pool) == plain.pool.queue
-        assert plainly(real.take_events()) == plain.events
-        plain.events.clear()
+        assert waiting(real.pool) == model.pool.queue
+        assert plainly(real.take_events()) == model.events
+        model.events.clear()
 
 
-# --- what events say
+# --- fields of events
 
 
-def run(cache: PrefixCache, one: Sequence) -> list[KVEvent]:
-    """Compute all that is known of a sequence, and give it back."""
+def compute_and_release(cache: PrefixCache, one: Sequence) -> list[KVEvent]:
+    """Compute all known tokens of a sequence, release it, and return the events."""
     found = cache.find(one)
     assert cache.admit(one, found, one.known - found.tokens)
     cache.release(one)
@@ -203,7 +204,7 @@ def run(cache: PrefixCache, one: Sequence) -> list[KVEvent]:
 def test_a_stored_event_has_all_fields_that_vllm_sets() -> None:
     cache = PrefixCache(CacheSize(8, 2))
     one = Sequence(array("I", range(7)), 7, 2, "seed", "adapter", "tenant")
-    assert run(cache, one) == [
+    assert compute_and_release(cache, one) == [
         BlockStored(
             one.hashes,
             None,
@@ -217,7 +218,7 @@ def test_a_stored_event_has_all_fields_that_vllm_sets() -> None:
             kv_cache_spec_kind="full_attention",
         )
     ]
-    assert run(cache, Sequence(array("I", range(9)), 9, 2, "seed", "adapter", "tenant")) == [
+    assert compute_and_release(cache, Sequence(array("I", range(9)), 9, 2, "seed", "adapter", "tenant")) == [
         BlockStored(
             cache_hashes(range(9), 2)[3:],
             one.hashes[2],
@@ -237,9 +238,9 @@ def cache_hashes(tokens: Items[int], size: int) -> list[int]:
     return Sequence(array("I", tokens), len(tokens), size, "seed", "adapter", "tenant").hashes
 
 
-def test_sglang_sends_the_salt_in_a_field_of_its_own() -> None:
+def test_sglang_sends_the_salt_in_a_separate_field() -> None:
     cache = PrefixCache(CacheSize(8, 2, host_blocks=1), event_style=EVENT_STYLES["sglang"])
-    stored, copied = run(cache, Sequence(array("I", range(3)), 3, 2, "seed", None, "tenant"))
+    stored, copied = compute_and_release(cache, Sequence(array("I", range(3)), 3, 2, "seed", None, "tenant"))
     assert isinstance(stored, BlockStored)
     assert stored.cache_salt == "tenant"
     assert isinstance(copied, BlockStored)
@@ -250,25 +251,25 @@ def test_sglang_sends_the_salt_in_a_field_of_its_own() -> None:
 @pytest.mark.parametrize("other", [None, "l", "s"])
 def test_a_prompt_is_found_only_within_its_own_lora_and_salt(within: str | None, other: str | None) -> None:
     cache = PrefixCache(CacheSize(8, 2))
-    run(cache, sequence(range(5), 2, within=within))
+    compute_and_release(cache, sequence(range(5), 2, within=within))
     assert cache.find(sequence(range(5), 2, within=other)).tokens == (4 if within == other else 0)
 
 
 def test_engines_do_not_share_hashes() -> None:
-    """As in vLLM, where each process has a hash seed of its own."""
+    """In vLLM too, each process has its own hash seed."""
     one, other = (Sequence(array("I", range(8)), 8, 4, seed) for seed in ("0", "1"))
     assert not set(one.hashes) & set(other.hashes)
 
 
 def test_the_last_token_is_never_cached() -> None:
     cache = PrefixCache(CacheSize(8, 4))
-    run(cache, sequence(range(8), 4))
+    compute_and_release(cache, sequence(range(8), 4))
     assert [cache.find(sequence(range(length), 4)).tokens for length in (4, 5, 8, 9)] == [0, 4, 4, 8]
 
 
-def test_a_reset_is_one_event_and_refused_while_blocks_are_used() -> None:
+def test_a_reset_is_one_event_and_is_refused_while_blocks_are_used() -> None:
     cache = PrefixCache(CacheSize(8, 4, host_blocks=4))
-    run(cache, sequence(range(8), 4))
+    compute_and_release(cache, sequence(range(8), 4))
     one = sequence(range(9), 4)
     assert cache.admit(one, cache.find(one), 1)
     assert not cache.reset()
@@ -279,14 +280,15 @@ def test_a_reset_is_one_event_and_refused_while_blocks_are_used() -> None:
     assert (cache.find(sequence(range(9), 4)).tokens, cache.host_blocks, cache.pool.holding) == (0, 0, 0)
 
 
-# --- the window
+# --- sliding windows
 
 
-def test_a_window_is_kept_where_a_prompt_ends_and_nowhere_before() -> None:
-    """vLLM 0.32 keeps of a sliding group what reaches the prompt's end: the last two blocks that count, for 8 tokens of 4."""
+def test_a_sliding_group_caches_only_the_window_at_the_end_of_a_prompt() -> None:
+    """vLLM 0.32 caches the blocks of a sliding group that reach the prompt's end: for a window of 8 tokens, the last two
+    full blocks."""
     cache = PrefixCache(CacheSize(40, 4, window=8))
     one = sequence(range(21), 4)
-    sliding, full = run(cache, one)
+    sliding, full = compute_and_release(cache, one)
     assert isinstance(sliding, BlockStored)
     assert isinstance(full, BlockStored)
     assert (sliding.group_idx, sliding.kv_cache_spec_kind, sliding.kv_cache_spec_sliding_window) == (0, "sliding_window", 8)
@@ -296,17 +298,17 @@ def test_a_window_is_kept_where_a_prompt_ends_and_nowhere_before() -> None:
     assert cache.find(sequence(range(21), 4)).tokens == 20
 
 
-def test_a_prompt_that_full_attention_knows_further_leaves_a_window_at_that_point() -> None:
-    """Two prompts share 12 tokens; the second computes them again, and the third can go on from them."""
+def test_a_prompt_that_shares_a_longer_prefix_with_full_attention_caches_a_window_there() -> None:
+    """Two prompts share 12 tokens; the second computes them again, and the third finds them."""
     cache = PrefixCache(CacheSize(60, 4, window=8))
-    run(cache, sequence(range(33), 4))
+    compute_and_release(cache, sequence(range(33), 4))
     shared = [*range(12), *range(100, 121)]
     assert [cache.find(sequence([*shared[:12], *range(start, start + 9)], 4)).tokens for start in (100, 200)] == [0, 0]
-    run(cache, sequence(shared, 4))
+    compute_and_release(cache, sequence(shared, 4))
     assert cache.find(sequence([*range(12), *range(200, 221)], 4)).tokens == 12
 
 
-def test_a_window_gives_back_what_no_later_token_reaches() -> None:
+def test_a_sliding_group_releases_blocks_outside_its_window() -> None:
     cache = PrefixCache(CacheSize(20, 2, window=4), max_step_tokens=4)
     one = sequence(range(17), 2)
     assert cache.admit(one, cache.find(one), 4)
@@ -321,12 +323,12 @@ def test_a_window_gives_back_what_no_later_token_reaches() -> None:
 # --- host memory
 
 
-def test_what_the_gpu_lost_comes_back_from_the_host() -> None:
-    """All of the first prompt was pushed out; it is found on the host, loaded, and announced on the GPU again."""
+def test_blocks_that_the_gpu_evicted_are_loaded_from_the_host() -> None:
+    """All of the first prompt is evicted; it is found on the host, loaded, and announced on the GPU again."""
     cache = PrefixCache(CacheSize(3, 2, host_blocks=20))
     one = sequence([0] * 6, 2)
-    run(cache, one)
-    run(cache, sequence([1] * 6, 2))
+    compute_and_release(cache, one)
+    compute_and_release(cache, sequence([1] * 6, 2))
     again = sequence([0] * 6, 2)
     found = cache.find(again)
     assert (found.tokens, found.loaded) == (4, 2)
@@ -335,30 +337,30 @@ def test_what_the_gpu_lost_comes_back_from_the_host() -> None:
     assert [(event.medium, event.block_hashes) for event in stored] == [("GPU", one.hashes[:2]), ("GPU", one.hashes[2:])]
 
 
-def test_host_memory_keeps_the_most_recently_used_and_of_a_prompt_its_beginning() -> None:
+def test_host_memory_evicts_the_least_recently_used_prompt_from_its_end() -> None:
     cache = PrefixCache(CacheSize(20, 2, host_blocks=3))
     first, second = sequence([0] * 6, 2), sequence([1] * 4, 2)
-    run(cache, first)
-    events = run(cache, second)
+    compute_and_release(cache, first)
+    events = compute_and_release(cache, second)
     assert [event.block_hashes for event in events if isinstance(event, BlockRemoved)] == [[first.hashes[2]], [first.hashes[1]]]
     assert cache.host_blocks == 3
 
 
-def test_what_is_found_again_stays_in_host_memory_and_its_beginning_longest() -> None:
-    """The first prompt comes again after the second: now the second goes first, then the first's last block."""
+def test_a_hit_in_host_memory_makes_a_prompt_the_most_recently_used() -> None:
+    """The first prompt comes again after the second, so the second is evicted first, and then the first prompt's last block."""
     cache = PrefixCache(CacheSize(40, 2, host_blocks=4))
     first, second = sequence([0] * 4, 2), sequence([1] * 4, 2)
     for one in (first, second, sequence([0] * 5, 2)):
-        run(cache, one)
-    events = run(cache, sequence([2] * 6, 2))
+        compute_and_release(cache, one)
+    events = compute_and_release(cache, sequence([2] * 6, 2))
     removed = [event.block_hashes[0] for event in events if isinstance(event, BlockRemoved)]
     assert removed == [*second.hashes[::-1], first.hashes[1]]
 
 
-def test_a_prompt_longer_than_host_memory_leaves_its_beginning_there() -> None:
+def test_host_memory_holds_the_beginning_of_a_prompt_that_is_too_long_for_it() -> None:
     cache = PrefixCache(CacheSize(20, 2, host_blocks=2))
     one = sequence([0] * 10, 2)
-    run(cache, one)
+    compute_and_release(cache, one)
     assert list(cache._host._held if cache._host else ()) == one.hashes[1::-1]
 
 
@@ -375,14 +377,14 @@ def test_a_prompt_longer_than_host_memory_leaves_its_beginning_there() -> None:
         (CacheSize(1, 1, 1, 8), "window"),
     ],
 )
-def test_a_size_that_cannot_be_is_refused(size: CacheSize, names: str) -> None:
+def test_an_invalid_size_is_refused(size: CacheSize, names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         PrefixCache(size)
 
 
 @given(st.one_of(SIZES, HYBRID, TIERED), st.integers(1, 80))
-def test_what_could_be_held_is_held_by_an_empty_cache_and_what_could_not_is_not(size: CacheSize, tokens: int) -> None:
-    """In chunks of a step, as an engine computes them."""
+def test_an_empty_cache_holds_a_prompt_exactly_if_it_could_hold_it(size: CacheSize, tokens: int) -> None:
+    """The prompt is computed in chunks of a step, as in an engine."""
     cache = PrefixCache(size, max_step_tokens=8)
     one = sequence(range(tokens), size.block_size)
     fits = cache.admit(one, cache.find(one), min(8, tokens))

@@ -1,4 +1,4 @@
-"""`kvevents.sim.costs`: more work never takes less time, and presets are engines that could be."""
+"""`kvevents.sim.costs`: more work never takes less time, and presets are realistic engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORK = st.tuples(*[st.integers(0, 10**6)] * 4)
 def test_more_work_never_takes_less_time(
     costs: CostModel, work: tuple[int, int, int, int], more: tuple[int, int, int, int]
 ) -> None:
-    """In each of: tokens prefilled, pairs, sequences that decode, their context."""
+    """This holds for prefilled tokens, pairs, decoding sequences, and their context."""
     least = costs.seconds(*work)
     assert least >= costs.step > 0
     for place, extra in enumerate(more):
@@ -51,8 +51,8 @@ def test_a_step_is_as_long_as_the_slower_of_arithmetic_and_memory() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_an_engine_that_could_be(name: str) -> None:
-    """Tens of tokens a second for one answer, thousands in prefill, and room for some long prompts."""
+def test_presets_are_realistic_engines(name: str) -> None:
+    """An engine decodes tens of tokens a second for one answer, prefills thousands, and has room for some long prompts."""
     costs = cost_model(name)
     assert costs is PRESETS[name]
     assert costs.source.startswith("roofline: ")
@@ -71,7 +71,7 @@ def test_presets_are_ordered_as_their_hardware_and_models_are() -> None:
     assert H100.flops > A100.flops
 
 
-def test_a_roofline_is_what_its_figures_say() -> None:
+def test_a_roofline_follows_from_its_figures() -> None:
     costs = roofline(Model(1e9, 10, 8, 2, 64), Gpu(1e15, 1e12, 10e9, 1e10), 2, "example")
     assert costs.token == pytest.approx(2e9 / 1e15)
     assert costs.weights == pytest.approx(2e9 / 1.5e12)
@@ -80,24 +80,24 @@ def test_a_roofline_is_what_its_figures_say() -> None:
     assert costs.cache_tokens == int((2 * (9e9 - 3e9) - 2e9) / 5120)
 
 
-def test_a_model_that_does_not_fit_is_refused() -> None:
+def test_a_model_that_does_not_fit_in_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="cache_tokens"):
         roofline(Model(70.6e9, 80, 64, 8, 128), H100, 1, "too large")
 
 
 @given(costs=MODELS)
-def test_a_model_comes_back_from_its_json(costs: CostModel) -> None:
+def test_a_cost_model_survives_encoding_as_json(costs: CostModel) -> None:
     assert msgspec.json.decode(msgspec.json.encode(costs), type=CostModel) == costs
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_a_cost_model_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"step": 0.01, "token": 0.0001, "cache_tokens": 5000}')
     assert cost_model(str(file)) == CostModel(step=0.01, token=0.0001, cache_tokens=5000)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "truncated"),
         ('{"step": 1}', "token"),
@@ -108,10 +108,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"step": 1, "token": 1, "cache_tokens": 0}', "invalid cache_tokens 0"),
     ],
 )
-def test_a_file_that_is_wrong_is_named_with_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+def test_the_error_for_an_invalid_file_names_the_file_and_the_field(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mine.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         cost_model(str(file))
     assert "mine.json" in str(caught.value)
 
@@ -125,6 +125,6 @@ def test_a_missing_preset_or_file_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["step", "token", "pair", "weights", "context", "reload"])
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
-def test_a_coefficient_is_a_number_of_seconds(name: str, value: float) -> None:
+def test_a_coefficient_must_be_a_finite_number_of_seconds(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"^invalid {name} .* of a cost model"):
         CostModel(**{"step": 1.0, "token": 1.0, name: value})  # type: ignore[arg-type]

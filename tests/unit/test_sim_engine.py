@@ -24,7 +24,7 @@ SIZES = st.one_of(
     st.builds(CacheSize, st.integers(1, 12), st.integers(1, 4), **NONE | {"host_blocks": st.integers(1, 8)}),
 )
 STEP_LIMITS = st.integers(1, 4).flatmap(lambda seqs: st.builds(StepLimits, st.just(seqs), st.integers(seqs, 16)))
-# Steps to wait before the next one comes, and the request: few different tokens, so that beginnings are shared.
+# Steps to wait before a request, and the request: few different tokens, so that prompts share beginnings.
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 3),
@@ -35,8 +35,8 @@ ARRIVALS = st.lists(
 )
 
 
-def lived(size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Request]]) -> Run:
-    """A run to the end."""
+def run_to_end(size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Request]]) -> Run:
+    """Return a run that has ended."""
     run = Run(size, step_limits)
     for wait, one in arrivals:
         for _ in range(wait):
@@ -49,17 +49,17 @@ def lived(size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Re
 
 @settings(max_examples=250)
 @given(SIZES, STEP_LIMITS, ARRIVALS)
-def test_every_request_is_answered_or_refused_whatever_the_pool(
+def test_every_request_is_answered_or_refused_with_any_pool(
     size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Request]]
 ) -> None:
-    """`Run` checks limits, events and lookups in each step; here is what a whole life must come to."""
-    run = lived(size, step_limits, arrivals)
+    """`Run` checks limits, events and lookups in each step; this checks the totals of the whole run."""
+    run = run_to_end(size, step_limits, arrivals)
     finished = [job for step in run.steps for job in step.finished]
     refused = [job for step in run.steps for job in step.refused]
     assert sorted(map(id, finished + refused)) == sorted(map(id, run.submitted)), "each exactly once"
     assert sorted(id(job) for step in run.steps for job in step.first) == sorted(map(id, finished))
     if not run.engine.preemptions:
-        # A token of the answer for the prompt's last chunk, and one for each step after it.
+        # One token of the answer comes with the prompt's last chunk, and one with each later step.
         assert sum(step[2] for step in run.costs.steps) == sum(len(job.request.output) - 1 for job in finished)
     lookups = [lookup for step in run.steps for lookup in step.lookups]
     assert len(lookups) == len(finished) + run.engine.preemptions
@@ -67,14 +67,14 @@ def test_every_request_is_answered_or_refused_whatever_the_pool(
     # First come, first served: no request overtakes another.
     assert [lookup.job for lookup in lookups if lookup.first] == [job for job in run.submitted if job in finished]
     assert all(lookup.job.cached == lookup.cached for lookup in lookups if lookup.first)
-    # What is not found is computed; of what a preemption interrupted, at most as much.
-    asked = sum(lookup.tokens - lookup.cached for lookup in lookups)
-    assert run.prefilled == asked if not run.engine.preemptions else run.prefilled <= asked
+    # What is not cached is computed; after a preemption, at most as much.
+    uncached = sum(lookup.tokens - lookup.cached for lookup in lookups)
+    assert run.prefilled == uncached if not run.engine.preemptions else run.prefilled <= uncached
 
 
 @given(FULL, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=6))
-def test_refused_is_what_is_longer_than_the_whole_cache(size: CacheSize, lengths: list[tuple[int, int]]) -> None:
-    """The last token of an answer is never computed, and needs no room."""
+def test_only_requests_longer_than_the_whole_cache_are_refused(size: CacheSize, lengths: list[tuple[int, int]]) -> None:
+    """The last token of an answer is never computed and needs no room."""
     run = Run(size, StepLimits(4, 16))
     jobs = run.submit(request(range(prompt), answer) for prompt, answer in lengths)
     run.finish()
@@ -86,7 +86,8 @@ def test_refused_is_what_is_longer_than_the_whole_cache(size: CacheSize, lengths
 def test_a_block_is_announced_in_the_step_that_computes_its_last_token(
     block_size: int, prompt: int, answer: int, budget: int
 ) -> None:
-    """One request alone: chunks of the budget, then a token a step; the last token of the answer is never computed."""
+    """A single request is computed in chunks of the budget, then a token per step; the last token of the answer is never
+    computed."""
     run = Run(CacheSize(100, block_size), StepLimits(1, budget))
     (job,) = run.submit([request(range(prompt), answer)])
     run.finish()
@@ -107,12 +108,12 @@ def test_a_block_is_announced_in_the_step_that_computes_its_last_token(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 15)), min_size=1, max_size=8), st.integers(1, 4), st.integers(4, 20)
 )
 def test_a_step_costs_what_its_tokens_attend_to(lengths: list[tuple[int, int]], seqs: int, budget: int) -> None:
-    """Pairs and context are counted here token by token, with no prompt cached and room for all."""
+    """Pairs and context are counted here token by token, without cached prompts and with room for all."""
     run = Run(CacheSize(1000, 4), StepLimits(seqs, budget))
     run.submit(request([100 * number + 1, *range(2, prompt + 1)], answer) for number, (prompt, answer) in enumerate(lengths))
     run.finish()
     pairs = sum(place for prompt, _ in lengths for place in range(1, prompt + 1))
-    # As `_chunk` counts: a chunk of n tokens after c others attends to c + (n + 1) / 2 each, with the half left out.
+    # `_chunk` counts that each of n tokens after c others attends to c + (n + 1) / 2, without the half.
     assert pairs - sum(prompt for prompt, _ in lengths) <= sum(step[1] for step in run.costs.steps) <= pairs
     assert sum(step[0] for step in run.costs.steps) == sum(prompt for prompt, _ in lengths)
     assert sum(step[2] for step in run.costs.steps) == sum(answer - 1 for _, answer in lengths)
@@ -122,7 +123,7 @@ def test_a_step_costs_what_its_tokens_attend_to(lengths: list[tuple[int, int]], 
     assert run.seconds == [SECONDS.seconds(*step) for step in run.costs.steps]
 
 
-def test_sequences_run_side_by_side_and_wait_for_a_place() -> None:
+def test_sequences_run_concurrently_up_to_the_limit_and_others_wait() -> None:
     run = Run(CacheSize(100, 4), StepLimits(2, 64))
     jobs = run.submit(request([number] * 4, 3) for number in range(3))
     first = run.step()
@@ -133,7 +134,7 @@ def test_sequences_run_side_by_side_and_wait_for_a_place() -> None:
 
 
 def test_requests_in_the_middle_of_a_step_are_returned() -> None:
-    """Ending an engine between `begin` and `end` returns all requests that it had to do."""
+    """`jobs` between `begin` and `end` returns all requests that are not finished."""
     run = Run(CacheSize(4, 4), StepLimits(3, 64))
     jobs = run.submit([request(range(4), 2), request(range(4), 2), request(range(99), 1), request(range(8), 8)])
     for _ in range(3):
@@ -149,16 +150,16 @@ def test_requests_in_the_middle_of_a_step_are_returned() -> None:
     )
 
 
-def test_a_prompt_is_found_as_soon_as_another_one_that_shares_it_is_scheduled() -> None:
-    """In one step the second of two equal prompts finds the blocks that the first is about to compute."""
+def test_a_prompt_finds_the_blocks_of_an_equal_one_in_the_same_step() -> None:
+    """The second of two equal prompts finds the blocks that the first one is about to compute."""
     run = Run(CacheSize(100, 4), StepLimits(2, 64))
     jobs = run.submit([request(range(9)), request(range(9))])
     step = run.step()
     assert [(lookup.job, lookup.cached, lookup.position) for lookup in step.lookups] == [(jobs[0], 0, 0), (jobs[1], 8, 1)]
 
 
-def test_a_prompt_that_waits_for_room_is_admitted_when_another_computes_its_beginning() -> None:
-    """Nothing is freed, and yet it fits: a block that a running sequence has filled costs nothing."""
+def test_a_waiting_prompt_is_admitted_when_another_one_has_computed_its_beginning() -> None:
+    """It fits although nothing is freed, because blocks that a running sequence has filled need no room."""
     run = Run(CacheSize(6, 4), StepLimits(3, 64))
     run.submit([request(range(8), 12)])
     run.step()
@@ -168,7 +169,7 @@ def test_a_prompt_that_waits_for_room_is_admitted_when_another_computes_its_begi
     assert [[lookup.cached for lookup in step.lookups] for step in steps] == [[], [], [12]]
 
 
-def test_the_one_admitted_last_is_preempted_waits_in_front_and_finds_its_own_blocks() -> None:
+def test_the_newest_request_is_preempted_waits_first_and_finds_its_own_blocks() -> None:
     run = Run(CacheSize(6, 2), StepLimits(3, 64))
     first, last, waiting = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4), request([3] * 8, 1)])
     run.finish()
@@ -176,7 +177,7 @@ def test_the_one_admitted_last_is_preempted_waits_in_front_and_finds_its_own_blo
     order = [(lookup.job, lookup.first) for step in run.steps for lookup in step.lookups]
     assert order == [(first, True), (last, True), (last, False), (waiting, True)]
     again = next(lookup for step in run.steps for lookup in step.lookups if not lookup.first)
-    assert again.tokens > 4, "what was answered before the preemption is kept"
+    assert again.tokens > 4, "tokens of the answer before the preemption are part of the lookup"
 
 
 def test_a_preempted_answer_reports_its_first_token_once() -> None:
@@ -195,8 +196,8 @@ def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     assert not run.steps[-1].lookups
 
 
-def test_a_follow_up_finds_prompt_and_answer() -> None:
-    """All but the answer's last token, which was never computed."""
+def test_a_follow_up_prompt_finds_the_prompt_and_the_answer() -> None:
+    """The exception is the answer's last token, which was never computed."""
     run = Run(CacheSize(50, 4), StepLimits())
     run.submit([request(range(10), 8)])
     run.finish()
@@ -221,7 +222,7 @@ def test_a_reset_waits_until_no_sequence_holds_a_block() -> None:
 
 
 def test_a_reset_of_an_idle_engine_is_sent_with_its_next_step() -> None:
-    """Before what that step stores, and before its lookup, which finds nothing."""
+    """It comes before the stores of that step and before its lookup, which finds nothing."""
     run = Run(CacheSize(50, 4), StepLimits())
     run.submit([request(range(8))])
     run.finish()
@@ -232,7 +233,7 @@ def test_a_reset_of_an_idle_engine_is_sent_with_its_next_step() -> None:
     assert [(lookup.cached, lookup.position) for lookup in step.lookups] == [(0, 1)]
 
 
-def test_what_comes_from_the_host_takes_time() -> None:
+def test_loading_blocks_from_the_host_takes_time() -> None:
     run = Run(CacheSize(4, 4, host_blocks=20), StepLimits())
     for prompt in ([1] * 12, [2] * 15, [1] * 12):
         run.submit([request(prompt)])
@@ -242,8 +243,8 @@ def test_what_comes_from_the_host_takes_time() -> None:
     assert run.costs.steps[-1][0] == 4
 
 
-def test_the_window_frees_memory_as_the_answer_grows() -> None:
-    """After each decoding step the sliding group holds no more than its window and the block being filled."""
+def test_a_sliding_window_frees_memory_as_the_answer_grows() -> None:
+    """After each decoding step, the sliding group holds at most its window and the block that is being filled."""
     run = Run(CacheSize(100, 2, window=6), StepLimits(1, 8))
     (job,) = run.submit([request(range(20), 30)])
     held = []
@@ -259,12 +260,12 @@ def test_the_window_frees_memory_as_the_answer_grows() -> None:
     ("seqs", "tokens", "name"),
     [(0, 8, "max_num_seqs"), (1, 0, "max_num_batched_tokens"), (9, 8, "at least max_num_seqs, which is 9")],
 )
-def test_limits_that_cannot_be_are_refused(seqs: int, tokens: int, name: str) -> None:
+def test_invalid_limits_are_refused(seqs: int, tokens: int, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         StepLimits(seqs, tokens)
 
 
-def test_two_lives_announce_different_hashes() -> None:
+def test_engines_with_different_seeds_announce_different_hashes() -> None:
     hashes = []
     for seed in ("life 0", "life 1"):
         engine = SimulatedEngine(CacheSize(10, 4), SECONDS, StepLimits(), seed=seed)

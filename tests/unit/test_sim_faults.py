@@ -1,4 +1,4 @@
-"""`kvevents.sim.network`: how faults are written, which engines they hit, and when."""
+"""`kvevents.sim.network`: the notation of faults, the engines that they affect, and their times."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvevents.sim.network import KINDS, RequestedFault, begin_faults, parse_faul
 from kvevents.sim.settings import LiveTimers
 from kvevents.sim.simulated_fleet import Timeline
 
-# --- as text
+# --- notation
 
 
-def test_every_kind_is_read() -> None:
+def test_every_kind_of_fault_is_parsed() -> None:
     text = "restart:60s,reset:1.5m,drop:1%,delay:20ms,cut:2h,stall:7s"
     assert parse_faults(text) == [
         RequestedFault("restart", 60),
@@ -36,11 +36,11 @@ def test_every_kind_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", ",", " , "])
-def test_no_faults_can_be_wished_for(text: str) -> None:
+def test_an_empty_list_of_faults_is_valid(text: str) -> None:
     assert parse_faults(text) == []
 
 
-def test_blanks_around_commas_are_read_over_and_order_is_kept() -> None:
+def test_blanks_around_commas_are_ignored_and_the_order_is_preserved() -> None:
     assert parse_faults(" drop:0% , restart:1s,drop:100%,") == [
         RequestedFault("drop", 0),
         RequestedFault("restart", 1),
@@ -56,16 +56,16 @@ WRONG_DURATIONS = ("", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s
     [*(("restart", amount) for amount in WRONG_DURATIONS), *((name, "60") for name in ("reset", "delay", "cut", "stall"))],
 )
 def test_an_invalid_duration_raises_with_an_example(name: str, amount: str) -> None:
-    """One parser reads the durations of all kinds, so every wrong one is tried with one kind, and every kind with one."""
-    said = f"invalid fault '{name}:{amount}': expected a duration above 0, for example {name}:60s"
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+    """One parser reads the durations of all kinds, so one kind is tested with all invalid ones and each other kind with one."""
+    message = f"invalid fault '{name}:{amount}': expected a duration above 0, for example {name}:60s"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         parse_faults(f"restart:1s,{name}:{amount}")
 
 
 @pytest.mark.parametrize("amount", ["", "1", "0.01", "101%", "100.1%", "-1%", "%", "1 %", "60s", "\u0663%"])
 def test_an_invalid_share_raises_with_an_example(amount: str) -> None:
-    said = f"invalid fault 'drop:{amount}': expected a share from 0% to 100%, for example drop:1%"
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+    message = f"invalid fault 'drop:{amount}': expected a share from 0% to 100%, for example drop:1%"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         parse_faults(f"drop:{amount}")
 
 
@@ -78,7 +78,7 @@ def test_an_unknown_fault_raises_with_the_list_of_known_ones(text: str) -> None:
 
 
 @given(st.sampled_from(sorted(KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))
-def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
+def test_any_amount_is_parsed_as_written(name: str, amount: float) -> None:
     if KINDS[name].share:
         read = {f"{min(amount, 100.0):.3f}%": min(amount, 100.0) / 100}
     else:
@@ -89,14 +89,14 @@ def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
         assert fault.amount == pytest.approx(meant)
 
 
-# --- the engines they hit
+# --- the affected engines
 
 
 TIMERS = LiveTimers()
 
 
 class InjectedFaults:
-    """As much of a live fleet as faults touch: its engines and proxies note what is done to them, and when."""
+    """The parts of a live fleet that faults use; its engines and proxies record what is done to them, and when."""
 
     def __init__(self, engines: int, pace: float = 1.0) -> None:
         self.pace = pace
@@ -121,7 +121,7 @@ class InjectedFaults:
         self.timeline.after(seconds * self.pace, action)
 
     def play(self, text: str, seconds: float, seed: int = 0) -> list[tuple[float, str, Worker, Any]]:
-        """Have these faults happen, for so many seconds of the clock."""
+        """Inject these faults for `seconds` of real time and return the log."""
         self.begin(text, seed)
         while (due := self.timeline.next) is not None and due <= seconds * self.pace:
             self.timeline.step()
@@ -132,7 +132,7 @@ class InjectedFaults:
         self.timers = TIMERS
         begin_faults(self)  # type: ignore[arg-type]
 
-    def did(self, what: str) -> list[tuple[float, Worker]]:
+    def entries_of(self, what: str) -> list[tuple[float, Worker]]:
         return [(at, worker) for at, done, worker, _ in self.log if done == what]
 
     def _proxy(self, name: str, worker: Worker) -> SimpleNamespace:
@@ -140,20 +140,20 @@ class InjectedFaults:
         return SimpleNamespace(**{each: self._note(f"{name} {each}", worker) for each in effect})
 
     def _note(self, what: str, worker: Worker) -> Callable[..., None]:
-        def noted(*given: Any, **named: Any) -> None:
+        def append_entry(*given: Any, **named: Any) -> None:
             self.log.append((round(self.timeline.now / self.pace, 6), what, worker, (*given, *named.values())))
 
-        return noted
+        return append_entry
 
 
 @given(st.sampled_from(["restart", "reset", "cut"]), st.integers(1, 6), st.integers(1, 20), st.integers(0, 3))
 def test_every_engine_gets_equally_many_faults(kind: str, engines: int, times: int, seed: int) -> None:
-    """Each once before any of them a second time; and at equal intervals."""
+    """Each engine is affected once before any is affected again, at equal intervals."""
     fleet = InjectedFaults(engines)
     fleet.play(f"{kind}:2s", 2.0 * times + 1.0, seed)
-    strikes = fleet.did({"cut": "live cut"}.get(kind, kind))
-    assert [at for at, _ in strikes] == [2.0 * number for number in range(1, times + 1)]
-    injected = [worker for _, worker in strikes]
+    occurrences = fleet.entries_of({"cut": "live cut"}.get(kind, kind))
+    assert [at for at, _ in occurrences] == [2.0 * number for number in range(1, times + 1)]
+    injected = [worker for _, worker in occurrences]
     for start in range(0, times, engines):
         round_ = injected[start : start + engines]
         assert len(set(round_)) == len(round_)
@@ -161,24 +161,24 @@ def test_every_engine_gets_equally_many_faults(kind: str, engines: int, times: i
 
 
 def test_the_seed_chooses_the_engines() -> None:
-    """The same seed the same ones; another seed, and another fault of the same kind, others."""
+    """The same seed chooses the same engines; another seed or another fault of the same kind chooses others."""
     first, again, other = (InjectedFaults(5).play("reset:1s", 20, seed) for seed in (1, 1, 2))
     assert first == again != other
     both = InjectedFaults(5)
     both.play("reset:1s,reset:1s", 20)
-    strikes = [worker for _, worker in both.did("reset")]
-    assert strikes[::2] != strikes[1::2]
+    occurrences = [worker for _, worker in both.entries_of("reset")]
+    assert occurrences[::2] != occurrences[1::2]
 
 
-def test_seconds_are_the_clocks_whatever_the_pace() -> None:
-    """A fleet that runs ten times as fast sees a fault every tenth of its own seconds, and its engines come back as late."""
+def test_seconds_are_real_time_at_any_pace() -> None:
+    """If a fleet runs ten times as fast, an interval or downtime takes ten times as many of its own seconds."""
     slow, fast = InjectedFaults(2), InjectedFaults(2, pace=10.0)
     assert [entry[:3] for entry in slow.play("restart:2s", 9)] == [entry[:3] for entry in fast.play("restart:2s", 9)]
     assert {entry[3] for entry in slow.log} == {(TIMERS.down,)}
     assert {entry[3] for entry in fast.log} == {(TIMERS.down * 10,)}
 
 
-def test_no_fault_is_injected_when_all_is_answered() -> None:
+def test_no_fault_is_injected_after_all_requests_are_answered() -> None:
     fleet = InjectedFaults(2)
     fleet.begin("restart:1s,cut:1s")
     fleet.fleet.done = True
@@ -194,11 +194,11 @@ def test_a_fault_of_an_engine_that_is_down_is_not_counted() -> None:
     assert sum(fleet.injected.values()) == 0
 
 
-# --- what they do
+# --- effects
 
 
-def test_what_lasts_holds_for_all_engines_from_the_beginning() -> None:
-    """For live events alone; each engine loses others."""
+def test_permanent_faults_apply_to_all_engines_from_the_beginning() -> None:
+    """They apply to live events only; each engine loses other events."""
     fleet = InjectedFaults(3)
     fleet.play("drop:5%,delay:20ms", 100, seed=7)
     assert {(at, what) for at, what, _, _ in fleet.log} == {(0.0, "live drop"), (0.0, "live delay")}
@@ -209,14 +209,14 @@ def test_what_lasts_holds_for_all_engines_from_the_beginning() -> None:
     assert fleet.injected == {}
 
 
-def test_a_cut_goes_through_both_connections() -> None:
+def test_a_cut_closes_both_connections() -> None:
     fleet = InjectedFaults(1)
     fleet.play("cut:1s", 1)
     assert [what for _, what, _, _ in fleet.log] == ["live cut", "replay cut"]
 
 
 def test_a_stall_ends() -> None:
-    """It ends on both connections, and ends nothing else; a stalled engine does not stall again meanwhile."""
+    """It ends on both connections, without other effects; a stalled engine does not stall again meanwhile."""
     fleet = InjectedFaults(1)
     fleet.play("stall:2s", 6)
     logged = [(at, what) for at, what, _, _ in fleet.log]

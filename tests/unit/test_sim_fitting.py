@@ -1,4 +1,4 @@
-"""Cost models from measurements."""
+"""Cost models that are fitted to measurements."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ costs = st.builds(
 )
 
 
-def measured(model: CostModel, noise: float = 0.0) -> list[Measurement]:
-    """What an engine with these costs would show, where prefill is bound by arithmetic and decoding by memory."""
+def measure(model: CostModel, noise: float = 0.0) -> list[Measurement]:
+    """Return the measurements of an engine with these costs, if compute bounds prefill and memory bounds decoding."""
     prefill = [model.step + model.token * n + model.pair * n * (n + 1) / 2 for n in LENGTHS]
     decode = [model.step + model.weights + model.context * batch * n for batch, n in BATCHES]
     signs = [1 + noise * (-1) ** place for place in range(len(LENGTHS) + len(BATCHES))]
     rows = [("prefill", n, 1, seconds) for n, seconds in zip(LENGTHS, prefill, strict=True)]
     rows += [("decode", n, batch, seconds) for (batch, n), seconds in zip(BATCHES, decode, strict=True)]
     return [
-        Measurement(kind, n, batch, seconds * sign)  # type: ignore[arg-type] # mypy takes the literals for str
+        Measurement(kind, n, batch, seconds * sign)  # type: ignore[arg-type] # mypy infers str for the literals
         for (kind, n, batch, seconds), sign in zip(rows, signs, strict=True)
     ]
 
 
 @given(costs)
-def test_what_a_model_predicts_leads_back_to_it(model: CostModel) -> None:
-    """From exact measurements all coefficients come back."""
-    found = fit(measured(model), cache_tokens=1_000, source="a test").model
+def test_a_fit_to_the_predictions_of_a_model_gives_that_model(model: CostModel) -> None:
+    """Exact measurements give all coefficients."""
+    found = fit(measure(model), cache_tokens=1_000, source="a test").model
     for name in ("step", "token", "pair", "weights", "context"):
         assert getattr(found, name) == pytest.approx(getattr(model, name), rel=1e-3, abs=1e-12)
     assert (found.cache_tokens, found.source) == (1_000, "a test")
@@ -49,8 +49,8 @@ def test_what_a_model_predicts_leads_back_to_it(model: CostModel) -> None:
 
 @given(costs, st.floats(0.0, 0.2))
 def test_noise_never_makes_a_coefficient_negative(model: CostModel, noise: float) -> None:
-    """A fit is a usable model whatever was measured, and its error is about the noise."""
-    found = fit(measured(model, noise), cache_tokens=1, source="")
+    """A fit is a usable model for any measurements, and its error is in proportion to the noise."""
+    found = fit(measure(model, noise), cache_tokens=1, source="")
     assert min(getattr(found.model, name) for name in ("step", "token", "pair", "weights", "context")) >= 0
     assert found.decode_error <= 2 * noise + 0.05
 
@@ -69,8 +69,8 @@ def test_too_few_measurements_raise(rows: list[tuple[str, int, int, float]], mes
         fit([Measurement(*row) for row in rows], cache_tokens=1, source="")  # type: ignore[arg-type] # as above
 
 
-def test_a_file_of_measurements(tmp_path: Path) -> None:
-    """What is in the file is what is read; a wrong row is named by file and line."""
+def test_measurements_are_read_from_a_file(tmp_path: Path) -> None:
+    """The error for an invalid row names the file and the line."""
     file = tmp_path / "measured.csv"
     file.write_text("kind,tokens,sequences,seconds\nprefill,8192,1,0.61\ndecode,4096,32,0.03\n")
     assert read_measurements(file) == [Measurement("prefill", 8192, 1, 0.61), Measurement("decode", 4096, 32, 0.03)]

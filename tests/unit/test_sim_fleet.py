@@ -1,4 +1,4 @@
-"""`kvevents.sim.simulated_fleet`: whole runs, under every policy, in every dialect, through restarts."""
+"""`kvevents.sim.simulated_fleet`: whole runs with every policy, in every dialect, and through restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvevents.sim.simulated_fleet import PROGRESS_EVERY, Progress, SimulatedFlee
 from sim_cases import conversations, fleet_of, play, request
 
 SMALL = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
-"""So little memory that blocks are evicted and sequences preempted all the time."""
+"""So little memory that blocks are evicted and sequences preempted frequently."""
 TENANTS = {"salts": (None, "one", "two")}
 ADAPTERS = {"loras": (None, "adapter-1", "adapter-2")}
 
@@ -27,8 +27,8 @@ def fleet_settings(**given: object) -> FleetSettings:
     return FleetSettings(**(SMALL | given))  # type: ignore[arg-type]
 
 
-def adds_up(result: PolicyResult, requests: list[Request]) -> None:
-    """What must be so of any run that came to its end without a restart."""
+def check_totals(result: PolicyResult, requests: list[Request]) -> None:
+    """Check what must hold for any finished run without a restart."""
     assert result.requests == len(requests) == result.finished + result.refused
     assert (result.disagreements, result.unproven, result.retried, result.examples) == (0, 0, 0, [])
     assert result.checked == result.finished + result.preemptions
@@ -53,10 +53,10 @@ def adds_up(result: PolicyResult, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_index_and_engines_agree_under_every_policy(name: str) -> None:
+def test_index_and_engines_agree_with_every_policy(name: str) -> None:
     requests = list(conversations(120, rate=60))
     result = simulate(fleet_settings(), name, requests)
-    adds_up(result, requests)
+    check_totals(result, requests)
     assert result.policy == name
     assert result.cached_tokens > 0
     assert result.preemptions > 0
@@ -84,10 +84,12 @@ def test_index_and_engines_agree_under_every_policy(name: str) -> None:
     ],
     ids=str,
 )
-def test_index_and_engines_agree_whatever_they_are(given: dict[str, object], within: dict[str, tuple[str | None, ...]]) -> None:
-    """Dialects, adapters and tenants, ranks, host memory, windows, late events."""
+def test_index_and_engines_agree_with_every_kind_of_engine(
+    given: dict[str, object], within: dict[str, tuple[str | None, ...]]
+) -> None:
+    """The engines differ in dialects, adapters and tenants, ranks, host memory, windows, and the delay of events."""
     requests = list(conversations(80, seed=1, rate=60, loras=within.get("loras", (None,)), salts=within.get("salts", (None,))))
-    adds_up(simulate(fleet_settings(**given), "prefix-aware", requests), requests)
+    check_totals(simulate(fleet_settings(**given), "prefix-aware", requests), requests)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -96,13 +98,12 @@ def test_the_same_arguments_give_the_same_result(name: str) -> None:
     assert runs[0] == runs[1]
 
 
-def test_another_seed_gives_another_run() -> None:
-    """Of a policy that goes by chance."""
+def test_another_seed_gives_another_run_of_a_random_policy() -> None:
     first, second = (simulate(fleet_settings(seed=seed), "random", conversations(60)) for seed in (1, 2))
     assert first.workers != second.workers
 
 
-def test_a_policy_of_ones_own_is_taken() -> None:
+def test_a_policy_object_may_be_given() -> None:
     given = simulate(fleet_settings(), "mine", conversations(40), chosen=policy("round-robin", 0))
     named = simulate(fleet_settings(), "round-robin", conversations(40))
     assert given.policy == "mine"
@@ -110,8 +111,9 @@ def test_a_policy_of_ones_own_is_taken() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefix-aware", "least-loaded"])
-def test_a_router_knows_no_more_than_what_it_sent_and_what_was_answered(name: str) -> None:
-    """After every action of a run: requests in flight, tokens not yet computed as far as was promised, answers begun."""
+def test_a_router_knows_only_its_own_requests_and_their_answers(name: str) -> None:
+    """After every action of a run it knows the requests in flight, the tokens predicted as not yet computed, and the answers
+    begun."""
     fleet = fleet_of(fleet_settings(), name)
     fleet.feed(conversations(40, rate=60))
     most = 0
@@ -146,12 +148,12 @@ def test_a_prompt_longer_than_a_cache_is_refused_and_reported_to_the_router() ->
     assert fleet.router.in_flight == 0
 
 
-def test_a_request_that_the_dialect_has_no_words_for_ends_the_run() -> None:
+def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="salts"):
         simulate(fleet_settings(dialect="vllm-0.9.1"), "random", [request([1], salt="tenant")])
 
 
-def test_of_no_requests_there_is_a_result() -> None:
+def test_a_run_without_requests_has_a_result() -> None:
     result = simulate(fleet_settings(), "prefix-aware", [])
     assert (result.requests, result.seconds, result.hit_rate, result.ttft, result.imbalance) == (0, 0.0, 0.0, None, 1.0)
     assert result.output_tokens_per_second == 0.0
@@ -165,8 +167,8 @@ def test_progress_is_reported_at_intervals() -> None:
     assert all(before.now <= after.now and before.finished <= after.finished for before, after in pairwise(reported))
 
 
-def test_requests_are_made_when_they_come() -> None:
-    """A trace may be endless as far as memory goes: no more than one is taken ahead of its time."""
+def test_requests_are_generated_when_they_are_due() -> None:
+    """A trace may be endless without using more memory: at most one request is taken ahead of its time."""
     taken: list[float] = []
 
     def stream() -> Iterator[Request]:
@@ -189,20 +191,20 @@ def test_samples_of_a_long_run_are_bounded() -> None:
     assert max(sample.blocks for sample in result.series) == 2
 
 
-# --- the promise
+# --- predictions
 
 
-def test_a_promise_that_events_were_too_late_for_is_counted() -> None:
-    """Within the delay the index does not know that the first prompt was pushed out; without any delay it does."""
+def test_an_overprediction_because_of_late_events_is_counted() -> None:
+    """Within the delay, the index does not know that the first prompt was evicted; without a delay it does."""
     requests = [request([1] * 41), request([2] * 41, at=1.0), request([1] * 41, at=2.0)]
-    for delay, promised, broken in ((1.5, 40, 1), (0.0, 0, 0)):
+    for delay, predicted, overpredicted in ((1.5, 40, 1), (0.0, 0, 0)):
         result = simulate(fleet_settings(engines=1, blocks=11, event_delay=delay), "prefix-aware", requests)
-        assert (result.predicted_tokens, result.overpredictions, result.cached_tokens) == (promised, broken, 0)
+        assert (result.predicted_tokens, result.overpredictions, result.cached_tokens) == (predicted, overpredicted, 0)
 
 
-def test_the_overlay_promises_before_any_event() -> None:
-    """The second of two equal prompts comes while the first is computed: all but its last block is believed to be there."""
-    first = request([3] * 20)  # the index learns the size of a block from it
+def test_the_overlay_predicts_cached_tokens_before_any_event() -> None:
+    """The second of two equal prompts comes while the first is computed: all but its last block is predicted."""
+    first = request([3] * 20)  # the index learns the block size from it
     requests = [first, request([1] * 200, at=1.0), request([1] * 200, at=1.001)]
     results = [simulate(fleet_settings(engines=1, overlay=overlay), "prefix-aware", requests) for overlay in (0.0, 2.0)]
     assert [result.predicted_tokens for result in results] == [0, 196]
@@ -212,8 +214,8 @@ def test_the_overlay_promises_before_any_event() -> None:
 # --- restarts
 
 
-def ended(fleet: SimulatedFleet, requests: int) -> PolicyResult:
-    """The result of a run with restarts, in which nothing may be lost and no comparison may go wrong."""
+def check_end(fleet: SimulatedFleet, requests: int) -> PolicyResult:
+    """Check a finished run with restarts, in which no request is lost and no comparison fails, and return its result."""
     assert fleet.done
     result = fleet.result("any")
     assert (result.requests, result.finished + result.refused) == (requests, requests)
@@ -225,7 +227,7 @@ def ended(fleet: SimulatedFleet, requests: int) -> PolicyResult:
 
 @pytest.mark.parametrize("down", [0.0, 0.3])
 def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
-    """Between any two actions of a run: what it had to do is done by others, or by itself later."""
+    """The restart comes between two actions of a run: the engine's requests are answered by others, or later by itself."""
     retried = 0
     for moment in range(150):
         fleet = fleet_of(fleet_settings(engines=2, seed=moment), "round-robin")
@@ -234,7 +236,7 @@ def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
         for actions in play(fleet):
             if actions == moment:
                 fleet.restart(("engine-0", 0), down=down)
-        result = ended(fleet, 12)
+        result = check_end(fleet, 12)
         assert [worker.restarts for worker in result.workers] == [1 if moment <= actions else 0, 0]
         retried += result.retried
     assert retried > 100
@@ -249,17 +251,17 @@ def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
 def test_any_engines_may_be_restarted_at_any_moments(
     restarts: list[tuple[int, int, float]], name: str, given: dict[str, object]
 ) -> None:
-    """All of them at once too: requests wait then for the first that comes back."""
+    """If all of them restart at once, requests wait for the first engine that is up again."""
     fleet = fleet_of(fleet_settings(**given), name)
     fleet.feed(conversations(20, rate=60))
     for number in play(fleet):
         for moment, engine, down in restarts:
             if moment == number:
                 fleet.restart((f"engine-{engine}", 0), down=down)
-    ended(fleet, 20)
+    check_end(fleet, 20)
 
 
-def test_the_next_life_announces_other_hashes_and_the_index_keeps_none_of_the_last() -> None:
+def test_the_next_incarnation_announces_other_hashes_and_the_index_drops_the_old_ones() -> None:
     fleet = fleet_of(fleet_settings(engines=1), "random")
     worker = ("engine-0", 0)
     fleet.feed([request(range(20)), request(range(21), at=2.0)])
@@ -269,34 +271,34 @@ def test_the_next_life_announces_other_hashes_and_the_index_keeps_none_of_the_la
             hashes.append({block.hash for block in fleet.audit.index.blocks(worker)})
             fleet.restart(worker)
     hashes.append({block.hash for block in fleet.audit.index.blocks(worker)})
-    assert [len(life) for life in hashes] == [5, 5]
+    assert [len(each_incarnation) for each_incarnation in hashes] == [5, 5]
     assert not hashes[0] & hashes[1]
-    result = ended(fleet, 2)
+    result = check_end(fleet, 2)
     assert (result.cached_tokens, result.checked, result.unproven) == (0, 2, 0)
 
 
-def test_requests_while_no_engine_is_up_wait_for_the_first_that_comes_back() -> None:
+def test_requests_while_no_engine_is_up_wait_for_the_first_that_is_up_again() -> None:
     fleet = fleet_of(fleet_settings(engines=2), "round-robin")
     fleet.feed([request([number] * 8, at=at) for number, at in enumerate((1.5, 1.6))])
     fleet.timeline.at(1.0, lambda: fleet.restart(("engine-0", 0), down=1.0))
     fleet.timeline.at(1.4, lambda: fleet.restart(("engine-1", 0), down=9.0))
     for _ in play(fleet):
         pass
-    result = ended(fleet, 2)
+    result = check_end(fleet, 2)
     assert [worker.requests for worker in result.workers] == [2, 0]
     assert 2.0 < result.seconds < 3.0
     assert result.ttft is not None
     assert result.ttft.max == pytest.approx(0.5, abs=0.1)
 
 
-def test_an_answer_that_is_given_again_had_its_first_token_once() -> None:
-    """Time to the first token is what the user saw first; latency is to the end of the second try."""
+def test_a_retried_answer_reports_its_first_token_once() -> None:
+    """The time to the first token is that of the first attempt; the latency is up to the end of the second one."""
     fleet = fleet_of(fleet_settings(engines=1), "random")
     fleet.feed([request(range(8), 30)])
     fleet.timeline.at(0.2, lambda: fleet.restart(("engine-0", 0), down=1.0))
     for _ in play(fleet):
         pass
-    result = ended(fleet, 1)
+    result = check_end(fleet, 1)
     assert result.retried == 1
     assert result.ttft is not None
     assert result.latency is not None
@@ -304,25 +306,25 @@ def test_an_answer_that_is_given_again_had_its_first_token_once() -> None:
     assert result.latency.max > 1.2
 
 
-def test_a_step_that_a_restart_cut_off_ends_no_step_of_the_next_life() -> None:
-    """A request of one step, restarted when most of it was done, takes a whole step from there."""
+def test_a_step_interrupted_by_a_restart_does_not_end_a_step_of_the_next_incarnation() -> None:
+    """A request of one step takes a whole step again after a restart near its end."""
     whole = simulate(fleet_settings(engines=1), "random", [request(range(8))]).seconds
     fleet = fleet_of(fleet_settings(engines=1), "random")
     fleet.feed([request(range(8))])
     fleet.timeline.at(0.9 * whole, lambda: fleet.restart(("engine-0", 0)))
     for _ in play(fleet):
         pass
-    assert ended(fleet, 1).seconds == pytest.approx(1.9 * whole)
+    assert check_end(fleet, 1).seconds == pytest.approx(1.9 * whole)
 
 
-def test_samples_do_not_count_what_a_dead_engine_had_to_do() -> None:
-    """Its requests are with another engine by then."""
+def test_samples_do_not_count_the_requests_of_a_dead_engine() -> None:
+    """These requests are with another engine by then."""
     fleet = fleet_of(fleet_settings(engines=2), "round-robin")
     fleet.feed([request([number] * 8, 200) for number in range(4)])
     fleet.timeline.at(0.5, lambda: fleet.restart(("engine-0", 0), down=5.0))
     for _ in play(fleet):
         pass
-    result = ended(fleet, 4)
+    result = check_end(fleet, 4)
     assert [sample.running + sample.waiting for sample in result.series if sample.at == 1.0] == [4]
 
 
@@ -333,4 +335,4 @@ def test_an_engine_that_is_down_cannot_be_restarted_again() -> None:
         fleet.restart(("engine-0", 0), down=0.5)
     for _ in play(fleet):
         pass
-    assert [worker.restarts for worker in ended(fleet, 5).workers] == [1, 0]
+    assert [worker.restarts for worker in check_end(fleet, 5).workers] == [1, 0]

@@ -1,4 +1,4 @@
-"""`kvevents.sim.pool`, held against a list and a dict (`sim_model.PlainPool`)."""
+"""`kvevents.sim.pool` compared with a list and a dict (`sim_model.PlainPool`)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvevents.sim.pool import NULL, BlockTable, Pool
 from sim_model import PlainPool, waiting
 
 NAMES = range(1, 6)
-"""So few that duplicates are common."""
+"""A small range, so that duplicates are common."""
 
 
-class Histories(RuleBasedStateMachine):
-    """After any history the queue, the contents and what was said to be gone are the model's."""
+class PoolMachine(RuleBasedStateMachine):
+    """After any operations the queue, the contents and the evicted blocks equal those of the model."""
 
     @initialize(size=st.integers(1, 8))
     def start(self, size: int) -> None:
         self.real, self.plain = Pool(size), PlainPool(size)
         self.tables = BlockTable(0), BlockTable(1)
 
-    def used(self) -> list[int]:
+    def used_blocks(self) -> list[int]:
         return [block for block, uses in sorted(self.plain.uses.items()) if uses]
 
     @precondition(lambda self: self.plain.queue)
@@ -31,10 +31,10 @@ class Histories(RuleBasedStateMachine):
         count = data.draw(st.integers(1, len(self.plain.queue)))
         assert self.real.take(count) == self.plain.take(count)
 
-    @precondition(lambda self: bool(set(self.used()) - set(self.plain.contents)))
+    @precondition(lambda self: bool(set(self.used_blocks()) - set(self.plain.contents)))
     @rule(data=st.data(), group=st.sampled_from([0, 1]))
     def name(self, data: st.DataObject, group: int) -> None:
-        empty = [block for block in self.used() if block not in self.plain.contents]
+        empty = [block for block in self.used_blocks() if block not in self.plain.contents]
         blocks = data.draw(st.permutations(empty))[: data.draw(st.integers(1, len(empty)))]
         names = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)))
         self.real.name(self.tables[group], [NULL, *blocks], [99, *names])
@@ -42,32 +42,32 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        known = sorted({*self.used(), *self.plain.contents})
+        known = sorted({*self.used_blocks(), *self.plain.contents})
         blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         assert self.real.unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
         self.real.touch([NULL, *blocks])
         self.plain.touch(blocks)
 
-    @precondition(lambda self: self.used())
+    @precondition(lambda self: self.used_blocks())
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(self.used()), unique=True, min_size=1))
+        blocks = data.draw(st.lists(st.sampled_from(self.used_blocks()), unique=True, min_size=1))
         self.real.give_back([NULL, *blocks])
         self.plain.give_back(blocks)
 
     @rule()
-    def give_all_back_and_forget(self) -> None:
-        """A reset is refused while a block is in use, and leaves the order of the queue as it was."""
-        while self.used():
+    def release_all_and_reset(self) -> None:
+        """A reset is refused while a block is in use, and does not change the order of the queue."""
+        while self.used_blocks():
             assert not self.real.forget()
-            blocks = self.used()
+            blocks = self.used_blocks()
             self.real.give_back(blocks)
             self.plain.give_back(blocks)
         assert self.real.forget()
         self.plain.contents.clear()
 
     @invariant()
-    def both_are_the_same(self) -> None:
+    def pool_and_model_are_equal(self) -> None:
         real, plain = self.real, self.plain
         assert waiting(real) == plain.queue
         assert real.free == len(plain.queue)
@@ -80,14 +80,14 @@ class Histories(RuleBasedStateMachine):
             assert table.duplicates == {name: blocks[1:] for name, blocks in copies.items() if blocks[1:]}
 
 
-TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=25)
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None:
-    """Places that blocks have left are passed over, and taken out when there are too many of them."""
+def test_the_queue_is_bounded_however_often_its_blocks_are_used_again() -> None:
+    """Places of blocks that are in use again are skipped, and removed when there are too many of them."""
     pool, table = Pool(3), BlockTable(0)
-    blocks = used(pool, table, [1, 2, 3])
+    blocks = used_blocks(pool, table, [1, 2, 3])
     pool.give_back(blocks)
     for _ in range(20):
         pool.touch(blocks[:2])
@@ -97,33 +97,33 @@ def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None
     assert pool.take(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
 
 
-def used(pool: Pool, table: BlockTable, names: list[int]) -> list[int]:
-    """As many new blocks of a sequence, which hold these."""
+def used_blocks(pool: Pool, table: BlockTable, names: list[int]) -> list[int]:
+    """Return new blocks of a sequence, which hold the given contents."""
     blocks, _ = pool.take(len(names))
     pool.name(table, blocks, names)
     return blocks
 
 
-def test_the_least_recently_used_goes_first_and_of_a_sequence_its_tail() -> None:
+def test_the_least_recently_used_sequence_is_evicted_first_from_its_tail() -> None:
     pool, table = Pool(4), BlockTable(0)
-    first, second = used(pool, table, [11, 12]), used(pool, table, [21, 22])
+    first, second = used_blocks(pool, table, [11, 12]), used_blocks(pool, table, [21, 22])
     pool.give_back(reversed(first))
     pool.give_back(reversed(second))
     assert pool.take(4)[1] == [(0, 12), (0, 11), (0, 22), (0, 21)]
 
 
-def test_what_is_used_again_goes_last() -> None:
+def test_a_block_that_is_used_again_is_evicted_last() -> None:
     pool, table = Pool(3), BlockTable(0)
-    blocks = used(pool, table, [1, 2, 3])
+    blocks = used_blocks(pool, table, [1, 2, 3])
     pool.give_back(blocks)
     pool.touch(blocks[:1])
     pool.give_back(blocks[:1])
     assert pool.take(3)[1] == [(0, 2), (0, 3), (0, 1)]
 
 
-def test_blocks_without_contents_go_before_all_others() -> None:
+def test_blocks_without_contents_are_reused_before_all_others() -> None:
     pool, table = Pool(4), BlockTable(0)
-    whole = used(pool, table, [1, 2])
+    whole = used_blocks(pool, table, [1, 2])
     pool.give_back(whole)
     pool.touch(whole)
     halves, _ = pool.take(2)
@@ -132,10 +132,10 @@ def test_blocks_without_contents_go_before_all_others() -> None:
     assert pool.take(4) == ([*halves, *whole], [(0, 1), (0, 2)])
 
 
-def test_of_two_blocks_with_one_hash_the_older_is_found_and_each_goes_by_itself() -> None:
-    """Whichever goes first, the other one is found; a copy that comes back is the younger one."""
+def test_the_older_of_two_blocks_with_one_hash_is_found_and_each_is_evicted_separately() -> None:
+    """If one is evicted, the other is found; a copy that is stored again is the younger one."""
     pool, table = Pool(2), BlockTable(0)
-    older, younger = used(pool, table, [7]), used(pool, table, [7])
+    older, younger = used_blocks(pool, table, [7]), used_blocks(pool, table, [7])
     assert [table.whole[7]] == older
     pool.give_back(older)
     assert pool.take(1) == (older, [(0, 7)])

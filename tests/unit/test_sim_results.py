@@ -1,4 +1,4 @@
-"""`kvevents.sim.results`, `sampling` and `metrics`: figures that can be counted by hand."""
+"""`kvevents.sim.results`: distributions, metrics and samples that can be calculated by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sim_cases import request
 # --- distributions
 
 
-def test_of_nothing_there_is_no_distribution() -> None:
+def test_without_values_there_is_no_distribution() -> None:
     assert Distribution.of([]) is None
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
-def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(values: list[int]) -> None:
+def test_a_percentile_is_the_least_value_with_that_share_of_values_at_or_below_it(values: list[int]) -> None:
     found = Distribution.of(values)
     assert found is not None
     for share, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
@@ -48,20 +48,20 @@ def test_percentiles_of_the_first_numbers(count: int, expected: tuple[int, ...])
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(0, 60), st.integers(1, 8))
-def test_a_promise_is_broken_where_less_is_found_than_could_have_been(
-    prompt: int, cached: int, promised: int, size: int
+def test_an_overprediction_is_counted_if_fewer_tokens_are_cached_than_predicted(
+    prompt: int, cached: int, predicted: int, size: int
 ) -> None:
-    """The last token of a prompt, and so its block, is not predicted as cached."""
+    """The last token of a prompt, and so its block, cannot be cached."""
     metrics = RequestMetrics()
     cached = min(cached, prompt - 1) // size * size
-    metrics.record_lookup(Lookup(Job(request([1])), prompt, cached, 0, True), promised, size)
-    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.predicted_tokens) == (prompt, cached, promised)
+    metrics.record_lookup(Lookup(Job(request([1])), prompt, cached, 0, True), predicted, size)
+    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.predicted_tokens) == (prompt, cached, predicted)
     best = max(tokens for tokens in range(0, prompt, size))
-    assert metrics.overpredictions == (cached < min(promised, best))
+    assert metrics.overpredictions == (cached < min(predicted, best))
 
 
-def test_times_of_an_answer() -> None:
-    """Latency from arrival; a token's time from the first one on, which an answer of one token does not have."""
+def test_latency_and_time_per_token_are_recorded_for_each_answer() -> None:
+    """Latency begins at the arrival; the time per token begins at the first token, and an answer of one token has none."""
     metrics = RequestMetrics()
     metrics.record_answer(10.0, 4.0, 6.0, 5)
     metrics.record_answer(11.0, 4.0, 11.0, 1)
@@ -76,7 +76,8 @@ def test_times_of_an_answer() -> None:
 @settings(max_examples=20)
 @given(st.integers(1, 4 * MAX_SAMPLES), st.integers(0, 50))
 def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
-    """However long a run is: fewer than the limit, in order, at ever greater intervals, and their tokens add up."""
+    """For any length of a run, there are fewer samples than the limit, in order, at growing intervals, and their tokens add
+    up."""
     metrics = RequestMetrics()
     samples = Sampler(PrefixIndex(), [])
     now, times, intervals = 0.0, [], [FIRST_INTERVAL]
@@ -96,7 +97,7 @@ def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
     assert all(after in (before, 2 * before) for before, after in pairwise(intervals))
 
 
-def test_a_sample_counts_what_engines_have_to_do() -> None:
+def test_a_sample_counts_the_running_and_waiting_requests_of_engines() -> None:
     worker = SimulatedWorker(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4, max_num_seqs=2))
     worker.start()
     for _ in range(3):

@@ -12,7 +12,7 @@ from kvevents.sim.simulated_engine import StepLimits
 from sim_cases import request
 
 
-def test_the_defaults_are_a_possible_engine() -> None:
+def test_the_defaults_are_valid() -> None:
     settings = FleetSettings()
     assert settings.costs is PRESETS[DEFAULT_PRESET]
     assert settings.size == CacheSize(17_261, 16)
@@ -25,7 +25,7 @@ def test_each_rank_is_a_worker() -> None:
     assert FleetSettings(engines=2, ranks=2).workers == [("engine-0", 0), ("engine-0", 1), ("engine-1", 0), ("engine-1", 1)]
 
 
-def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
+def test_blocks_are_given_or_follow_from_the_memory_of_the_preset() -> None:
     assert FleetSettings(blocks=7, block_size=4, host_blocks=3).size == CacheSize(7, 4, 3)
     assert FleetSettings(blocks=7, block_size=4, window=8).size == CacheSize(7, 4, 0, 8)
     assert PRESETS[DEFAULT_PRESET].cache_tokens == 276_184
@@ -33,7 +33,7 @@ def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"engines": 0}, "engines is 0"),
         ({"ranks": 0}, "ranks is 0"),
@@ -62,8 +62,8 @@ def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
         ({"dialect": "vllm-0.9.1", "host_blocks": 1}, "vllm-0.9.1 has no field for tiers"),
     ],
 )
-def test_an_error_names_the_invalid_field(given: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_an_error_names_the_invalid_field(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FleetSettings(**given)  # type: ignore[arg-type]
 
 
@@ -90,14 +90,14 @@ def test_a_request_that_the_dialect_cannot_announce_is_refused(dialect: str, sal
     """Only dialects with fields for salts and for LoRA names accept them."""
     settings = FleetSettings(dialect=dialect)
     settings.check(request([1]))
-    for allowed, within, says in ((salts, {"salt": "tenant"}, "salts"), (loras, {"lora": "adapter"}, "LoRA names")):
+    for allowed, within, message in ((salts, {"salt": "tenant"}, "salts"), (loras, {"lora": "adapter"}, "LoRA names")):
         if allowed:
             settings.check(request([1], 1, 0.0, **within))
         else:
-            with pytest.raises(ConfigError, match=f"{settings.wire} has no field for {says}"):
+            with pytest.raises(ConfigError, match=f"{settings.wire} has no field for {message}"):
                 settings.check(request([1], 1, 0.0, **within))
 
 
-@pytest.mark.parametrize(("dialect", "apart"), [("vllm-0.9.1", False), ("vllm-latest", False), ("sglang-0.5.22", True)])
-def test_engines_word_salts_as_their_dialect_does(dialect: str, apart: bool) -> None:
-    assert FleetSettings(dialect=dialect).event_style.has_salt_field == apart
+@pytest.mark.parametrize(("dialect", "has_field"), [("vllm-0.9.1", False), ("vllm-latest", False), ("sglang-0.5.22", True)])
+def test_salts_have_a_separate_field_if_the_dialect_has_one(dialect: str, has_field: bool) -> None:
+    assert FleetSettings(dialect=dialect).event_style.has_salt_field == has_field

@@ -1,4 +1,4 @@
-"""`kvevents.sim.simulated_fleet`."""
+"""`kvevents.sim.simulated_fleet.Timeline` runs actions in the order of their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvevents.sim.simulated_fleet import Timeline
 
 
 @given(st.lists(st.integers(0, 5)))
-def test_actions_come_in_the_order_of_their_times_and_equal_ones_as_they_were_planned(times: list[int]) -> None:
+def test_actions_run_in_the_order_of_their_times_and_equal_times_in_the_order_of_planning(times: list[int]) -> None:
     timeline = Timeline()
     done: list[tuple[float, int]] = []
     for number, time in enumerate(times):
@@ -22,13 +22,13 @@ def test_actions_come_in_the_order_of_their_times_and_equal_ones_as_they_were_pl
 
 
 def test_time_never_goes_back() -> None:
-    """What should have been done before comes next, at the present time, after what was planned for it earlier."""
+    """An action that is planned for the past runs next, at the present time, after those that were planned for it earlier."""
     timeline = Timeline()
     done: list[tuple[str, float]] = []
-    note = lambda name: done.append((name, timeline.now))  # noqa: E731 - shorter than a function with a name
-    timeline.at(2.0, lambda: timeline.at(1.0, partial(note, "late")))
-    timeline.at(2.0, partial(note, "planned"))
-    timeline.at(3.0, partial(note, "after"))
+    record = lambda name: done.append((name, timeline.now))  # noqa: E731 - shorter than a named function
+    timeline.at(2.0, lambda: timeline.at(1.0, partial(record, "late")))
+    timeline.at(2.0, partial(record, "planned"))
+    timeline.at(3.0, partial(record, "after"))
     while timeline.next is not None:
         timeline.step()
     assert done == [("planned", 2.0), ("late", 2.0), ("after", 3.0)]
@@ -41,7 +41,7 @@ def test_after_counts_from_now() -> None:
     assert (timeline.now, timeline.next) == (5.0, 6.5)
 
 
-def test_nothing_is_next_when_all_is_done() -> None:
+def test_there_is_no_next_time_after_the_last_action() -> None:
     timeline = Timeline()
     timeline.at(5.0, lambda: None)
     timeline.step()

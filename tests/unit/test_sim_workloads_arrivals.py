@@ -1,4 +1,4 @@
-"""`kvevents.sim.workload_generators`."""
+"""`kvevents.sim.workload_generators`: the times at which requests arrive."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def gaps(name: str, variation: float = 2.0, seed: int = 1) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "variation", "expected"), [("constant", 2, 0), ("poisson", 2, 1), ("bursty", 1, 1), ("bursty", 3, 3)]
 )
-def test_rate_and_variation_are_what_was_asked_for(name: str, variation: float, expected: float) -> None:
-    """The mean gap is one over the rate; its coefficient of variation distinguishes the processes."""
+def test_arrivals_have_the_requested_rate_and_variation(name: str, variation: float, expected: float) -> None:
+    """The mean gap is one over the rate; the coefficient of variation distinguishes the processes."""
     found = gaps(name, variation)
     assert min(found) >= 0
     assert fmean(found) == pytest.approx(1 / 50, rel=0.06)
@@ -49,7 +49,7 @@ def test_invalid_settings_raise(name: str, rate: float, variation: float, messag
         arrivals(name, rate, Random(0), variation)
 
 
-def test_a_trace_at_another_speed_keeps_everything_but_its_times() -> None:
+def test_another_speed_of_a_trace_changes_only_its_times() -> None:
     requests = [Request(at, Text([(1, 5)]), Text([(2, 1)]), "s", "l", "t") for at in (0.0, 1.0, 4.0)]
     faster = list(rescaled(requests, 2.0))
     assert [request.at for request in faster] == [0.0, 0.5, 2.0]

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workload_traces`."""
+"""`kvevents.sim.workload_traces`: the format of Mooncake's traces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeReader
 from kvevents.sim.workloads import MooncakeRow, mooncake_rows, workload
 
 
-def row(**fields: object) -> bytes:
+def make_row(**fields: object) -> bytes:
     return msgspec.json.encode({"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 4, 5]} | fields)
 
 
-def test_a_line_is_a_request() -> None:
-    """Ids stand for 512 tokens each, the last for the rest; the answer is text of its own; time is in milliseconds."""
-    request = MooncakeReader().request(row(unknown="left alone"), 3)
+def test_a_line_is_read_as_a_request() -> None:
+    """Each id stands for 512 tokens, the last one for the rest; the answer is a text that no other request has; time is in
+    milliseconds."""
+    request = MooncakeReader().request(make_row(unknown="left alone"), 3)
     assert request.at == 1.5
     assert request.prompt.pieces == (Drawn(0, 512), Drawn(4, 512), Drawn(5, 76))
     assert request.output.pieces == (Drawn(ANSWERS + 3, 7),)
@@ -27,10 +28,10 @@ def test_a_line_is_a_request() -> None:
 
 @pytest.mark.parametrize(("length", "ids"), [(1, 1), (511, 1), (512, 1), (513, 2), (1024, 2), (1025, 3)])
 def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
-    assert len(MooncakeReader().request(row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
+    assert len(MooncakeReader().request(make_row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
     for wrong in (ids - 1, ids + 1):
         with pytest.raises(ValueError, match=f"input_length {length} needs {ids} hash_ids, .* but has {wrong}"):
-            MooncakeReader().request(row(input_length=length, hash_ids=list(range(wrong))), 1)
+            MooncakeReader().request(make_row(input_length=length, hash_ids=list(range(wrong))), 1)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +46,17 @@ def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
         {"hash_ids": "x"},
     ],
 )
-def test_odd_values_are_refused(fields: dict[str, object]) -> None:
+def test_invalid_values_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(fields)))):
-        MooncakeReader().request(row(**fields), 1)
+        MooncakeReader().request(make_row(**fields), 1)
 
 
 TEXTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * PIECE_TOKENS)), min_size=1, max_size=4).map(Text)
 
 
 @given(st.lists(st.tuples(TEXTS, st.sampled_from([None, "a"])), max_size=8))
-def test_rows_share_ids_exactly_where_prompts_share_their_beginning(given_: list[tuple[Text, str | None]]) -> None:
-    """An id stands for a piece and all before it, in one namespace."""
+def test_rows_share_ids_exactly_if_prompts_share_their_beginning(given_: list[tuple[Text, str | None]]) -> None:
+    """An id stands for a piece and everything before it, in one namespace."""
     requests = [Request(0.0, text, Text([(9, 1)]), lora=lora) for text, lora in given_]
     rows = list(mooncake_rows(requests))
     names: dict[object, int] = {}
@@ -66,22 +67,22 @@ def test_rows_share_ids_exactly_where_prompts_share_their_beginning(given_: list
         assert found == MooncakeRow(0, len(tokens), 1, expected)
 
 
-def test_inferred_sessions_are_the_true_ones() -> None:
-    """Rows do not name conversations: nearly all turns are found again whose last prompt had a complete piece of its own."""
+def test_most_inferred_sessions_are_the_true_ones() -> None:
+    """Rows do not name sessions. Nearly all turns are found whose previous prompt had a complete piece of its own."""
     requests = list(workload("chat", requests=2_000, preamble=600))
     reader = MooncakeReader()
     found = [reader.request(msgspec.json.encode(one), number) for number, one in enumerate(mooncake_rows(requests))]
     last: dict[str | None, tuple[Request, Request]] = {}
-    same = turns = strangers = others = 0
+    right_sessions = turns = wrong_sessions = first_turns = 0
     for true, inferred in zip(requests, found, strict=True):
         before = last.get(true.session)
         last[true.session] = true, inferred
         if before is None:
-            others += 1
-            strangers += inferred.session in {old.session for _, old in last.values() if old is not inferred}
+            first_turns += 1
+            wrong_sessions += inferred.session in {old.session for _, old in last.values() if old is not inferred}
         elif len(before[0].prompt) // PIECE_TOKENS * PIECE_TOKENS > sum(piece[1] for piece in true.prompt.pieces[:2]):
             turns += 1
-            same += inferred.session == before[1].session
+            right_sessions += inferred.session == before[1].session
     assert turns > 300
-    assert same / turns > 0.9
-    assert strangers / others < 0.1
+    assert right_sessions / turns > 0.9
+    assert wrong_sessions / first_turns < 0.1

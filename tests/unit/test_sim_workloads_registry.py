@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads`."""
+"""`kvevents.sim.workloads`: workloads by name, their settings, and their document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATED = [name for name in WORKLOADS if name != "trace"]
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_same_seed_gives_the_same_requests(name: str) -> None:
-    """In the order of their times, with a prompt, an answer and a session each."""
+    """Requests are in the order of their times, each with a prompt, an answer and a session."""
     requests = list(workload(name, requests=300, seed=5))
     assert requests == list(workload(name, requests=300, seed=5))
     assert (requests == list(workload(name, requests=300, seed=6))) == (name == "trace")
@@ -29,8 +29,8 @@ def test_the_same_seed_gives_the_same_requests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_rate_is_what_was_asked_for_from_the_first_second_on(name: str) -> None:
-    """Multi-turn workloads too: they need no time to come to their rate."""
+def test_requests_have_the_requested_rate_from_the_beginning(name: str) -> None:
+    """This includes multi-turn workloads, which need no time to reach their rate."""
     requests = list(workload(name, requests=1_000, rate=40.0))
     assert requests[-1].at == pytest.approx(1_000 / 40, rel=0.1)
     if name in GENERATED:
@@ -38,15 +38,15 @@ def test_the_rate_is_what_was_asked_for_from_the_first_second_on(name: str) -> N
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_what_is_asked_depends_on_the_seed_alone_not_on_other_seeds_numbers(name: str) -> None:
-    """Two seeds share no text, so that two workloads can run side by side."""
+def test_workloads_with_different_seeds_share_no_text(name: str) -> None:
+    """So two workloads can run side by side."""
     one, other = (
         {piece for request in workload(name, requests=50, seed=seed) for piece in request.prompt.pieces} for seed in (1, 2)
     )
     assert not {piece[0] for piece in one} & {piece[0] for piece in other}
 
 
-def test_an_end_and_nothing() -> None:
+def test_a_workload_has_at_most_the_requested_number_of_requests() -> None:
     assert len(list(workload("trace", requests=10**6))) == 1_000
     assert list(workload("chat", requests=0)) == []
 
@@ -58,8 +58,8 @@ def test_settings_are_the_fields_of_a_frozen_class() -> None:
         WORKLOADS["chat"]().rate = 3  # type: ignore[attr-defined]
 
 
-def test_the_guide_is_true(tmp_path: Path) -> None:
-    """The guide of workloads: its example runs, its lines are read, its table has every workload with every setting."""
+def test_the_guide_of_workloads_is_correct(tmp_path: Path) -> None:
+    """Its example runs, its lines can be read, and its table has every workload with every setting."""
     text = DOCUMENT.read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, {})  # noqa: S102 - our own document

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads`."""
+"""`kvevents.sim.workloads`: the sample of a trace that is part of the package."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvevents.sim.requests import shared_prefix
 from kvevents.sim.workloads import SAMPLE, MooncakeRow, Trace, make_sample, read_trace, write_rows
 
 
-def test_the_file_is_what_the_package_makes() -> None:
-    """`write_rows(SAMPLE, make_sample())` made it, and makes it again."""
-    made = b"".join(msgspec.json.encode(row) + b"\n" for row in make_sample())
-    assert gzip.decompress(SAMPLE.read_bytes()) == made
+def test_the_sample_file_equals_the_generated_sample() -> None:
+    """`write_rows(SAMPLE, make_sample())` has written the file."""
+    expected = b"".join(msgspec.json.encode(row) + b"\n" for row in make_sample())
+    assert gzip.decompress(SAMPLE.read_bytes()) == expected
 
 
-def test_it_is_small_and_like_the_real_trace() -> None:
-    """The figures of docs/guides/workloads.md."""
+def test_the_sample_is_small_and_resembles_the_real_trace() -> None:
+    """The figures are those of docs/guides/workloads.md."""
     requests = list(read_trace(SAMPLE))
     inputs, outputs = ([len(text) for text in texts] for texts in zip(*((r.prompt, r.output) for r in requests), strict=True))
     assert SAMPLE.stat().st_size < 100_000
@@ -35,8 +35,8 @@ def test_it_is_small_and_like_the_real_trace() -> None:
     assert len({request.session for request in requests}) == 648
 
 
-def test_a_trace_keeps_its_times_or_gets_a_rate(tmp_path: Path) -> None:
-    """One factor for all times, so that its bursts stay."""
+def test_a_trace_keeps_its_times_unless_a_rate_is_given(tmp_path: Path) -> None:
+    """All times are scaled by one factor, so bursts remain."""
     path = tmp_path / "trace.jsonl"
     write_rows(path, [MooncakeRow(at, 10, 1, [0]) for at in (1_000, 1_000, 5_000)])
     assert [request.at for request in Trace(path=path).requests()] == [1.0, 1.0, 5.0]
@@ -44,7 +44,7 @@ def test_a_trace_keeps_its_times_or_gets_a_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [(), (3_000,), (3_000, 3_000)])
-def test_a_trace_without_a_rate_of_its_own_is_left_as_it_is(tmp_path: Path, times: tuple[int, ...]) -> None:
+def test_a_trace_without_duration_keeps_its_times_at_any_rate(tmp_path: Path, times: tuple[int, ...]) -> None:
     path = tmp_path / "trace.jsonl"
     write_rows(path, [MooncakeRow(at, 10, 1, [0]) for at in times])
     assert [request.at for request in Trace(path=path, rate=7.0).requests()] == [at / 1000 for at in times]

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workload_traces`."""
+"""`kvevents.sim.workload_traces`: the plain format of traces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def read(line: str, number: int = 1) -> Request:
     return PlainReader().request(line.encode(), number)
 
 
-def test_the_shortest_line() -> None:
-    """Token ids and the length of an answer, which is text of its own."""
+def test_a_line_with_only_the_required_keys_is_read() -> None:
+    """It has token ids and the length of an answer, whose text no other request has."""
     request = read('{"at": 1.5, "tokens": [5, 4294967295], "output_tokens": 120}', 7)
     assert request == Request(1.5, Text.of([5, 2**32 - 1]), Text([Drawn(ANSWERS + 7, 120)]))
 
 
-def test_the_longest_line() -> None:
+def test_a_line_with_all_keys_is_read() -> None:
     request = read(
         '{"at": 0, "prompt": [[18446744073709551615, 600], {"tokens": [1, 2]}], "output": [[9, 30]],'
         ' "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}'
@@ -46,6 +46,6 @@ def test_the_longest_line() -> None:
     ],
 )
 def test_invalid_lines_raise(line: str, message: str) -> None:
-    """A misspelt key is an error too, since ignoring it would lose a value silently."""
+    """A misspelt key is an error too, because ignoring it would lose a value silently."""
     with pytest.raises(ValueError, match=message):
         read(line)

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workload_generators`."""
+"""`kvevents.sim.workload_generators`: shared system prompts, and the benchmark of llm-d."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvevents.sim.workloads import LlmD, SharedPrompts
 
 
 def test_few_system_prompts_serve_many_users() -> None:
-    """The most popular one has its Zipf share; every question is new; a user keeps the system prompt."""
+    """The most popular prompt has its Zipf share, every question is new, and a user keeps the same system prompt."""
     requests = list(islice(SharedPrompts(prompts=10, users=2_000, popularity=1.0).requests(1), 5_000))
-    asked = Counter(request.prompt.pieces[0] for request in requests)
-    assert len(asked) == 10
-    assert asked.most_common(1)[0][1] / 5_000 == pytest.approx(1 / sum(1 / place for place in range(1, 11)), rel=0.15)
+    uses = Counter(request.prompt.pieces[0] for request in requests)
+    assert len(uses) == 10
+    assert uses.most_common(1)[0][1] / 5_000 == pytest.approx(1 / sum(1 / place for place in range(1, 11)), rel=0.15)
     assert len({request.prompt.pieces[1] for request in requests}) == 5_000
     assert len({(request.session, request.prompt.pieces[0]) for request in requests}) == len(
         {request.session for request in requests}
     )
 
 
-def test_tenants_of_a_system_prompt_have_its_lora_and_salt() -> None:
+def test_all_requests_of_a_system_prompt_have_its_lora_and_salt() -> None:
     requests = list(islice(SharedPrompts(lora_share=0.5, salted_share=0.5).requests(1), 500))
     assert len({(one.prompt.pieces[0], one.lora, one.salt) for one in requests}) == len(
         {one.prompt.pieces[0] for one in requests}
@@ -32,8 +32,8 @@ def test_tenants_of_a_system_prompt_have_its_lora_and_salt() -> None:
     assert len({(one.lora, one.salt) for one in requests}) > 4
 
 
-def test_the_shape_of_llm_ds_benchmark() -> None:
-    """150 groups of 6,000 tokens, five questions of 1,200 each, in one shuffled order again and again."""
+def test_the_llm_d_workload_has_the_shape_of_its_benchmark() -> None:
+    """It has 150 groups of 6,000 tokens and five questions of 1,200 tokens each, repeated in one shuffled order."""
     requests = list(islice(LlmD().requests(1), 1_500))
     assert {(len(one.prompt), len(one.output)) for one in requests} == {(7_200, 1_000)}
     assert set(Counter(one.prompt.pieces[0] for one in requests[:750]).values()) == {5}
@@ -43,14 +43,14 @@ def test_the_shape_of_llm_ds_benchmark() -> None:
     assert shared_prefix(requests[:750]) == pytest.approx(6_000 / 7_200 * 600 / 750)
 
 
-def test_a_user_of_llm_ds_benchmark_is_a_session() -> None:
+def test_each_user_of_the_llm_d_workload_is_a_session() -> None:
     requests = list(islice(LlmD(groups=3, users=2).requests(1), 60))
     assert len({one.session for one in requests}) == len({one.prompt for one in requests}) == 6
     assert len({one.output for one in requests}) == 60
 
 
 @pytest.mark.parametrize("name", ["groups", "users", "system", "question", "output"])
-def test_wrong_settings_are_named(name: str) -> None:
+def test_the_error_for_an_invalid_setting_names_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^invalid {name} 0"):
         LlmD(**{name: 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^invalid prompts 0"):

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workload_traces`."""
+"""`kvevents.sim.workload_traces`: files of traces, their errors, and their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = st.lists(PIECES, min_size=1, max_size=4).map(Text)
 REQUESTS = st.builds(Request, st.floats(0, 1e9, allow_nan=False), TEXTS, TEXTS, NAMES, NAMES, NAMES)
 
 
-def file_of(folder: Path, *lines: str, name: str = "trace.jsonl") -> Path:
+def write_file(folder: Path, *lines: str, name: str = "trace.jsonl") -> Path:
     path = folder / name
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
@@ -37,8 +37,10 @@ def file_of(folder: Path, *lines: str, name: str = "trace.jsonl") -> Path:
 
 
 @given(st.lists(REQUESTS, max_size=5).map(lambda requests: sorted(requests, key=lambda request: request.at)), st.booleans())
-def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, requests: list[Request], packed: bool) -> None:
-    """Whatever a request holds; and the same requests make the same bytes."""
+def test_written_requests_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[Request], packed: bool
+) -> None:
+    """This holds for any requests, and equal requests are encoded as equal bytes."""
     folder = tmp_path_factory.mktemp("trace")
     one, other = (folder / f"{name}.jsonl{'.gz' if packed else ''}" for name in "ab")
     assert write_trace(one, requests) == write_trace(other, iter(requests)) == len(requests)
@@ -47,17 +49,17 @@ def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, requ
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_the_format_of_each_line_is_known_by_its_keys(tmp_path: Path, name: str) -> None:
-    """Both formats in one file, blank lines between them; sessions of Mooncake's lines are inferred."""
-    path = file_of(tmp_path, PLAIN, "", MOONCAKE, name=name)
+def test_the_format_of_each_line_is_detected_by_its_keys(tmp_path: Path, name: str) -> None:
+    """One file may have both formats and blank lines; sessions of Mooncake's lines are inferred."""
+    path = write_file(tmp_path, PLAIN, "", MOONCAKE, name=name)
     plain, mooncake = read_trace(path)
     assert (plain.at, len(plain.prompt), plain.session) == (1.5, 2, None)
     assert (mooncake.at, len(mooncake.prompt), mooncake.session) == (2.0, 600, "session-1")
 
 
-def test_a_limit(tmp_path: Path) -> None:
-    """Lines after it are not read."""
-    path = file_of(tmp_path, PLAIN, PLAIN, "broken")
+def test_at_most_the_limit_of_lines_is_read(tmp_path: Path) -> None:
+    """A broken line after the limit raises no error."""
+    path = write_file(tmp_path, PLAIN, PLAIN, "broken")
     assert len(list(read_trace(path, limit=2))) == 2
     assert list(read_trace(path, limit=0)) == []
     with pytest.raises(ConfigError, match="invalid limit -1"):
@@ -76,23 +78,23 @@ def test_a_limit(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_line_raises_with_its_number(tmp_path: Path, line: str, message: str) -> None:
-    """After the requests before it; the message says what a line is."""
-    requests = read_trace(file_of(tmp_path, PLAIN, line))
+    """Requests before it are read; the message says what a line must be."""
+    requests = read_trace(write_file(tmp_path, PLAIN, line))
     assert next(requests).at == 1.5
     with pytest.raises(WorkloadError, match=rf"trace\.jsonl, line 2: .*{message}.*expected a JSON object"):
         next(requests)
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
+def test_a_line_beyond_the_size_limit_raises(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="line 1: longer than 100 bytes"):
-        list(read_trace(file_of(tmp_path, PLAIN + " " * 100), max_line_bytes=100))
+        list(read_trace(write_file(tmp_path, PLAIN + " " * 100), max_line_bytes=100))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """Absent, cut off, or not compressed at all."""
+def test_unreadable_files_raise(tmp_path: Path) -> None:
+    """The files are missing, truncated, or not compressed."""
     with pytest.raises(WorkloadError, match=r"cannot read .*none\.jsonl: .*No such file"):
         list(read_trace(tmp_path / "none.jsonl"))
-    path = file_of(tmp_path, *[PLAIN] * 9, name="trace.jsonl.gz")
+    path = write_file(tmp_path, *[PLAIN] * 9, name="trace.jsonl.gz")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(WorkloadError, match="fetch it again"):
         list(read_trace(path))
@@ -110,21 +112,21 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ],
     ids=["earlier", "never", "no time"],
 )
-def test_requests_without_a_place_in_the_format(tmp_path: Path, request_: Request) -> None:
-    """What could not be read again is not written."""
+def test_requests_with_invalid_times_are_not_written(tmp_path: Path, request_: Request) -> None:
+    """`read_trace` would refuse them."""
     with pytest.raises(WorkloadError, match="request 2 has the time "):
         write_trace(tmp_path / "trace.jsonl", [Request(1.0, Text([(1, 1)]), Text([(1, 1)])), request_])
 
 
-def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_files_raise(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"cannot write .*No such file"):
         write_trace(tmp_path / "no" / "trace.jsonl", [])
     with pytest.raises(WorkloadError, match="No space left"):
         write_rows("/dev/full", [MooncakeRow(0, 1, 1, [0])])
 
 
-def test_a_trace_is_not_held(tmp_path: Path) -> None:
-    """Two thousand requests of forty pieces are 8 MB at once; reading them needs a fraction of that."""
+def test_a_trace_is_not_held_in_memory(tmp_path: Path) -> None:
+    """Two thousand requests of forty pieces take 8 MB together; reading them one by one needs a fraction of that."""
     path = tmp_path / "trace.jsonl"
     write_rows(path, (MooncakeRow(at, 512 * 40, 1, list(range(40))) for at in range(2_000)))
     tracemalloc.start()
@@ -135,8 +137,9 @@ def test_a_trace_is_not_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="KVEVENTS_MOONCAKE_TRACE names no file: Mooncake's conversation_trace.jsonl.gz")
-def test_the_real_trace() -> None:
-    """12,031 requests of 145 million tokens, of which an endless cache would hold 37 %; a few megabytes as requests."""
+def test_the_real_trace_has_its_published_figures() -> None:
+    """It has 12,031 requests of 145 million tokens, of which an unlimited cache would hold 37 %; as requests they take a few
+    megabytes."""
     requests = list(islice(read_trace(REAL), 20_000))
     assert len(requests) == 12_031
     assert sum(len(request.prompt) for request in requests) == 144_793_823

@@ -1,4 +1,4 @@
-"""Snapshots: a restored index continues like the original, for any content and any concurrent events."""
+"""Snapshots: a restored index behaves like the original, with any content and any concurrent events."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvevents.errors import SnapshotError, UsageError
 from kvevents.index import IndexLimits, PrefixIndex
 from snapshot_cases import framed, furnished, restored, saved, state, take, unframed
 
-# --- what is in it ------------------------------------------------------------------------------------------------------------
+# --- content ------------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
 @given(st.binary(min_size=200, max_size=1500), st.integers(0, 60))
-def test_whatever_has_happened_the_restored_index_goes_on_like_the_other(data: bytes, moment: int) -> None:
+def test_after_any_history_a_restored_index_behaves_like_the_original(data: bytes, moment: int) -> None:
     choices = Choices(data)
     adversary = Adversary(choices)
     index, twin = PrefixIndex(limits=IndexLimits(max_orphans=6)), PrefixIndex(limits=IndexLimits(max_orphans=6))
@@ -49,24 +49,24 @@ def test_whatever_has_happened_the_restored_index_goes_on_like_the_other(data: b
 
 
 def test_many_blocks_under_one_hash_keep_their_order() -> None:
-    """A removal takes the oldest, a store behind the hash continues the newest: the same before and after."""
+    """A removal removes the oldest block, and a store after the hash continues the newest one, before and after a restore."""
     index = PrefixIndex()
     feed = Feed(index)
     for at in range(300):
         feed(store([at + 1], [at, at], 2), store([999], [7, 7], 2, at + 1))
     feed(store([999], [7, 7], 2, 17))  # it becomes the newest, with two copies
     twin = restored(saved(index))
-    for one in (index, twin):
-        other = Feed(one)
+    for each_index in (index, twin):
+        other = Feed(each_index)
         other.seq = feed.seq
         other(store([1000], [8, 8], 2, 999))
-        assert tokens_of(one, [16, 16, 7, 7, 8, 8]) == 6
+        assert tokens_of(each_index, [16, 16, 7, 7, 8, 8]) == 6
         other(*[removal(999) for _ in range(298)])
-        assert [tokens_of(one, [at, at, 7, 7]) for at in (0, 15, 16, 297, 298, 299)] == [2, 2, 4, 2, 2, 4]
+        assert [tokens_of(each_index, [at, at, 7, 7]) for at in (0, 15, 16, 297, 298, 299)] == [2, 2, 4, 2, 2, 4]
     assert state(index) == state(twin)
 
 
-def test_streams_with_hashes_of_their_own_share_their_blocks_again() -> None:
+def test_streams_with_different_hashes_share_their_blocks_after_a_restore() -> None:
     index = PrefixIndex()
     for worker in range(8):
         tokens = [token for at in range(2000) for token in (at, worker // 4)]
@@ -93,11 +93,11 @@ def test_the_memory_limit_holds_after_restoring() -> None:
     assert 0 < stats.blocks == 80_000 - stats.evicted < 80_000
 
 
-# --- what is wrong with it ----------------------------------------------------------------------------------------------------
+# --- corrupt snapshots --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_in_a_snapshot_with_right_checksums_does_more_than_be_refused() -> None:
-    """Every byte of the items is changed in turn, and left out, and made the last: refused, or an index that works."""
+def test_a_corrupt_snapshot_with_valid_checksums_is_refused_or_gives_a_working_index() -> None:
+    """Each byte of the items is changed, removed, and made the last one in turn."""
     whole = furnished()
     content, head = unframed(whole), whole[:12]
     assert framed(content, head) == whole
@@ -119,7 +119,7 @@ def test_nothing_in_a_snapshot_with_right_checksums_does_more_than_be_refused() 
 
 
 @pytest.mark.parametrize("size", [2**32, 2**40, 2**63])
-def test_a_length_that_is_not_there_costs_nothing(size: int) -> None:
+def test_a_length_beyond_the_content_is_refused_without_allocating_it(size: int) -> None:
     head = furnished()[:12]
     count = bytearray()
     while size:
@@ -131,7 +131,7 @@ def test_a_length_that_is_not_there_costs_nothing(size: int) -> None:
         restored(head + struct.pack("<IQ", 0xFFFF_FFFF, 0))
 
 
-# --- where it is --------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,13 +152,13 @@ def test_a_snapshot_that_fails_leaves_the_old_file_and_nothing_else(index: Prefi
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "pipe"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has the device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
 def test_a_full_disk_raises(index: PrefixIndex) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(SnapshotError, match=r"/dev/full: No space left"):
         index.snapshot(full)
 
 
-def test_a_file_keeps_its_mode_and_a_link_leads_where_it_led(index: PrefixIndex, tmp_path: Path) -> None:
+def test_a_rewritten_file_keeps_its_mode_and_a_symbolic_link_stays_a_link(index: PrefixIndex, tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     index.snapshot(file)
     file.chmod(0o640)
@@ -172,8 +172,8 @@ def test_a_file_keeps_its_mode_and_a_link_leads_where_it_led(index: PrefixIndex,
     assert len(twin.workers()) == 2
 
 
-class Crumbs(io.RawIOBase):
-    """A raw file that takes and gives a few bytes at a time."""
+class ShortTransferFile(io.RawIOBase):
+    """A raw file that writes and reads a few bytes at a time."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -188,15 +188,15 @@ class Crumbs(io.RawIOBase):
         return piece
 
 
-def test_file_objects_may_take_and_give_as_little_as_they_like(index: PrefixIndex) -> None:
-    file = cast("BinaryIO", Crumbs())
+def test_file_objects_may_write_and_read_less_than_requested(index: PrefixIndex) -> None:
+    file = cast("BinaryIO", ShortTransferFile())
     index.snapshot(file)
     twin = PrefixIndex()
     twin.restore(file)
     assert state(twin) == state(index)
 
 
-def test_a_file_of_text_is_the_callers_mistake(index: PrefixIndex) -> None:
+def test_a_text_file_raises_a_usage_error(index: PrefixIndex) -> None:
     with pytest.raises(UsageError, match="binary"):
         index.snapshot(cast("BinaryIO", io.StringIO()))
     with pytest.raises(UsageError, match="binary"):
@@ -212,11 +212,11 @@ def test_a_closed_file_raises(index: PrefixIndex, tmp_path: Path) -> None:
         index.restore(file)
 
 
-# --- what goes on meanwhile ---------------------------------------------------------------------------------------------------
+# --- concurrency --------------------------------------------------------------------------------------------------------------
 
 
-def test_each_stream_is_what_it_was_after_its_last_number_while_others_write(tmp_path: Path) -> None:
-    """Four streams are written to, and the index is asked, during twenty snapshots."""
+def test_each_stream_of_a_concurrent_snapshot_has_the_state_of_its_last_number(tmp_path: Path) -> None:
+    """Threads write four streams and query the index during twenty snapshots."""
     index, path, stop = PrefixIndex(), tmp_path / "file", threading.Event()
     digests: list[list[str]] = [[] for _ in range(4)]
     failures: list[BaseException] = []
@@ -252,7 +252,7 @@ def test_each_stream_is_what_it_was_after_its_last_number_while_others_write(tmp
             assert twin.digest((info.source, info.rank)) == digests[int(info.source[1:])][info.last_seq]
 
 
-def test_an_index_may_be_restored_while_it_is_written_to_and_asked() -> None:
+def test_an_index_may_be_restored_during_writes_and_queries() -> None:
     index, stop = PrefixIndex(), threading.Event()
     for at in range(4):
         Feed(index, f"w{at}")(store(range(500), [at, *range(999)], 2))
@@ -264,7 +264,9 @@ def test_an_index_may_be_restored_while_it_is_written_to_and_asked() -> None:
         try:
             while not stop.is_set():
                 feed(store([1000 + feed.seq % 7], [5, 5], 2), removal(1000 + (feed.seq + 3) % 7))
-                assert index.match([at, *range(999)]).get(f"w{at}") is not None or at % 2, "all or nothing"
+                assert index.match([at, *range(999)]).get(f"w{at}") is not None or at % 2, (
+                    "all blocks of the worker are found, or none"
+                )
                 list(index.blocks(f"w{at}"))
                 index.stats()
         except BaseException as error:  # noqa: BLE001 - the thread of the test raises it

@@ -25,28 +25,30 @@ def digest(payloads: list[bytes]) -> str:
     return index.digest(WORKER)
 
 
-def compactor_of(payloads: list[bytes]) -> Compactor:
+def make_compactor(payloads: list[bytes]) -> Compactor:
     history = Compactor.create()
     assert history is not None
     history.extend(list(enumerate(payloads)))
     return history
 
 
-def batches_of(seed: int, count: int) -> list[bytes]:
+def encode_batches(seed: int, count: int) -> list[bytes]:
     engine = Engine(seed, room=40)
     return [encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("dialect", [dialects()[0], dialects()[-1], None], ids=str)
 @given(st.integers(0, 2**16), st.integers(0, 80), st.integers(700, 4_000))
-def test_every_part_fits_and_all_parts_are_the_state(dialect: object, seed: int, count: int, limit: int) -> None:
-    """In every dialect, the heartbeat of each part agrees, and only that of the last part is EXACT."""
+def test_every_part_respects_the_limit_and_all_parts_together_give_the_state(
+    dialect: object, seed: int, count: int, limit: int
+) -> None:
+    """In every dialect, the heartbeat of each part has the right digest, and only the heartbeat of the last part is EXACT."""
 
     def encode(batch: KVEventBatch) -> bytes:
         return encode_batch(batch, dialect)  # type: ignore[arg-type]
 
-    payloads = batches_of(seed, count)
-    events = compactor_of(payloads).events()
+    payloads = encode_batches(seed, count)
+    events = make_compactor(payloads).events()
     assert events is not None
     parts = encode_snapshot(events, 1.0, 0, encode, limit, incarnation=7)
     if parts is None:
@@ -55,12 +57,12 @@ def test_every_part_fits_and_all_parts_are_the_state(dialect: object, seed: int,
     assert max(map(len, parts)) <= limit
     if payloads:
         assert digest(parts) == digest(payloads)
-    beats = [decode_batch(part).batch.events[-1] for part in parts] if len(parts) > 1 else []
-    for number, event in enumerate(beats, 1):
-        beat = getattr(event, "heartbeat", None)
-        assert beat is not None
-        assert (beat.digest, beat.incarnation) == (digest(parts[:number]), 7)
-        assert beat.trust == ("EXACT" if number == len(parts) else "DEGRADED")
+    heartbeats = [decode_batch(part).batch.events[-1] for part in parts] if len(parts) > 1 else []
+    for number, event in enumerate(heartbeats, 1):
+        part_heartbeat = getattr(event, "heartbeat", None)
+        assert part_heartbeat is not None
+        assert (part_heartbeat.digest, part_heartbeat.incarnation) == (digest(parts[:number]), 7)
+        assert part_heartbeat.trust == ("EXACT" if number == len(parts) else "DEGRADED")
 
 
 def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
@@ -76,9 +78,9 @@ def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
-    """Blocks keep their tokens, parents, pairs and extra keys, so that an index computes the same keys."""
+    """Blocks keep their tokens, parents, pairs and extra keys, so an index computes the same keys."""
     payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
-    events = compactor_of([payload]).events()
+    events = make_compactor([payload]).events()
     assert events is not None
     parts = encode_snapshot(events, 1.0, 0, encode_batch, 2_000)
     assert parts is not None
@@ -87,10 +89,10 @@ def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
     assert digest(parts) == digest([payload])
 
 
-def test_the_keys_of_keyed_blocks_are_split_too() -> None:
+def test_a_chain_of_keyed_blocks_is_split_too() -> None:
     keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
     payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
-    events = compactor_of(payloads).events()
+    events = make_compactor(payloads).events()
     assert events is not None
     parts = encode_snapshot(events, 1.0, 0, encode_batch, 5_000, incarnation=7)
     assert parts is not None
@@ -99,8 +101,8 @@ def test_the_keys_of_keyed_blocks_are_split_too() -> None:
 
 
 def test_the_number_of_parts_is_limited() -> None:
-    """A block that exceeds the limit by itself has no snapshot at all."""
-    events = compactor_of([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
+    """A state that needs more parts has no snapshot, and neither has a block that exceeds the size limit by itself."""
+    events = make_compactor([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
     assert events is not None
     assert encode_snapshot(events, 1.0, 0, encode_batch, 700) is None
     assert encode_snapshot(events, 1.0, 0, encode_batch, 20) is None

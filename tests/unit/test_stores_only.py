@@ -1,4 +1,4 @@
-"""Tiers from which an engine announces no removals: what is held there counts, and is not EXACT."""
+"""Tiers from which an engine announces no removals: blocks there count, and are not EXACT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvevents.testing import FakeTransport
 from wire_cases import batch_of, stored
 
 
-def test_the_trust_of_a_stream_names_the_tiers_that_it_is_not_about() -> None:
+def test_the_trust_of_a_stream_names_the_tiers_without_removals() -> None:
     transport = FakeTransport()
     engine = transport.engine("tcp://e:1", "tcp://e:2")
     source = Source(engine.endpoint, engine.replay_endpoint, name="e", stores_only=("cpu", "disk"))
@@ -35,10 +35,10 @@ def test_the_trust_of_a_stream_names_the_tiers_that_it_is_not_about() -> None:
         assert str(trust) == "EXACT (without removals: cpu, disk)"
         assert subscriber.status("e").trust.inexact_tiers == ("cpu", "disk")
     (hit,) = index.match([1, 2, 3, 4])
-    assert (hit.tiers["gpu"], hit.tiers["cpu"]) == (2, 4), "credit is given"
+    assert (hit.tiers["gpu"], hit.tiers["cpu"]) == (2, 4), "blocks on such a tier count"
 
 
-def test_only_such_a_tier_is_degraded() -> None:
+def test_only_a_tier_without_removals_is_degraded() -> None:
     trust = Trust("EXACT", inexact_tiers=("cpu",))
     assert trust.of_tier("gpu") is trust
     assert trust.of_tier("cpu") == Trust.DEGRADED
@@ -61,7 +61,7 @@ def test_an_invalid_tier_is_a_readable_error(tier: str) -> None:
         convert({"target": "http://engines:8000", "stores_only": [tier]}, DnsTable, "dns")
 
 
-def test_the_setting_of_a_source_reaches_its_answers() -> None:
+def test_stores_only_of_a_registration_appears_in_the_trust_of_the_member() -> None:
     table = parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "ranks": 2, "stores_only": ["cpu"]})
     registrations = table.static_registrations()
     assert [each.source().stores_only for each in registrations] == [("cpu",), ("cpu",)]
@@ -74,11 +74,11 @@ def test_the_setting_of_a_source_reaches_its_answers() -> None:
     assert member.empty_match.trust == member.trust_status
     assert member.is_caught_up
     member.update_trust(Trust("DEGRADED", "why"), 2.0)
-    assert "stores-only" not in member.trust_status.reason_codes, "nothing of a DEGRADED worker is exact"
+    assert "stores-only" not in member.trust_status.reason_codes, "all of a DEGRADED worker is inexact anyway"
 
 
 def test_stores_without_removals_stay_within_the_memory_limit() -> None:
-    """At the limit further blocks of that worker are refused and counted; nothing is evicted silently."""
+    """At the limit, further blocks of that worker are refused and counted; nothing is evicted silently."""
     limit = 8 << 20
     index = PrefixIndex(memory_limit=limit)
     for seq in range(2_000):
@@ -91,8 +91,8 @@ def test_stores_without_removals_stay_within_the_memory_limit() -> None:
     assert index.worker("a").evicted > 0
 
 
-def test_a_router_believes_such_a_tier_less() -> None:
-    """Half of the prompt is in GPU memory, and half in host memory, from where one of two engines announces no removals."""
+def test_a_router_gives_less_weight_to_a_tier_without_removals() -> None:
+    """Half of the prompt is in GPU memory and half in host memory, from which one of two engines announces no removals."""
     index = PrefixIndex()
     for name in ("a", "b"):
         index.apply(RawBatch(name, 0, 0, 0, False, batch_of(stored(block_hashes=[1], token_ids=[1, 2], block_size=2))))
@@ -109,4 +109,6 @@ def test_a_router_believes_such_a_tier_less() -> None:
         ("b", 0): pytest.approx(1 - (0.5 + 0.5 * 0.8)),
     }
     trusts["a", 0] = Trust("DEGRADED", inexact_tiers=("cpu",))
-    assert router.route("s", [1, 2, 3, 4]).scored[1].uncached == pytest.approx(1 - 0.5 * (0.5 + 0.5 * 0.8)), "not twice"
+    assert router.route("s", [1, 2, 3, 4]).scored[1].uncached == pytest.approx(1 - 0.5 * (0.5 + 0.5 * 0.8)), (
+        "the weight is reduced only once"
+    )

@@ -17,7 +17,7 @@ pauses = st.floats(0.0, 3.0, allow_nan=False)
 
 @given(st.lists(pauses, max_size=80))
 def test_requests_are_paced(pauses: list[float]) -> None:
-    """In any period there are at most a burst and one request per interval."""
+    """In any period, at most a burst and one request per interval are sent."""
     pacer, now, sent = RequestPacer(LIMITS), 0.0, list[float]()
     for pause in pauses:
         now += pause
@@ -45,7 +45,8 @@ def test_a_reset_pacer_allows_a_burst(count: int) -> None:
 
 @given(st.lists(st.sampled_from(("silent", "incomplete", "progress")), min_size=20, max_size=60), st.sampled_from(Purpose))
 def test_attempts_without_progress_are_bounded(answers: list[str], purpose: Purpose) -> None:
-    """However silent and incomplete answers alternate, a fetch without progress ends after a bounded number of attempts."""
+    """A fetch without progress ends after a bounded number of attempts, in whatever order silent and incomplete answers
+    alternate."""
     fetch, next_seq, attempts, gave_up = ReplayFetch(purpose, 0, None), 0, 0, False
     for answer in answers:
         fetch.send(0.0, next_seq)
@@ -66,7 +67,7 @@ def test_attempts_without_progress_are_bounded(answers: list[str], purpose: Purp
 
 @given(st.integers(1, 10))
 def test_answers_without_the_fingerprint_are_bounded(tries: int) -> None:
-    """The count is taken over by each attempt."""
+    """Each attempt takes over the count of the one before it."""
     fetch = ReplayFetch(Purpose.VERIFY, 3, FINGERPRINT)
     given_up = []
     for _ in range(tries):
@@ -77,7 +78,8 @@ def test_answers_without_the_fingerprint_are_bounded(tries: int) -> None:
 
 @given(st.lists(st.tuples(pauses, st.booleans()), max_size=30))
 def test_a_fetch_times_out_after_its_last_message(messages: list[tuple[float, bool]]) -> None:
-    """Before the first message `replay_timeout` counts, after it `reply_idle_timeout`. Only new batches extend it."""
+    """`replay_timeout` applies before the first message, and `reply_idle_timeout` after it. Only new batches extend the
+    deadline."""
     fetch, now, active_at = ReplayFetch(Purpose.FILL, 0, None), 10.0, 10.0
     fetch.send(now, 0)
     assert fetch.deadline(LIMITS) == now + LIMITS.replay_timeout
@@ -92,8 +94,8 @@ def test_a_fetch_times_out_after_its_last_message(messages: list[tuple[float, bo
         assert fetch.highest == count
 
 
-def test_a_fetch_collects_once_its_fingerprints_were_repeated() -> None:
-    """Nothing in an answer is history before. A gap that is filled keeps its count of incomplete answers."""
+def test_a_fetch_collects_only_after_its_fingerprints_were_repeated() -> None:
+    """Nothing in the answer is history before that. Only a fetch that fills a gap keeps its count of incomplete answers."""
     for purpose in Purpose:
         fetch = ReplayFetch(purpose, 3, FINGERPRINT, incomplete=1, has_more=True)
         assert fetch.stage is Stage.MATCHING
@@ -103,8 +105,8 @@ def test_a_fetch_collects_once_its_fingerprints_were_repeated() -> None:
 
 
 @given(st.integers(1, 40))
-def test_checks_wait_longer_while_nothing_comes_of_them(count: int) -> None:
-    """Pauses double up to `max_probe_interval`; a live batch or a match begins with the shortest again."""
+def test_the_pause_between_checks_grows_while_they_find_nothing(count: int) -> None:
+    """Pauses double up to `max_probe_interval`; a live batch or a match resets them to the shortest one."""
     schedule = CheckSchedule(LIMITS)
     pauses = []
     for _ in range(count):

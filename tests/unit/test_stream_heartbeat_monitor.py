@@ -1,4 +1,4 @@
-"""The heartbeat monitor: reports of a publisher, its silence, and how often a stream starts over."""
+"""The heartbeat monitor: a publisher's reports about itself, its silence, and how often a stream starts over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_only_a_live_heartbeat_of_this_connection_promises_the_next_one(live: bo
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans())))
 def test_mismatches_in_a_row_are_bounded(steps: list[tuple[int, bool, bool]]) -> None:
-    """A live match ends the row; a replayed one does only if it is not before the last mismatch."""
+    """A live match resets the count; a replayed match does so only if it is not before the last mismatch."""
     monitor, in_a_row, last_mismatch = MismatchCounter(LIMITS.max_consecutive_resyncs), 0, -1
     for seq, matches, live in steps:
         if not matches:
@@ -54,8 +54,8 @@ def test_mismatches_in_a_row_are_bounded(steps: list[tuple[int, bool, bool]]) ->
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
-def test_alternating_lives_are_bounded(steps: list[tuple[int, bool]]) -> None:
-    """Each change of life counts until a live heartbeat is of the same life as the one before it."""
+def test_alternating_incarnations_are_bounded(steps: list[tuple[int, bool]]) -> None:
+    """Each change of incarnation counts until a live heartbeat is of the same incarnation as the one before it."""
     monitor, known, in_a_row = HeartbeatMonitor(LIMITS), None, 0
     for incarnation, live in steps:
         is_other = monitor.is_other_incarnation(heartbeat(incarnation=incarnation), live=live)

@@ -14,12 +14,12 @@ LIMITS = StreamLimits(max_pending_batches=12, max_pending_bytes=60)
 numbers = st.integers(0, 60)
 
 
-def batch(seq: int, life: int = 0) -> NewestBatch:
-    return NewestBatch(seq, b"%d of %d" % (seq, life), True)
+def batch(seq: int, incarnation: int = 0) -> NewestBatch:
+    return NewestBatch(seq, b"%d of %d" % (seq, incarnation), True)
 
 
 @given(st.binary(max_size=20), st.binary(max_size=20), st.booleans())
-def test_a_fingerprint_matches_its_payload_alone(payload: bytes, other: bytes, live: bool) -> None:
+def test_a_fingerprint_matches_only_its_own_payload(payload: bytes, other: bytes, live: bool) -> None:
     newest = NewestBatch(3, payload, live)
     assert newest.fingerprint() == Fingerprint.of(3, payload, live=live)
     for known in (newest, newest.fingerprint()):
@@ -29,19 +29,19 @@ def test_a_fingerprint_matches_its_payload_alone(payload: bytes, other: bytes, l
 
 @given(st.lists(numbers))
 def test_a_chain_rises_and_is_bounded(seqs: list[int]) -> None:
-    """Batches that are not newer are ignored. Beyond the bound the newest one is replaced, and the chain is incomplete."""
+    """Batches that are not newer are ignored. Beyond the limit the newest one is replaced, and the chain is incomplete."""
     chain, rising = FingerprintChain(), list[int]()
     for seq in seqs:
         chain.add(batch(seq))
         if not rising or seq > rising[-1]:
             rising.append(seq)
-    kept = rising if len(rising) <= MAX_FINGERPRINTS else [*rising[: MAX_FINGERPRINTS - 1], rising[-1]]
-    assert [each.seq for each in chain.fingerprints] == kept
+    expected = rising if len(rising) <= MAX_FINGERPRINTS else [*rising[: MAX_FINGERPRINTS - 1], rising[-1]]
+    assert [each.seq for each in chain.fingerprints] == expected
     assert chain.is_incomplete == (len(rising) > MAX_FINGERPRINTS)
     for seq in range(61):
         following = chain.after(seq)
-        assert (None if following is None else following.seq) == next((each for each in kept if each > seq), None)
-        assert [each.seq for each in chain.up_to(seq).fingerprints] == [each for each in kept if each <= seq]
+        assert (None if following is None else following.seq) == next((each for each in expected if each > seq), None)
+        assert [each.seq for each in chain.up_to(seq).fingerprints] == [each for each in expected if each <= seq]
 
 
 @given(st.sets(numbers, max_size=30), st.sets(numbers, max_size=30))
@@ -51,14 +51,14 @@ def test_merged_chains_require_what_both_require(one: set[int], other: set[int])
     second.add(*map(batch, sorted(other)))
     required = sorted({each.seq for each in (*first.fingerprints, *second.fingerprints)})
     merged = first.merge(second)
-    kept = required if len(required) <= MAX_FINGERPRINTS else [*required[: MAX_FINGERPRINTS - 1], required[-1]]
-    assert [each.seq for each in merged.fingerprints] == kept
+    expected = required if len(required) <= MAX_FINGERPRINTS else [*required[: MAX_FINGERPRINTS - 1], required[-1]]
+    assert [each.seq for each in merged.fingerprints] == expected
     assert merged.is_incomplete >= (first.is_incomplete or second.is_incomplete)
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
-def test_a_peer_that_switches_lives_is_found_at_any_number(switch: int, delivered: int, reconnected: int) -> None:
-    """A peer that repeats the first and the newest batch of each connection is of the life of those batches."""
+def test_a_peer_that_changes_its_incarnation_at_any_number_is_detected(switch: int, delivered: int, reconnected: int) -> None:
+    """A peer that repeats the first and the newest batch of each connection is of the incarnation of those batches."""
     chain = FingerprintChain()
     chain.add(batch(delivered))
     chain.wants_first_of_connection = True
@@ -66,13 +66,13 @@ def test_a_peer_that_switches_lives_is_found_at_any_number(switch: int, delivere
         if chain.wants_first_of_connection:
             chain.add_first_of_connection(batch(seq))
     chain.add(batch(delivered + 1 + reconnected))
-    repeated = all(each.matches(batch(each.seq, life=int(each.seq >= switch)).payload) for each in chain.fingerprints)
+    repeated = all(each.matches(batch(each.seq, incarnation=int(each.seq >= switch)).payload) for each in chain.fingerprints)
     assert repeated == all(each.seq < switch for each in chain.fingerprints)
 
 
 @given(st.lists(st.tuples(st.sampled_from(("replayed", "matched", "separate", "cleared")), numbers)))
-def test_replayed_batches_are_confirmed_by_later_live_ones_alone(steps: list[tuple[str, int]]) -> None:
-    """A match at a number confirms the newest answer if nothing in it is above that number, and no other answer."""
+def test_replayed_batches_are_confirmed_only_by_later_live_ones(steps: list[tuple[str, int]]) -> None:
+    """A match at a number confirms the newest answer if no batch of it is above that number, and confirms no other answer."""
     check, newest, earlier = CrossCheck(), None, list[int]()
     check.first_live = 0
     for step, seq in steps:
@@ -94,7 +94,7 @@ def test_replayed_batches_are_confirmed_by_later_live_ones_alone(steps: list[tup
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), numbers)
-def test_quarantine_keeps_connections_apart(steps: list[tuple[int, bool]], seq: int) -> None:
+def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: int) -> None:
     """Frames of the current connection are those after the last reconnect that followed a frame."""
     quarantine, old, new = Quarantine(LIMITS), list[Live](), list[Live]()
     number = 0
@@ -112,7 +112,7 @@ def test_quarantine_keeps_connections_apart(steps: list[tuple[int, bool]], seq: 
     assert quarantine.has_new == bool(new)
     assert quarantine.newest == next(reversed([*old, *new]), None)
     following = next((each for each in old if each.seq > seq), None)
-    found = quarantine.old_after(seq)
-    assert (None if found is None else found.seq) == (None if following is None else following.seq)
+    result = quarantine.old_after(seq)
+    assert (None if result is None else result.seq) == (None if following is None else following.seq)
     assert quarantine.take_new() == (len(old), new)
     assert len(quarantine) == 0

@@ -1,4 +1,5 @@
-"""The stream compared with a model network: order and trust hold through drops, cuts, restarts and truncation."""
+"""The stream compared with a model network: order and trust are right through lost messages, disconnects, restarts and
+truncation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ WORDS: st.SearchStrategy[Word] = st.sampled_from(["EXACT", "EXACT", "EXACT", "li
 
 
 class StreamMachine(RuleBasedStateMachine):
-    """Every sequence of faults leaves each batch delivered once and in order per incarnation, and no false EXACT."""
+    """After every sequence of faults, each batch was delivered once and in order per incarnation, and EXACT was never false."""
 
     network: Network
 
@@ -54,7 +55,7 @@ class StreamMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "network") and self.network.unreported)
     @rule(which=st.integers(0, 20))
     def report_heartbeat(self, which: int) -> None:
-        """Late, and in any order."""
+        """Report a heartbeat late and in any order."""
         self.network.report(which)
 
     @rule(count=st.integers(50, 120))
@@ -91,22 +92,22 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule(waiting=st.integers(0, 3))
     def save(self, waiting: int) -> None:
-        """The application writes a checkpoint and its state, maybe before it was handed out the newest deliveries."""
+        """Write a checkpoint and the application's state, possibly before the newest deliveries are taken."""
         self.on_reported()
         self.network.save(waiting)
 
     @precondition(lambda self: hasattr(self, "network") and self.network.saved)
     @rule(which=st.integers(0, 5) | st.just(-1), newer=st.integers(0, 2))
     def resubscribe(self, which: int, newer: int) -> None:
-        """The subscriber restarts with one of its checkpoints, and the state of that moment or of a later one."""
+        """Restart the subscriber with one of its checkpoints, and the state of that moment or of a later one."""
         self.network.resubscribe(self.open(self.network.stream.source), which, newer)
 
     @rule(limit=st.none() | st.integers(1, 6), lose_marker=st.booleans(), mute=st.booleans())
-    def weather(self, limit: int | None, lose_marker: bool, mute: bool) -> None:
+    def set_reply_faults(self, limit: int | None, lose_marker: bool, mute: bool) -> None:
         self.network.reply_limit, self.network.lose_marker, self.network.mute = limit, lose_marker, mute
 
     @invariant()
-    def bounded(self) -> None:
+    def waiting_batches_are_bounded(self) -> None:
         if hasattr(self, "network"):
             assert self.network.stream.waiting <= 2 * LIMITS.max_pending_batches
 
@@ -117,35 +118,35 @@ class StreamMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: hasattr(self, "network"))
     @rule()
-    def heal(self) -> None:
-        """On a healthy network everything that still exists arrives, and trust says whether that is everything."""
+    def check_recovery(self) -> None:
+        """On a healthy network everything that still exists arrives, and the trust says whether that is everything."""
         network = self.network
         self.quiesce()
         life = network.publisher.life
         observer = network.observer
         if self.has_replay and life.payloads:
-            assert observer.life == life.number, "an idle engine's restart was not noticed"
+            assert observer.life == life.number, "a restart of an idle engine was not detected"
             assert observer.next_seq > max(life.payloads), "the tail of an idle engine was not found"
         network.publish()
         network.publish(says="EXACT")
         self.quiesce()
-        # If the heartbeat has shown another life or another state, all was replayed, and no live batch has confirmed that.
+        # If the heartbeat has shown another incarnation or state, everything was replayed and is not yet confirmed.
         network.publish()
         self.quiesce()
-        assert observer.next_seq == life.next_seq, "the newest batch was not reached"
+        assert observer.next_seq == life.next_seq, "the newest batch was not delivered"
         assert observer.life == life.number
         if not self.has_replay:
             assert network.stream.trust == Trust.DEGRADED
         elif network.stream.trust != Trust.EXACT:
             assert network.stream.trust == Trust.DEGRADED
             assert observer.gap_since_clear or observer.unreadable_since_clear, (
-                f"degraded without a cause: {network.stream.trust}"
+                f"DEGRADED without a cause: {network.stream.trust}"
             )
-        assert not observer.spoilt, "a true digest has not found what was wrong"
+        assert not observer.spoilt, "a true digest did not detect the wrong state"
         assert (network.stream.trust == Trust.EXACT) <= observer.holds_everything()
 
     def quiesce(self) -> None:
-        """Everything has arrived and was reported, and what came of that too."""
+        """Deliver and report everything, repeatedly until that causes nothing new."""
         self.network.quiesce()
         self.on_reported()
         while self.network.moved:
@@ -153,16 +154,16 @@ class StreamMachine(RuleBasedStateMachine):
             self.on_reported()
 
     def on_reported(self) -> None:
-        """Everything that a consumer found has been reported."""
+        """Report everything that a consumer found."""
         self.network.report_all()
 
     def teardown(self) -> None:
         if hasattr(self, "network"):
-            self.heal()
+            self.check_recovery()
 
 
 class RawStreamMachine(StreamMachine):
-    """The same without decoding: what its consumer reports, late and in any order, leaves what decoding would have left."""
+    """The same without decoding: late reports in any order have the same effect as decoding."""
 
     twins: Twins
 
@@ -187,10 +188,10 @@ class RawStreamMachine(StreamMachine):
 class ForeignReplayMachine(RuleBasedStateMachine):
     """The replay endpoint belongs to another publisher, for some answers or for all.
 
-    That one is ahead of the live one or behind it, or equal up to some number.
+    The other publisher has more or fewer batches than the live one, or is equal to it up to some number.
 
-    Whatever arrives first: the stream is never EXACT while something delivered is not what the live publisher sent under its
-    number. With the right endpoint it becomes EXACT again.
+    In any order of messages, the stream is never EXACT while a delivered batch differs from what the live publisher sent
+    under its number. With the right endpoint it becomes EXACT again.
     """
 
     @initialize(
@@ -215,7 +216,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
         self.settle()
 
     def foreign_payload(self, seq: int) -> bytes:
-        """What the other publisher has under a number."""
+        """Return what the other publisher has under a number."""
         return payload_of(0 if seq < self.prefix else 1, seq, clear=False)
 
     def reply(self, start: int) -> list[list[bytes]]:
@@ -223,7 +224,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
             return [replay_batch_frames(TOPIC, seq, payload_of(0, seq, clear=False)) for seq in range(start, self.sent)]
         first = 0 if self.steps is None else max(0, self.other - self.steps)
         answer = [replay_batch_frames(TOPIC, seq, self.foreign_payload(seq)) for seq in range(max(start, first), self.other)]
-        # A snapshot of what both have in common would be right, and the batches after it do not show whose it is.
+        # A snapshot of what both have in common would be right, and the batches after it do not identify its publisher.
         if self.compacts and first > max(start, self.prefix):
             answer.insert(0, replay_batch_frames(TOPIC, first - 1, payload_of(1, first - 1, clear=True)))
         return answer
@@ -236,7 +237,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
         self.sent += count
 
     @rule(count=st.integers(1, 20))
-    def the_other_publishes(self, count: int) -> None:
+    def publish_foreign(self, count: int) -> None:
         self.other += count
 
     @rule(count=st.integers(1, 30))
@@ -264,7 +265,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
 
     @rule(is_foreign=st.booleans())
     def redirect(self, is_foreign: bool) -> None:
-        """From the next request on, another one answers; what was answered may still arrive."""
+        """Let the other publisher answer the next requests; earlier answers may still arrive."""
         self.is_foreign = is_foreign
 
     @rule()
@@ -277,7 +278,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "stream") and self.stream.last_seq >= 0)
     @rule()
     def restart_the_subscriber(self) -> None:
-        """It goes on with its checkpoint, whichever incarnation answers now."""
+        """Continue from the checkpoint in a new stream, whichever publisher answers now."""
         checkpoint = self.stream.position().checkpoint("e", 0)
         self.stream = Stream(self.stream.source, LIMITS)
         self.stream.restore(checkpoint)
@@ -292,10 +293,10 @@ class ForeignReplayMachine(RuleBasedStateMachine):
                 self.held.clear()
             elif isinstance(delivery, Batch | RawBatch):
                 self.held[delivery.seq] = delivery.payload
-        while (ask := self.stream.request_to_send(self.now)) is not None:
-            if ask.new_connection:
+        while (request := self.stream.request_to_send(self.now)) is not None:
+            if request.new_connection:
                 self.replies.clear()
-            self.replies += [*self.reply(ask.start), replay_end_frames(with_topic=True)]
+            self.replies += [*self.reply(request.start), replay_end_frames(with_topic=True)]
         if not self.stream.is_fetching:
             self.replies.clear()
         self.check()
@@ -316,7 +317,9 @@ class ForeignReplayMachine(RuleBasedStateMachine):
                 self.read_live(1000)
                 self.read_replies(1000)
                 self.advance(seconds)
-        assert self.stream.degraded_reasons <= {DegradedReason.LOST}, "what was given up while the endpoint was not believed"
+        assert self.stream.degraded_reasons <= {DegradedReason.LOST}, (
+            "only what was given up while the endpoint was distrusted is missing"
+        )
         assert (self.stream.trust == Trust.EXACT) == (not self.stream.degraded_reasons)
         held = {seq: payload_of(0, seq, clear=False) for seq in range(self.sent)}
         assert self.held == held if not self.stream.degraded_reasons else self.held.items() <= held.items()

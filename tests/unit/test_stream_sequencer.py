@@ -1,4 +1,4 @@
-"""The sequencer: deliveries and gaps tile the numbers of a life; its buffers are bounded in number and in bytes."""
+"""The sequencer: deliveries and gaps cover the numbers of an incarnation; its buffers are bounded in number and in bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ seqs = st.integers(0, 12)
 
 
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
-def test_the_newest_replayed_digests_are_kept(steps: list[tuple[bool, int, bytes]]) -> None:
-    """The digests are those of a list whose oldest entries are dropped beyond the bound."""
+def test_the_newest_replayed_digests_are_stored(steps: list[tuple[bool, int, bytes]]) -> None:
+    """The digests equal those of a list whose oldest entries are dropped beyond the limit."""
     recent, model = ReplayedDigests(LIMITS), list[tuple[int, bytes]]()
     for adds, seq, payload in steps:
         known = next((each for number, each in model if number == seq), None)
@@ -33,13 +33,13 @@ def test_the_newest_replayed_digests_are_kept(steps: list[tuple[bool, int, bytes
 
 
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
-def test_the_reorder_buffer_is_within_both_bounds(steps: list[tuple[bool, int, bytes]]) -> None:
-    """A batch without room is refused. Room that a batch leaves can be used again."""
+def test_the_reorder_buffer_respects_both_limits(steps: list[tuple[bool, int, bytes]]) -> None:
+    """A batch without room is rejected. The room of a removed batch can be used again."""
     pending, model = ReorderBuffer(LIMITS), dict[int, bytes]()
     for adds, seq, payload in steps:
         if not adds:
-            taken = pending.pop(seq)
-            assert (None if taken is None else taken[0]) == model.pop(seq, None)
+            popped = pending.pop(seq)
+            assert (None if popped is None else popped[0]) == model.pop(seq, None)
         elif seq not in model:
             fits = len(model) < 5 and sum(map(len, model.values())) + len(payload) <= 40
             assert pending.add(seq, payload, replayed=False) == fits
@@ -62,8 +62,8 @@ def test_a_batch_that_was_removed_out_of_order_leaves_the_heap() -> None:
     assert pending.first() == 1000
 
 
-class Tiling:
-    """Feeds a sequencer as a stream does, and records the numbers that deliveries and gaps cover."""
+class CoverageRecorder:
+    """Feeds a sequencer like a stream, and records the numbers that deliveries and gaps cover."""
 
     def __init__(self) -> None:
         self.sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
@@ -108,25 +108,25 @@ class Tiling:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(("live", "replayed", "give up"))), max_size=60))
-def test_deliveries_and_gaps_tile_the_numbers(steps: list[tuple[int, str]]) -> None:
-    """Whatever arrives in whatever order, each number is delivered once or is part of one gap, in rising order."""
-    tiling = Tiling()
+def test_deliveries_and_gaps_cover_every_number_once(steps: list[tuple[int, str]]) -> None:
+    """In whatever order batches arrive, each number is delivered once or is part of one gap, in rising order."""
+    recorder = CoverageRecorder()
     for seq, step in steps:
         if step == "live":
-            tiling.live(seq)
+            recorder.live(seq)
         elif step == "replayed":
-            tiling.replayed(seq)
+            recorder.replayed(seq)
         else:
-            tiling.give_up()
-    while not tiling.sequencer.is_complete:
-        tiling.give_up()
-    assert tiling.covered == list(range(tiling.sequencer.next_seq))
-    assert len(tiling.sequencer.early) == 0
+            recorder.give_up()
+    while not recorder.sequencer.is_complete:
+        recorder.give_up()
+    assert recorder.covered == list(range(recorder.sequencer.next_seq))
+    assert len(recorder.sequencer.early) == 0
 
 
 @given(st.integers(0, 20), st.integers(-1, 20), st.integers(0, 20))
-def test_the_order_of_a_live_number(next_seq: int, last_live: int, seq: int) -> None:
-    """Numbers of one connection rise. Below the next number, replay was faster; above it, something is missing."""
+def test_a_live_number_is_classified_by_the_next_and_the_last_live_one(next_seq: int, last_live: int, seq: int) -> None:
+    """Numbers of one connection rise. A number below the next one was already replayed; above it, a batch is missing."""
     sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
     sequencer.next_seq, sequencer.last_live = next_seq, last_live
     order = sequencer.order_of(seq)
@@ -140,7 +140,8 @@ def test_the_order_of_a_live_number(next_seq: int, last_live: int, seq: int) -> 
 def test_the_gap_before_an_answer_ends_at_an_earlier_batch_that_waits(
     next_seq: int, early: list[int], first: int, compacted: bool
 ) -> None:
-    """A snapshot represents only the gap right before it: until it is applied, the state lacks what was in an earlier gap."""
+    """A snapshot represents only the gap right before it: until it is applied, the state lacks the batches of an earlier
+    gap."""
     sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
     sequencer.next_seq = next_seq
     waiting = {next_seq + 1 + seq for seq in early}

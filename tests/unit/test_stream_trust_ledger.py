@@ -1,4 +1,4 @@
-"""The trust ledger, against a list of everything that was ever recorded."""
+"""The trust ledger compared with a list of everything that was recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUMBERS = st.integers(0, 30)
 STEPS = st.lists(st.tuples(st.sampled_from(("lost", "clear", "match_digest")), NUMBERS), max_size=40)
 
 
-def recorded(ledger: TrustLedger, steps: list[tuple[str, int]]) -> list[int]:
+def record_steps(ledger: TrustLedger, steps: list[tuple[str, int]]) -> list[int]:
     """Record the steps, and return the gaps that no later clear or matching digest has ended."""
     gaps: list[int] = []
     for step, number in steps:
@@ -26,9 +26,9 @@ def recorded(ledger: TrustLedger, steps: list[tuple[str, int]]) -> list[int]:
 
 @given(STEPS, NUMBERS)
 def test_every_gap_counts_until_a_later_clear_or_matching_digest(steps: list[tuple[str, int]], seq: int) -> None:
-    """A mismatch is explained by the oldest gap that has not ended, however many gaps came later."""
+    """The oldest gap that has not ended explains a mismatch, however many gaps came later."""
     ledger = TrustLedger()
-    gaps = recorded(ledger, steps)
+    gaps = record_steps(ledger, steps)
     assert (DegradedReason.LOST in ledger) == bool(gaps)
     assert ledger.explains(seq) == any(gap <= seq for gap in gaps)
     assert ledger.persistent().get(DegradedReason.LOST) == max(gaps, default=None)
@@ -36,9 +36,9 @@ def test_every_gap_counts_until_a_later_clear_or_matching_digest(steps: list[tup
 
 @given(STEPS, NUMBERS)
 def test_with_more_gaps_than_are_stored_every_mismatch_is_still_explained(steps: list[tuple[str, int]], seq: int) -> None:
-    """That there is a reason, and the last number that it affects, is known as exactly as with few gaps."""
+    """The ledger still knows exactly that there is a reason and which number it affects last."""
     ledger = TrustLedger(max_marks=3)
-    gaps = recorded(ledger, steps)
+    gaps = record_steps(ledger, steps)
     assert ledger.explains(seq) >= any(gap <= seq for gap in gaps)
     assert (DegradedReason.LOST in ledger) == bool(gaps)
     assert ledger.persistent().get(DegradedReason.LOST) == max(gaps, default=None)
@@ -55,7 +55,7 @@ def test_a_gap_among_hundreds_explains_a_mismatch_that_is_reported_late() -> Non
 
 
 def test_the_stored_marks_are_bounded() -> None:
-    """The first mark stays, and the newest one, which decides when the reason ends."""
+    """The first mark stays, and so does the newest one, which decides when the reason ends."""
     ledger = TrustLedger()
     for number in range(10 * MAX_MARKS):
         ledger.add(DegradedReason.LOST, number)

@@ -1,4 +1,4 @@
-"""GitHub's workflows: what they may do, what they run, and that both are fixed."""
+"""GitHub's workflows have minimal permissions, pinned actions, and only existing make targets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_action_is_pinned_to_a_commit_and_names_its_release(workflow: Path
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_every_job_is_bounded_in_time_and_in_permissions(workflow: Path) -> None:
-    """Only what publishes or attests may write, and no checkout leaves its token behind."""
+    """Only jobs that publish or attest may write, and no checkout persists its token."""
     assert yaml.safe_load(workflow.read_text())["permissions"] == {}
     for name, job in jobs(workflow).items():
         assert job["timeout-minutes"] <= 240, name
@@ -46,8 +46,8 @@ def test_every_job_is_bounded_in_time_and_in_permissions(workflow: Path) -> None
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_what_is_made_is_a_target(workflow: Path) -> None:
-    """Also where the target comes from a matrix."""
+def test_every_make_command_names_an_existing_target(workflow: Path) -> None:
+    """Targets from a matrix are included."""
     targets = make_targets()
     for name, job in jobs(workflow).items():
         named = set(job.get("strategy", {}).get("matrix", {}).get("target", []))
