@@ -54,7 +54,7 @@ class SecureServer(NatsServer):
         super().__init__(home)
         self._certificates = certificates
 
-    def _write(self) -> None:
+    def _write_configuration(self) -> None:
         text = (DEPLOY / "server.conf").read_text()
         for role in ROLES:
             text = text.replace(f'"U{role.upper()}"', f'"{KEYS[role].public}"')
