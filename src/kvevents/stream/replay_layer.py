@@ -8,6 +8,7 @@ from kvevents.stream.deliveries import BatchT
 from kvevents.stream.delivery_layer import DeliveryLayer
 from kvevents.stream.identity import Fingerprint, FingerprintChain, NewestBatch
 from kvevents.stream.replay_fetch import Purpose, ReplayFetch, Stage
+from kvevents.stream.sequencer import GapEnd
 from kvevents.stream.transitions import Input
 from kvevents.stream.trust import DegradedReason
 from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
@@ -160,18 +161,18 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         Each retry for an earlier gap would bring another snapshot of several MiB.
         """
         waiting = self._early.get(reply.seq)
-        if (waiting is None or waiting.payload != reply.payload) and begins_with_clear(reply.payload):
+        is_live_batch = waiting is not None and waiting.payload == reply.payload
+        if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            self._early.pop(reply.seq)
-            while self._order.next_seq < reply.seq:
-                self._declare_gap(self._order.gap_before(reply.seq, compacted=True))
+            # The snapshot contains the batches that wait before it too. Without those that are missing between them, the state
+            # that they lead to would be wrong, and heartbeats in them would say so.
+            self._early.drop_up_to(reply.seq)
+            self._declare_gap(GapEnd(reply.seq - 1, compacted=True))
         elif fetch.incomplete:
             # A retry, and the batch is missing again.
             self._progress(fetch)
             fetch.incomplete = 0
-            is_live = waiting is not None and not waiting.replayed and waiting.payload == reply.payload
-            is_snapshot = not is_live and begins_with_clear(reply.payload)
-            self._declare_gap(self._order.gap_before(reply.seq, compacted=is_snapshot))
+            self._declare_gap(self._order.gap_before(reply.seq))
 
     def _accept(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
         """Take a batch of an answer whose publisher is known."""

@@ -56,6 +56,11 @@ class ReorderBuffer:
         """Return the lowest number in the buffer."""
         return self._order[0] if self._order else None
 
+    def drop_up_to(self, last: int) -> None:
+        """Drop the batches with numbers up to `last`."""
+        for seq in [seq for seq in self._batches if seq <= last]:
+            self.pop(seq)
+
     def drop_replayed(self) -> None:
         """Drop the batches that did not come live."""
         for seq in [seq for seq, batch in self._batches.items() if batch.replayed]:
@@ -188,11 +193,7 @@ class Sequencer:
             return GapEnd(self.highest_seen, compacted=False)
         return GapEnd(first - 1, compacted=batch.replayed and is_snapshot)
 
-    def gap_before(self, seq: int, *, compacted: bool) -> GapEnd:
-        """Return the gap before `seq`, the first number of an answer, or before an earlier batch that waits.
-
-        The gap before a batch that waits is a loss even if a snapshot with a higher number follows: until the snapshot is
-        applied, the state lacks what was in the gap.
-        """
-        last = min(seq, self.early.first() or seq) - 1
-        return GapEnd(last, compacted=compacted and last == seq - 1)
+    def gap_before(self, seq: int) -> GapEnd:
+        """Return the gap before `seq`, the first number of an answer, or before an earlier batch that waits."""
+        first = self.early.first()
+        return GapEnd(seq - 1 if first is None else min(seq, first) - 1, compacted=False)

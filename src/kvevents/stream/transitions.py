@@ -30,6 +30,7 @@ A publisher that compacts its history answers with a *snapshot*: a clear, and ev
 last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a
 clear. Either of them is right; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot
 ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher holds nothing before it.
+Early batches with lower numbers are dropped then, since the snapshot contains them.
 
 A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which incarnation it is,
 and when the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A
