@@ -98,7 +98,7 @@ async def test_vllm_lists_all_its_ranks(engine: Engine) -> None:
 
 
 async def test_adapters_are_requested_even_if_the_model_is_configured(engine: Engine) -> None:
-    """Only adapters of the base model are listed, under its configured name; with an invalid answer there are none."""
+    """Only adapters of the base model are listed, under its configured name. An invalid answer gives no adapters."""
     models = {"data": [*VLLM_MODELS["data"], {"id": "another", "parent": "another-model"}]}
     engine.pages |= {"/kv_event_sources": {"0": vllm_rank("tcp://10.0.0.1:41233")}, "/v1/models": models}
     named = Template(model="qwen", tenant="t", group="g")

@@ -78,7 +78,7 @@ def test_nothing_is_lost_when_the_clock_of_a_server_is_set(clock: ServersClock, 
 
 
 def test_nothing_is_lost_when_one_server_of_a_cluster_has_a_wrong_clock(clock: ServersClock, tmp_path: Path) -> None:
-    """One of three servers has a wrong clock, and may or may not lead the partition. The others have the right time."""
+    """One of three servers has a wrong clock, whether it leads the partition or not. The others have the right time."""
     with nats_cluster(tmp_path / "nats", each={"n1": {"command": clock.command}}) as cluster:
         plane = PlaneSettings(servers=cluster.urls, partitions=1, partition_bytes=64 << 20, copies=3)
         serve_while_the_clock_changes(clock, [cluster.nodes["n1"]], plane)

@@ -144,7 +144,7 @@ class Stream:
         return block
 
     def remove(self, value: int, plane: Plane) -> None:
-        """Remove a copy of the oldest block of a hash on the plane. If there is none, remove a waiting item, orphans first."""
+        """Remove a copy of the oldest block of a hash on the plane, or a waiting item without such a block, orphans first."""
         held = [block for block in self.blocks.get(value, []) if block.copies[plane]]
         waiting = [item for item in self.waiting if (item.hash, item.plane) == (value, plane)]
         if held:

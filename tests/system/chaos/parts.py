@@ -73,7 +73,7 @@ class Part:
             raise SilentPartError(f"{self.name} has ended") from error
 
     def receive(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """Return the next message of the process. Raises `SilentPartError` if there is none in time."""
+        """Return the next message of the process. Raises `SilentPartError` if it sends no message in time."""
         try:
             if self.pipe.poll(seconds):
                 return self.pipe.recv()
