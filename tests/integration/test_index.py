@@ -1110,16 +1110,18 @@ def test_a_missing_snapshot_raises(tmp_path: Path) -> None:
 def test_reprs_show_the_important_values(index: PrefixIndex, feed: Feed) -> None:
     applied = feed(store_chain(1, 2))
     match = index.match(PROMPT)
-    assert "PrefixIndex" in repr(index)
-    assert "2" in repr(index)
-    assert "a" in repr(match)
-    assert "4" in repr(match)
-    assert "applied" in repr(applied)
-    assert "gpu" in repr(match.best)
-    assert "a" in repr(index.workers())
-    assert "2" in repr(index.stats())
-    assert "gpu" in repr(next(index.blocks("a")))
-    assert "salt" in repr(Namespace(salt="t", mm=[MultiModal("image", 0, 2)]))
+    assert repr(index) == f"<PrefixIndex 1 workers, 2 blocks, {index.stats().bytes} bytes>"
+    assert repr(match) == "<Match of 1 workers: a/0: 4>"
+    assert repr(match.best) == "<WorkerMatch a rank 0: 4 tokens, gpu 4, cpu 4, disk 4>"
+    assert repr(applied) == "ApplyResult(status='applied', report=None)"
+    assert repr(index.workers()).startswith("[WorkerInfo(blocks=2, orphans=0, ")
+    assert repr(index.stats()).startswith("IndexStats(blocks=2, orphans=0, ")
+    assert re.fullmatch(
+        r"Block\(key=\d+, hash=1, tier='gpu', group=0, copies=1, certain_copies=1\)", repr(next(index.blocks("a")))
+    )
+    assert repr(Namespace(salt="t", mm=[MultiModal("image", 0, 2)])) == (
+        "Namespace(model=None, lora=None, salt='t', mm=[MultiModal(id='image', start=0, length=2)])"
+    )
 
 
 def test_unknown_workers_raise(index: PrefixIndex) -> None:

@@ -49,12 +49,12 @@ class States:
     async def wait(self, *states: str) -> None:
         """Wait until exactly these have been received."""
 
-        async def map_errors() -> None:
+        async def receive_all() -> None:
             while len(self.all) < len(states):
                 self._changed.clear()
                 await self._changed.wait()
 
-        await within(map_errors())
+        await within(receive_all())
         assert self.all == list(states)
 
 

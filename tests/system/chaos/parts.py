@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Self
@@ -189,13 +189,3 @@ def wait_until(is_ready: Callable[[], bool], seconds: float, interval: float = 0
             return False
         time.sleep(interval)
     return True
-
-
-@contextlib.contextmanager
-def killing(parts: list[Part]) -> Iterator[None]:
-    """Kill these processes at the end of the context, also stopped ones."""
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.kill()

@@ -50,8 +50,6 @@ class Stage:
         self._confirm_at = 0.0
         self._incarnation = 0
         self._at = self._ordered = 0
-        self._ends: list[int] = []
-        """Batches that each incarnation except the last one was ordered to publish."""
         self.published = 0
         self._counted: Counter[str] = Counter()
 
