@@ -73,7 +73,7 @@ class EventPath:
 
     @property
     def hashes_on_all_tiers(self) -> set[int]:
-        return self.hashes | {hash_ for engine in self.engines for hash_ in engine.elsewhere}
+        return self.hashes | {hash_ for engine in self.engines for hash_ in engine.other_tiers}
 
     @property
     def hashes_in_the_index(self) -> set[int]:
@@ -168,7 +168,7 @@ def test_a_mismatch_at_the_engine_degrades_the_stream_and_resets_it(event_path: 
     consumer = event_path.consumer()
     fill(event_path)
     event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
-    event_path.engine.keep_a_secret(77)
+    event_path.engine.falsify_attestation(77)
     event_path.wait_until(
         lambda: consumer.trust.name == "DEGRADED" and DegradedReason.UNATTESTED.value in consumer.trust.reason
     )
@@ -176,7 +176,7 @@ def test_a_mismatch_at_the_engine_degrades_the_stream_and_resets_it(event_path: 
         event_path.wait_until(lambda: consumer.resets > 0)
     else:
         event_path.wait_until(lambda: event_path.relays[0].status().upstreams[0].counters.resets > 0)
-    event_path.engine.keep_a_secret(0)
+    event_path.engine.falsify_attestation(0)
     event_path.wait_until(lambda: consumer.is_attested and consumer.hashes >= event_path.hashes)
 
 

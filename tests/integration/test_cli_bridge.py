@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli_cases import Ended, Program, run
+from cli_cases import ProcessResult, Program, run
 from kvevents.cli.bridge import StateLogger, encode_registration
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
@@ -24,9 +24,9 @@ from kvevents.security import Curve
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
-from ports import quiet_port
-from publisher_cases import ANY, batch, publishing
-from service_cases import until, write
+from ports import reserve_port
+from publisher_cases import ANY, batch, run_publisher
+from service_cases import wait_for, write
 
 pytestmark = needs_nats
 
@@ -73,7 +73,7 @@ def confirm_stream(program: Program, name: str, publisher: ZmqEventPublisher, nu
 
 def wait_for_batches(log: Log, name: str, count: int) -> Log:
     """Wait until the log has `count` batches of an engine; assert that each is there once and in order."""
-    log.until(f"{count} batches of {name}", lambda log: len(log.numbers(log_key(name))) >= count)
+    log.wait_for(f"{count} batches of {name}", lambda log: len(log.numbers(log_key(name))) >= count)
     assert log.numbers(log_key(name)) == list(range(count))
     assert log.flaws == (0, 0)
     return log
@@ -102,7 +102,7 @@ def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_batches_of_two_engines_are_in_the_log_when_the_bridge_has_ended(server: NatsServer, number: signal.Signals) -> None:
     """A signal ends the bridge with code 0, and all batches that were published before it are in the log."""
     plane = f"two-{number}"
-    with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
+    with run_publisher(replay_endpoint=ANY) as first, run_publisher(replay_endpoint=ANY) as second:
         arguments = (*worker_arguments("a", first), *worker_arguments("b", second))
         with run_bridge(server, plane, *arguments) as program:
             for name, publisher in (("a", first), ("b", second)):
@@ -122,7 +122,7 @@ def test_batches_of_two_engines_are_in_the_log_when_the_bridge_has_ended(server:
 
 def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: Path) -> None:
     """Settings of all kinds come from the file; an added engine is followed, and a removed one is removed from the log."""
-    with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
+    with run_publisher(replay_endpoint=ANY) as first, run_publisher(replay_endpoint=ANY) as second:
         head = f"""
             [plane]
             servers = ["{server.url}"]
@@ -139,7 +139,7 @@ def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: P
         with Program("bridge", "--config", config, "--sources", more, "--bridge-name", "of the flags") as program:
             program.err.wait("bridge 'of the flags' writes to the 2 partitions of plane 'file'")
             confirm_stream(program, "a", first)
-            log = Log(plane_at(server.url, name="file")).until(
+            log = Log(plane_at(server.url, name="file")).wait_for(
                 "a", lambda log: len(log.pages) and registrations_by_name(log).keys() == {"a"}
             )
             assert (registrations_by_name(log)["a"]["block_size"], registrations_by_name(log)["a"]["group"]) == (16, "g")
@@ -149,7 +149,7 @@ def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: P
             confirm_stream(program, "b", second, 1)
             program.err.wait("connected; streams: 2 EXACT; 3 batches written; 0 records of 0 bytes queued")
             write(config, head)
-            log.until("only b", lambda log: registrations_by_name(log).keys() == {"b"})
+            log.wait_for("only b", lambda log: registrations_by_name(log).keys() == {"b"})
             program.err.wait("a rank 0: no longer followed")
             write(more, "sources = [")
             program.err.wait(r"WARNING .*more\.toml: .*the sources that it named before stay")
@@ -162,7 +162,7 @@ def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: P
 
 def test_ranks_that_cannot_be_of_one_engine_are_reported(server: NatsServer, tmp_path: Path) -> None:
     """They are reported when the file is changed; a bridge does not start with such a file."""
-    with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
+    with run_publisher(replay_endpoint=ANY) as first, run_publisher(replay_endpoint=ANY) as second:
         file = write(tmp_path / "s.toml", toml_source("a", first))
         with run_bridge(server, "ranks", "--sources", file) as program:
             confirm_stream(program, "a", first)
@@ -186,14 +186,14 @@ def test_registrations_in_the_log_have_no_keys() -> None:
 
 def test_a_killed_bridge_restarts_under_its_name_without_losses_or_duplicates(server: NatsServer) -> None:
     """It starts at once under the same name, because the log, not the name, protects against duplicate batches."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         log, number = Log(plane_at(server.url, name="killed")), 0
         for _ in range(3):
             with run_bridge(server, "killed", *worker_arguments("a", publisher), name="node.example") as program:
                 for _ in range(300):
                     publisher.publish(batch(number))
                     number += 1
-                log.until("most batches", lambda log: len(log.numbers(log_key("a"))) >= number - 200)  # noqa: B023 - called at once
+                log.wait_for("most batches", lambda log: len(log.numbers(log_key("a"))) >= number - 200)  # noqa: B023 - called at once
                 program.process.kill()
                 assert program.process.wait(SECONDS) == -signal.SIGKILL
             assert not [line for line in program.err.all if "has the same name" in line]
@@ -205,18 +205,18 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(
     server: NatsServer, fast_heartbeat: tuple[object, ...]
 ) -> None:
     """Both bridges and `plane status` report it; when one bridge ends, the other reports that the name is normal again."""
-    port = quiet_port()
-    with publishing(replay_endpoint=ANY) as publisher:
+    port = reserve_port()
+    with run_publisher(replay_endpoint=ANY) as publisher:
         arguments = (*worker_arguments("a", publisher), *fast_heartbeat, "--metrics-port")
         with run_bridge(server, "same", *arguments, port) as first:
             confirm_stream(first, "a", publisher)
             assert scrape(port)["kvevents_bridge_name_shared"] == [({}, 0.0)]
-            with run_bridge(server, "same", *arguments, quiet_port()) as second:
+            with run_bridge(server, "same", *arguments, reserve_port()) as second:
                 for one, other in ((first, second), (second, first)):
                     owner = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
                     one.err.wait(f"WARNING .*name 'bridge': {owner} has the same name; give each bridge another --bridge-name")
-                until("the metric of a shared name", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
-                until(
+                wait_for("the metric of a shared name", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
+                wait_for(
                     "the fault in plane status",
                     lambda: "several processes use the bridge name bridge" in plane_status(server, "same").out,
                 )
@@ -229,7 +229,7 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(
             wait_for_batches(Log(plane_at(server.url, name="same")), "a", 101)
 
 
-def plane_status(server: NatsServer, plane: str) -> Ended:
+def plane_status(server: NatsServer, plane: str) -> ProcessResult:
     return run("plane", "status", "--nats", server.url, "--plane", plane)
 
 
@@ -237,7 +237,7 @@ def test_a_suspended_bridge_continues_after_another_of_its_name_has_written(
     server: NatsServer, fast_heartbeat: tuple[object, ...]
 ) -> None:
     with (
-        publishing(replay_endpoint=ANY) as publisher,
+        run_publisher(replay_endpoint=ANY) as publisher,
         run_bridge(server, "stopped", *worker_arguments("a", publisher), *fast_heartbeat) as first,
     ):
         confirm_stream(first, "a", publisher)
@@ -255,7 +255,7 @@ def test_a_suspended_bridge_continues_after_another_of_its_name_has_written(
 
 def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_one_at_once(tmp_path: Path) -> None:
     """The bridge reports how many records were not written."""
-    with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
+    with nats_server(tmp_path) as server, run_publisher(replay_endpoint=ANY) as publisher:
         both = [
             Program("bridge", "--nats", server.url, "--bridge-name", name, *PARTITION, *worker_arguments("a", publisher))
             for name in ("one", "two")
@@ -273,7 +273,7 @@ def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_o
                 program.err.wait("reconnecting")
                 program.process.send_signal(signal.SIGTERM)
             # The subscribers of both bridges end first.
-            until("the end to begin", lambda: publisher.stats().subscribers == 0)
+            wait_for("the end to begin", lambda: publisher.stats().subscribers == 0)
             assert hasty.interrupt(signal.SIGINT).code == 130
             ended = patient.end()
         assert ended.code == 0, ended.err
@@ -281,7 +281,7 @@ def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_o
         assert "Traceback" not in ended.err
 
 
-def last_line(ended: Ended) -> str:
+def last_line(ended: ProcessResult) -> str:
     return ended.err.splitlines()[-1]
 
 
@@ -290,8 +290,8 @@ def last_line(ended: Ended) -> str:
 
 def test_the_metrics_report_the_state_of_the_bridge(server: NatsServer) -> None:
     """Metrics have few labels, and their values equal the state of the bridge."""
-    port = quiet_port()
-    with publishing(replay_endpoint=ANY) as publisher:
+    port = reserve_port()
+    with run_publisher(replay_endpoint=ANY) as publisher:
         more = (
             *worker_arguments("a", publisher),
             "--worker",
@@ -302,7 +302,7 @@ def test_the_metrics_report_the_state_of_the_bridge(server: NatsServer) -> None:
         )
         with run_bridge(server, "metrics", *more) as program:
             confirm_stream(program, "a", publisher)
-            until("one written batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
+            wait_for("one written batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
             found = {name: values for name, values in scrape(port).items() if name.startswith("kvevents")}
             assert {name.removeprefix("kvevents_bridge_") for name in found} == {
                 *("connected", "name_shared", "network_failure_suspected", "unclaimed_engines"),

@@ -16,9 +16,20 @@ import msgspec
 import pytest
 import zmq
 
-from cli_cases import RECORDING, RUN, SECONDS, Program, adjacent, refusing, run, tape_of
-from cli_doctor_cases import findings, one, server
-from cli_service_cases import READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
+from cli_cases import RECORDING, RUN, SECONDS, Program, play_on_adjacent_ports, refuse_connections, run, tape_of
+from cli_doctor_cases import findings, one, serve_reply
+from cli_service_cases import (
+    READY,
+    TOKEN,
+    RunningService,
+    blocks,
+    engine,
+    run_guarded_service,
+    serving,
+    source,
+    stats,
+    wait_until,
+)
 from kvevents.cli.doctor import service_checks as checks
 from kvevents.cli.doctor.service_checks import ENOUGH_LOOKUPS
 from kvevents.cli.doctor.traffic import check_topic
@@ -47,7 +58,7 @@ def play_under_load(**faults: object) -> Iterator[TapePlayer]:
 
 
 def test_a_healthy_engine_has_no_warnings() -> None:
-    with adjacent() as (tape,):
+    with play_on_adjacent_ports() as (tape,):
         tape.play(20)
         tape.start_playing(rate=200.0, times=1_000)
         ended = run("doctor", tape.endpoint, *DURATION)
@@ -84,7 +95,7 @@ def test_a_prefix_that_excludes_some_topics_is_a_warning_with_the_common_prefix(
 
 
 def test_an_address_without_a_listener_is_reported() -> None:
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         found = findings(run("doctor", nowhere, "--output=json", *DURATION))
     assert list(found) == ["address"]
     assert "nothing listens there" in found["address"]["text"]
@@ -93,7 +104,7 @@ def test_an_address_without_a_listener_is_reported() -> None:
 
 
 def test_a_replay_port_given_as_the_endpoint_is_recognised() -> None:
-    with adjacent() as (tape,):
+    with play_on_adjacent_ports() as (tape,):
         found = findings(run("doctor", tape.replay_endpoint, "--output=json", *DURATION))
         assert "ROUTER socket: a replay endpoint" in found["address"]["text"]
         assert f"{tape.endpoint} is a publisher; use that as ENDPOINT" in found["address"]["advice"]
@@ -182,7 +193,7 @@ def test_an_idle_engine_is_not_a_fault_and_replay_shows_its_dialect() -> None:
 
 
 def test_further_ranks_on_the_next_ports_are_reported() -> None:
-    with adjacent(ranks=2) as tapes:
+    with play_on_adjacent_ports(ranks=2) as tapes:
         tapes[0].play(3)
         found = run_doctor(tapes[0])
     assert "the next 1 port publish too" in found["ranks"]["text"]
@@ -190,7 +201,7 @@ def test_further_ranks_on_the_next_ports_are_reported() -> None:
 
 
 def test_an_engine_that_connects_is_examined_with_bind() -> None:
-    with refusing() as endpoint:
+    with refuse_connections() as endpoint:
         pass
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
     try:
@@ -210,12 +221,12 @@ def test_an_engine_that_connects_is_examined_with_bind() -> None:
     [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "not-zeromq"), (b"", "closed"), (b"\x00" * 64, "not-zeromq"), (None, "silent")],
 )
 def test_the_handshake_recognises_other_protocols(reply: bytes | None, outcome: str) -> None:
-    with server(reply) as endpoint:
+    with serve_reply(reply) as endpoint:
         assert perform_handshake(endpoint, timeout=0.5).outcome == outcome
 
 
 def test_an_http_port_is_reported_as_http() -> None:
-    with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
+    with serve_reply(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
         found = findings(run("doctor", endpoint, "--output=json", *DURATION))
     assert "it speaks HTTP, not ZeroMQ" in found["address"]["text"]
     assert "/kv_event_sources" in found["address"]["advice"]
@@ -291,7 +302,7 @@ def test_a_healthy_service_and_its_fleet_have_no_warnings() -> None:
 
 
 def test_an_unreachable_service_is_reported() -> None:
-    with refusing() as endpoint:
+    with refuse_connections() as endpoint:
         found = examine_service(endpoint.replace("tcp", "http"))
     assert list(found) == ["service"]
     assert "nothing listens at" in found["service"]["text"]
@@ -299,7 +310,7 @@ def test_an_unreachable_service_is_reported() -> None:
 
 
 def test_an_engine_port_given_as_the_service_is_recognised() -> None:
-    with adjacent() as (tape,):
+    with play_on_adjacent_ports() as (tape,):
         found = examine_service(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
     assert "uses ZeroMQ instead of HTTP" in found["service"]["text"]
     assert f"kvevents doctor {tape.endpoint.removeprefix('tcp://')}" in found["service"]["advice"]
@@ -314,8 +325,8 @@ def test_a_service_that_requires_a_token_is_examined_with_the_token(tmp_path: Pa
         finally:
             connection.close()
 
-    with guarded(tmp_path) as (url, _):
-        until(is_ready)
+    with run_guarded_service(tmp_path) as (url, _):
+        wait_until(is_ready)
         found = examine_service(url)
         assert found["access"]["verdict"] == "fail"
         assert "KVEVENTS_TOKEN" in found["access"]["advice"]
@@ -325,7 +336,7 @@ def test_a_service_that_requires_a_token_is_examined_with_the_token(tmp_path: Pa
 
 
 def test_stopped_engines_and_engines_without_replay_are_reported() -> None:
-    with serving() as served, engine(blocks(2)) as one, refusing() as nowhere:
+    with serving() as served, engine(blocks(2)) as one, refuse_connections() as nowhere:
         with engine(blocks(2)) as other:
             served.register("engine-0", one, replay_endpoint=None)
             served.register("engine-1", other)
@@ -356,7 +367,7 @@ def test_a_missing_rank_is_a_warning() -> None:
 
 def test_a_discovery_fault_fails() -> None:
     with serving("--dns", "no-such-host.invalid:5557", "--model", "m") as served:
-        until(lambda: bool(served.ask("GET", "/v1/sources")["faults"]))
+        wait_until(lambda: bool(served.ask("GET", "/v1/sources")["faults"]))
         found = examine_service(served.url)
     assert found["discovery"]["verdict"] == "fail"
     assert "no-such-host.invalid" in found["discovery"]["text"]
@@ -380,7 +391,7 @@ def test_lookups_that_never_match_fail_with_advice() -> None:
 
 def test_a_port_that_is_open_to_every_host_is_a_warning() -> None:
     with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - the fault under test
-        served = Served(program)
+        served = RunningService(program)
         found = examine_service(served.url)
     assert found["health"]["verdict"] == "warn"
     assert "set access.tokens" in found["health"]["text"]

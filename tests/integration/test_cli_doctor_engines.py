@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli_cases import RECORDING, RUN, adjacent, run
+from cli_cases import RECORDING, RUN, play_on_adjacent_ports, run
 from cli_doctor_cases import findings
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
@@ -35,7 +35,7 @@ def make_compacted_history(count: int) -> list[tuple[bytes, int, bytes]]:
 def engine(*, idle: bool = False, rate: float = 100.0, tape: Any = RECORDING, **faults: Any) -> Iterator[TapePlayer]:
     """Play a recorded engine, under load unless it is idle, whose replay port is the one after its event port."""
     source = None if tape is RECORDING else tape
-    with adjacent(source, faults=Faults(**faults)) as (player,):
+    with play_on_adjacent_ports(source, faults=Faults(**faults)) as (player,):
         player.play(20)
         if not idle:
             player.start_playing(rate=rate, times=1_000)

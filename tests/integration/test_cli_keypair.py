@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from certificate_pairs import put
+from certificate_pairs import write_new_pair
 from cli_cases import Program, run
 from kvevents.cli.doctor.address import probe_curve
 from kvevents.cli.doctor.replay import request_replay
@@ -32,7 +32,7 @@ def keys(tmp_path: Path) -> Path:
     """A folder with the keys of an engine and of a stranger, and `clients`, which has the one key that the engine allows."""
     (tmp_path / "clients").mkdir()
     for name in ("engine", "stranger", "clients/router"):
-        put(tmp_path, name)
+        write_new_pair(tmp_path, name)
     return tmp_path
 
 

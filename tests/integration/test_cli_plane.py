@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import nats
 
-from cli_cases import Ended, run
+from cli_cases import ProcessResult, run
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout, create_plane, partition_info
 from kvevents.plane.leases import LeaseHolder, lease_key
@@ -21,21 +21,21 @@ from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
 from kvevents.plane.status import BRIDGE_SCAN_PAGES, PartitionView, PlaneView, ShardView, format_partitions
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import bridging, plane_at
-from service_cases import engine, serving, until
+from plane_cases import plane_at, run_bridge
+from service_cases import engine, serving, wait_for
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
 
 
-def plane_status(*args: object) -> Ended:
+def plane_status(*args: object) -> ProcessResult:
     return run("plane", "status", *args)
 
 
 def test_plane_status_shows_partitions_snapshots_and_replicas(server: NatsServer) -> None:
     plane = plane_at(server.url, name="shown", partitions=2)
     flags = ("--nats", server.url, "--plane", "shown", "--snapshot-seconds", "0.3", "--replica-name", "a")
-    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+    with engine() as one, run_bridge(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
@@ -43,7 +43,7 @@ def test_plane_status_shows_partitions_snapshots_and_replicas(server: NatsServer
             found = msgspec.json.decode(plane_status("--nats", server.url, "--plane", "shown", "--output=json").out)
             return found if found["snapshots"] and found["replicas"] else None
 
-        found = until("a snapshot", read_status)
+        found = wait_for("a snapshot", read_status)
         assert found["faults"] == []
         assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
@@ -77,7 +77,7 @@ def test_plane_status_shows_shards_and_the_snapshots_of_each_partition(server: N
             await bucket.put(f"snapshot.{partition}", msgspec.json.encode(SnapshotList(VERSION, found)))
         await client.close()
 
-    with engine() as one, bridging(plane, watch_of("one", one)):
+    with engine() as one, run_bridge(plane, watch_of("one", one)):
         asyncio.run(put())
         ended = plane_status("--nats", server.url, "--plane", "shares")
         assert ended.code == 1

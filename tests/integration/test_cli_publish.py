@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
-from cli_record_cases import ANYWHERE, serving
+from cli_record_cases import ANY_PORT, serving
 from kvevents.cli.publish import batch_of
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.stream import Batch, Source
@@ -16,7 +16,7 @@ from kvevents.subscriber import Subscriber
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
 
-ENDPOINTS = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE)
+ENDPOINTS = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT)
 STORED = '{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null, "token_ids": [7, 8], "block_size": 1}'
 
 
@@ -64,7 +64,7 @@ def test_an_invalid_line_is_reported_and_the_others_are_published() -> None:
 
 def test_connecting_to_an_address_without_a_listener_is_reported() -> None:
     """Like an engine, it connects to an address without a wildcard instead of binding it."""
-    ended = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
+    ended = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANY_PORT, stdin=STORED.encode())
     assert "the publisher connects to tcp://127.0.0.1:1" in ended.err
     assert "it connects" not in run("publish", "-", *ENDPOINTS, stdin=STORED.encode()).err
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cli_cases import RECORDING, RUN, SECONDS, Program, refusing, run
-from cli_record_cases import ANYWHERE, serving
+from cli_cases import RECORDING, RUN, SECONDS, Program, refuse_connections, run
+from cli_record_cases import ANY_PORT, serving
 from kvevents.recording import LiveBatch, live_batches, read_recording, recorded_endpoints
 from kvevents.testing import Faults, TapePlayer
 
@@ -41,7 +41,7 @@ def test_a_recording_of_losses_and_a_restart_is_equal_after_it_is_played_and_rec
     assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
 
     # With this speed an incarnation ends while many of its batches are not yet received.
-    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--linger")
+    options = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--wait-for-subscriber", "--speed", "max", "--linger")
     with Program("play", one, *options) as player:
         live, replay = serving(player)
         assert run("record", live, other, "--replay", replay, "--source-name", "pod", "--count", 114).code == 0
@@ -98,7 +98,7 @@ def test_an_existing_recording_is_replaced_only_with_force(tmp_path: Path) -> No
 
 def test_a_missing_folder_is_reported_before_record_waits_for_an_engine(tmp_path: Path) -> None:
     """There is no engine and no limit to the wait, so only a check beforehand can end the command."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 1
     assert "does not exist" in refused.err
@@ -107,7 +107,7 @@ def test_a_missing_folder_is_reported_before_record_waits_for_an_engine(tmp_path
 def test_an_existing_recording_is_not_lost_if_no_engine_connects(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("precious")
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         assert run("record", nowhere, path, "--force", "--idle-timeout", 0.2).code == 3
     assert path.read_text() == "precious"
 
@@ -133,13 +133,13 @@ def test_play_lists_the_runs_of_a_recording_and_rejects_an_unknown_run() -> None
 
 
 def test_play_ends_if_no_subscriber_connects() -> None:
-    ended = run("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", 0.1)
+    ended = run("play", RECORDING, "--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--wait-for-subscriber", 0.1)
     assert ended.code == 1
     assert re.search(r"kvevents: no subscriber connected to tcp://127.0.0.1:\d+ within 0.1 s", ended.err)
 
 
 def test_play_continues_the_numbers_in_each_repetition_and_ends_on_a_signal() -> None:
-    args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
+    args = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
     with Program("play", RECORDING, *args) as player:
         live, replay = serving(player)
         tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 3 * 79)
@@ -150,7 +150,7 @@ def test_play_continues_the_numbers_in_each_repetition_and_ends_on_a_signal() ->
 
 
 def test_an_interrupted_play_reports_how_many_batches_were_played() -> None:
-    with Program("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "0.001") as player:
+    with Program("play", RECORDING, "--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--speed", "0.001") as player:
         serving(player)
         ended = player.interrupt()
     assert ended.code == 130

@@ -19,8 +19,8 @@ from cli_cases import Program, run
 from kvevents.cli.options import engine
 from kvevents.cli.relay import HINT_SECONDS, RelayStatusLogger
 from kvevents.stream import DegradedReason, Source, Trust
-from ports import quiet_port
-from publisher_cases import ANY, DEADLINE, publishing
+from ports import reserve_port
+from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
 
@@ -58,7 +58,7 @@ def until_exact(truth: Truth, *listeners: Listener) -> None:
                 DegradedReason.REPLAY_UNPROVEN.value in each.subscriber.trust().reason
             )  # its own reason, or the relay's
             if is_unconfirmed and each.digest == truth.digest and monotonic() > published_at + 1.0:
-                truth.say()
+                truth.publish_events()
                 published_at = monotonic()
 
 
@@ -75,27 +75,27 @@ def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> Non
     rng = random.Random(5)
     endpoints = RelayEndpoints(tmp_path)
     number = 0
-    with publishing(replay_endpoint=ANY, buffer_steps=100_000) as publisher, listener(endpoints) as early:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=100_000) as publisher, listener(endpoints) as early:
         wildcard_endpoints = [str(end).replace("127.0.0.1", "*") for end in (publisher.endpoint, publisher.replay_endpoint)]
         truth = Truth(publisher)
         program = Program(*endpoints.arguments(publisher))
         program.err.wait("relaying to")
-        truth.say(block(0))
+        truth.publish_events(block(0))
         until_exact(truth, early)
         incarnations = set()
         for kill in range(KILLS):
             for _ in range(rng.randint(20, 400)):
                 number += 1
-                truth.say(block(number))
+                truth.publish_events(block(number))
                 early.take()
             program.process.kill()
             program.end()
             if restarts and kill == 1:
                 publisher.shutdown()
-                with publishing(endpoint=wildcard_endpoints[0], replay_endpoint=wildcard_endpoints[1]) as restarted:
+                with run_publisher(endpoint=wildcard_endpoints[0], replay_endpoint=wildcard_endpoints[1]) as restarted:
                     truth = Truth(restarted)
                     for each in range(700):
-                        truth.say(block(10_000 + each))
+                        truth.publish_events(block(10_000 + each))
                     program = Program(*endpoints.arguments(restarted))
                     until_exact(truth, early)
                     with listener(endpoints) as late:
@@ -117,11 +117,11 @@ def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> Non
 
 def test_a_damaged_journal_starts_a_new_incarnation(tmp_path: Path) -> None:
     endpoints = RelayEndpoints(tmp_path)
-    with publishing(replay_endpoint=ANY) as publisher, listener(endpoints) as early:
+    with run_publisher(replay_endpoint=ANY) as publisher, listener(endpoints) as early:
         truth = Truth(publisher)
         with Program(*endpoints.arguments(publisher)) as program:
             for number in range(50):
-                truth.say(block(number))
+                truth.publish_events(block(number))
             until_exact(truth, early)
             program.process.kill()
         for path in endpoints.journal.glob("*.log"):
@@ -141,11 +141,11 @@ def test_a_damaged_journal_starts_a_new_incarnation(tmp_path: Path) -> None:
 
 def test_metrics_are_served_and_a_journal_folder_in_use_is_rejected(tmp_path: Path) -> None:
     endpoints = RelayEndpoints(tmp_path)
-    port = quiet_port()
-    with publishing(replay_endpoint=ANY) as publisher:
+    port = reserve_port()
+    with run_publisher(replay_endpoint=ANY) as publisher:
         with Program(*endpoints.arguments(publisher, "--metrics-port", port, "--log-format=json")) as program:
             program.err.wait("engine rank 0: DEGRADED .*no live batch has confirmed")
-            Truth(publisher).say()
+            Truth(publisher).publish_events()
             program.err.wait("engine rank 0: EXACT")
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
                 assert b'kvevents_relay_upstream_state{state="EXACT"} 1.0' in answer.read()
@@ -182,7 +182,7 @@ def test_wrong_usage_is_reported_in_one_sentence(arguments: list[str], code: int
 
 
 def test_a_port_in_use_is_reported_in_one_sentence() -> None:
-    with publishing() as publisher:
+    with run_publisher() as publisher:
         ended = run("relay", "127.0.0.1:1", "--endpoint", publisher.endpoint)
     assert ended.code == 1
     assert "in use" in ended.err

@@ -25,8 +25,20 @@ import msgspec
 import pytest
 from rich.console import Console as RichConsole
 
-from cli_cases import SECONDS, Program, interrupts_enabled, refusing, run
-from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, error_of, guarded, serving, source, stats
+from cli_cases import SECONDS, Program, interrupts_enabled, refuse_connections, run
+from cli_service_cases import (
+    BLOCK,
+    READY,
+    TOKEN,
+    RunningService,
+    blocks,
+    engine,
+    error_of,
+    run_guarded_service,
+    serving,
+    source,
+    stats,
+)
 from kvevents.cli import main
 from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
@@ -56,7 +68,7 @@ def reserve_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Served]:
+def fleet() -> Iterator[RunningService]:
     """Two engines of one model: one holds half of a prompt of 64 tokens, the other all of it, half of it in host memory."""
     with serving() as served, engine(blocks(2)) as half, engine(blocks(2), blocks(2, 2, "CPU")) as whole:
         served.register("engine-0", half)
@@ -72,7 +84,7 @@ PROMPT: Final = list(range(64))
 # --- query
 
 
-def test_a_table_shows_how_much_each_worker_holds(fleet: Served) -> None:
+def test_a_table_shows_how_much_each_worker_holds(fleet: RunningService) -> None:
     ended = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
     assert ended.code == 0, ended.err
     head, titles, *rows = ended.out.splitlines()
@@ -85,20 +97,20 @@ def test_a_table_shows_how_much_each_worker_holds(fleet: Served) -> None:
     assert "█ down to gpu" in ended.err
 
 
-def test_an_encoding_without_block_characters_gets_an_ascii_bar(fleet: Served) -> None:
+def test_an_encoding_without_block_characters_gets_an_ascii_bar(fleet: RunningService) -> None:
     with Program("query", *PROMPT, "--whole-prompt", "--service", fleet.url, PYTHONIOENCODING="ascii") as querying:
         out = querying.end().out
     assert f"{'#' * 12}{'=' * 12}" in out
     assert f"{'#' * 12}{'.' * 12}" in out
 
 
-def test_json_is_the_answer_of_the_service(fleet: Served) -> None:
+def test_json_is_the_answer_of_the_service(fleet: RunningService) -> None:
     ended = run("query", *PROMPT, "--service", fleet.url, "--output=json")
     assert json.loads(ended.out) == fleet.ask("POST", "/v1/match", {"model": "m", "tokens": PROMPT})
     assert ended.err == ""
 
 
-def test_tokens_are_accepted_in_every_form(fleet: Served, tmp_path: Path) -> None:
+def test_tokens_are_accepted_in_every_form(fleet: RunningService, tmp_path: Path) -> None:
     (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
     (tmp_path / "prompt.u32").write_bytes(array("I", PROMPT).tobytes())
     (tmp_path / "prompt.bin").write_bytes(array("I", PROMPT).tobytes())
@@ -116,12 +128,12 @@ def test_tokens_are_accepted_in_every_form(fleet: Served, tmp_path: Path) -> Non
     assert json.loads(answers.pop())["prompt_tokens"] == 64
 
 
-def test_the_url_of_the_service_is_read_from_the_environment(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_of_the_service_is_read_from_the_environment(fleet: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEVENTS_SERVICE", fleet.url.removeprefix("http://"))
     assert run("query", *PROMPT).code == 0
 
 
-def test_select_shows_the_worker_and_the_reason(fleet: Served) -> None:
+def test_select_shows_the_worker_and_the_reason(fleet: RunningService) -> None:
     ended = run("query", *PROMPT, "--select", "--service", fleet.url)
     chosen, why, titles, *rows = ended.out.splitlines()
     assert chosen == "engine-1/0 should get the prompt"
@@ -133,7 +145,7 @@ def test_select_shows_the_worker_and_the_reason(fleet: Served) -> None:
     assert len(answer["considered"]) == 2
 
 
-def test_query_explains_why_no_worker_matches(fleet: Served) -> None:
+def test_query_explains_why_no_worker_matches(fleet: RunningService) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
     assert short.out == "5 tokens of model m: no worker is known to hold a prefix of them\n"
     assert f"not longer than a block of {BLOCK} tokens" in short.err
@@ -142,7 +154,7 @@ def test_query_explains_why_no_worker_matches(fleet: Served) -> None:
     assert (short.code, other.code) == (0, 0)
 
 
-def test_an_unknown_model_is_reported_with_the_message_of_the_service(fleet: Served) -> None:
+def test_an_unknown_model_is_reported_with_the_message_of_the_service(fleet: RunningService) -> None:
     ended = run("query", 1, "--model", "n", "--service", fleet.url)
     assert ended.code == 1
     assert ended.err == "kvevents: no engine serves model 'n' for the default tenant; known models: m\n"
@@ -178,7 +190,7 @@ def write_tokenizer(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_text_is_tokenized_with_or_without_special_tokens(fleet: Served, tmp_path: Path) -> None:
+def test_text_is_tokenized_with_or_without_special_tokens(fleet: RunningService, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     text = " ".join(f"w{number}" for number in PROMPT)
     (tmp_path / "prompt.txt").write_text(text)
@@ -257,7 +269,7 @@ def test_a_token_comes_from_a_file_or_the_environment(
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "wrong").write_text("another-token-of-many-characters")
     (tmp_path / "none").write_text("two words")
-    with guarded(tmp_path) as (url, _):
+    with run_guarded_service(tmp_path) as (url, _):
         top = ("top", "--once", "--service", url)
         assert "a token is required; set KVEVENTS_TOKEN, or name a file with --token-file" in error_of(capsys, *top)
         assert "unknown token" in error_of(capsys, *top, "--token-file", tmp_path / "wrong")
@@ -288,7 +300,7 @@ def test_https_works_with_a_private_certificate_authority(
     )
     subprocess.run(["openssl", *options.split(), "-keyout", pair[0], "-out", pair[1]], check=True, capture_output=True)  # noqa: S607
     monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
-    with guarded(tmp_path, f'tls = {{ certificate = "{pair[1]}", key = "{pair[0]}" }}') as (url, _):
+    with run_guarded_service(tmp_path, f'tls = {{ certificate = "{pair[1]}", key = "{pair[0]}" }}') as (url, _):
         assert url.startswith("https://")
         top = ("top", "--once", "--service", url)
         assert "is not trusted" in error_of(capsys, *top)
@@ -311,9 +323,9 @@ def catch_request_error(url: str, timeout: float = SECONDS, max_response_bytes: 
 
 @contextmanager
 def answer_with(reply: bytes | None) -> Iterator[str]:
-    from cli_doctor_cases import server  # noqa: PLC0415 - that module imports this one
+    from cli_doctor_cases import serve_reply  # noqa: PLC0415 - that module imports this one
 
-    with server(reply) as endpoint:
+    with serve_reply(reply) as endpoint:
         yield endpoint.replace("tcp://", "http://")
 
 
@@ -348,7 +360,7 @@ def test_responses_of_other_servers_are_explained(answer: bytes, reason: str, ex
 def test_servers_that_do_not_answer_are_reported_with_a_reason() -> None:
     with answer_with(None) as url:
         assert catch_request_error(url, timeout=0.2).reason == "timeout"
-    with refusing() as endpoint:
+    with refuse_connections() as endpoint:
         refused = catch_request_error(endpoint.replace("tcp", "http"))
     assert refused.reason == "refused"
     assert "kvevents serve" in refused.hint
@@ -383,7 +395,7 @@ def test_the_url_of_a_service_may_have_a_path() -> None:
 # --- top
 
 
-def test_top_once_prints_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_once_prints_one_frame_without_a_terminal(fleet: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     ended = run("top", "--once", "--service", fleet.url)
     assert ended.code == 0, ended.err
@@ -397,7 +409,7 @@ def test_top_once_prints_one_frame_without_a_terminal(fleet: Served, monkeypatch
     assert lines[-1].split()[:4] == ["engine-1/0", "m", "EXACT", "4"]
 
 
-def test_top_once_prints_one_frame_as_json(fleet: Served) -> None:
+def test_top_once_prints_one_frame_as_json(fleet: RunningService) -> None:
     args = ("top", "--once", "--output=json", "--service", fleet.url, "--sort", "blocks", "--limit", 1)
     (line,) = run(*args).out.splitlines()
     frame = json.loads(line)
@@ -419,7 +431,10 @@ def test_top_once_prints_one_frame_as_json(fleet: Served) -> None:
 
 def test_an_unreachable_engine_is_reported_in_one_line() -> None:
     """The service reports it with the name of the engine, and the connection logs nothing else."""
-    with refusing() as endpoint, Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program:
+    with (
+        refuse_connections() as endpoint,
+        Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program,
+    ):
         program.err.wait(f"nothing listens at {endpoint}")
         ended = program.interrupt(signal.SIGTERM)
     warnings = [line for line in ended.err.splitlines() if "WARNING" in line]
@@ -428,7 +443,7 @@ def test_an_unreachable_engine_is_reported_in_one_line() -> None:
 
 
 def test_top_once_without_a_service_is_an_error() -> None:
-    with refusing() as endpoint:
+    with refuse_connections() as endpoint:
         ended = run("top", "--once", "--service", endpoint.replace("tcp", "http"))
     assert (ended.code, ended.out) == (1, "")
     assert "nothing listens at" in ended.err
@@ -442,7 +457,7 @@ def test_a_live_view_needs_a_terminal() -> None:
 
 def test_json_lines_contain_rates_and_continue_after_a_restart_of_the_service() -> None:
     with reserve_port() as port, engine(blocks(2)) as publisher, Program("serve", "--port", port) as program:
-        served = Served(program)
+        served = RunningService(program)
         served.register("engine-0", publisher)
         served.wait_exact("engine-0/0", 2)
         with Program("top", "--output=json", "--interval", "0.05", "--service", served.url) as top:
@@ -454,7 +469,7 @@ def test_json_lines_contain_rates_and_continue_after_a_restart_of_the_service() 
             assert outage["failing_since"] <= outage["at"]
             assert (outage["stats"], outage["sources"]) == (None, [])
             with Program("serve", "--port", port) as restarted:
-                Served(restarted)
+                RunningService(restarted)
                 top.out.wait(lambda lines: frame(lines[-1])["error"] is None)
                 assert top.interrupt().code == 0
 
@@ -518,7 +533,7 @@ def terminal(*args: object, **size: int) -> Iterator[Terminal]:
         view.close()
 
 
-def test_a_live_view_ends_with_q_and_restores_the_terminal(fleet: Served) -> None:
+def test_a_live_view_ends_with_q_and_restores_the_terminal(fleet: RunningService) -> None:
     with terminal("--service", fleet.url, "--interval", 30) as view:
         view.wait(r"engine-1/0")
         view.press(b"xq")
@@ -526,7 +541,7 @@ def test_a_live_view_ends_with_q_and_restores_the_terminal(fleet: Served) -> Non
         assert view.is_restored()
 
 
-def test_a_live_view_ends_with_ctrl_c(fleet: Served) -> None:
+def test_a_live_view_ends_with_ctrl_c(fleet: RunningService) -> None:
     with terminal("--service", fleet.url) as view:
         view.wait(r"EXACT")
         view.process.send_signal(signal.SIGINT)
@@ -539,7 +554,7 @@ def test_a_live_view_shows_since_when_the_service_is_unreachable_and_recovers() 
         view.wait(r"cannot be reached since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
         for _ in range(2):
             with Program("serve", "--port", port) as program:
-                Served(program)
+                RunningService(program)
                 view.wait(r"ready.*0 of 0 sources")
             view.wait(r"cannot be reached since")
         view.wait(r"its last state")

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cli_cases import Ended, Program
+from cli_cases import ProcessResult, Program
 from kvevents.cli import main, sim_run
 from kvevents.cli.console import Console
 from kvevents.cli.service_client import worker_name
@@ -23,10 +23,10 @@ from kvevents.cli.sim_run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, 
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult
-from service_cases import Service, serving, until
+from service_cases import Service, serving, wait_for
 from sim_cases import conversations, growing_conversations
-from sim_live_cases import opened
-from sim_socket_cases import four_free_ports
+from sim_live_cases import open_fleet
+from sim_socket_cases import find_four_free_ports
 
 SMALL = ("--engines", "2", "--blocks", "400", "--preset", "llama-3.1-8b-h100")
 FAST = ("--time-scale", "20")
@@ -41,13 +41,13 @@ def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="fleet")
-def run_in_this_process(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Ended]:
+def run_in_this_process(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., ProcessResult]:
     """Return a function that runs the command in this process."""
 
-    def fleet(*args: object) -> Ended:
+    def fleet(*args: object) -> ProcessResult:
         code = main(["sim", "run", "--trace", str(trace), *SMALL, *FAST, *map(str, args)])
         out, err = capfdbinary.readouterr()
-        return Ended(code, out.decode(), err.decode())
+        return ProcessResult(code, out.decode(), err.decode())
 
     return fleet
 
@@ -65,7 +65,7 @@ def parse_result(text: str) -> LiveResult:
 # --- end of a run
 
 
-def test_a_run_ends_when_all_requests_are_answered(fleet: Callable[..., Ended]) -> None:
+def test_a_run_ends_when_all_requests_are_answered(fleet: Callable[..., ProcessResult]) -> None:
     """Stderr has the endpoints; stdout has a table, a sentence, and the final state of the streams."""
     ended = fleet()
     assert ended.code == 0
@@ -78,7 +78,7 @@ def test_a_run_ends_when_all_requests_are_answered(fleet: Callable[..., Ended]) 
     assert "\x1b[" not in ended.out + ended.err
 
 
-def test_json_output_is_one_object(fleet: Callable[..., Ended]) -> None:
+def test_json_output_is_one_object(fleet: Callable[..., ProcessResult]) -> None:
     ended = fleet("--output=json", "--requests", 10, "--policy", "round-robin", "--faults", "drop:1%", "--dialect", "vllm-0.24")
     assert ended.code == 0
     found = parse_result(ended.out)
@@ -92,14 +92,14 @@ def test_json_output_is_one_object(fleet: Callable[..., Ended]) -> None:
     assert found.faults == {}
 
 
-def test_faults_are_injected_and_reported(fleet: Callable[..., Ended]) -> None:
+def test_faults_are_injected_and_reported(fleet: Callable[..., ProcessResult]) -> None:
     ended = fleet("--faults", "reset:50ms, restart:200ms", "--time-scale", 4)
     assert ended.code == 0
     streams = ended.out.splitlines()[-1]
     assert re.search(r"[1-9]\d* resets?, [1-9]\d* resets?, [1-9]\d* restarts?$", streams), streams
 
 
-def test_a_run_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
+def test_a_run_ends_after_its_duration(fleet: Callable[..., ProcessResult]) -> None:
     """The trace would take two hundred seconds; index and engines agree until the end of the duration."""
     found = parse_result(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
     assert 0.4 <= found.seconds < 10
@@ -128,7 +128,7 @@ def test_without_rich_and_a_terminal_progress_is_printed_as_lines(monkeypatch: p
     monkeypatch.setitem(sys.modules, "rich.console", None)
     notes = io.StringIO()
     with (
-        opened(engines=2, pace=20) as fleet,
+        open_fleet(engines=2, pace=20) as fleet,
         live_view(fleet, Console(notes=notes), ViewTiming(line_seconds=0.0)) as show,
     ):
         fleet.run(conversations(4, rate=10))
@@ -146,9 +146,9 @@ def test_without_rich_and_a_terminal_progress_is_printed_as_lines(monkeypatch: p
 # --- endpoints and sources
 
 
-def test_the_written_sources_can_be_read_by_a_service(fleet: Callable[..., Ended], tmp_path: Path) -> None:
+def test_the_written_sources_can_be_read_by_a_service(fleet: Callable[..., ProcessResult], tmp_path: Path) -> None:
     """The file replaces an older one and contains ranks, configured ports, and names that TOML must quote."""
-    file, port = tmp_path / "fleet.toml", four_free_ports()
+    file, port = tmp_path / "fleet.toml", find_four_free_ports()
     file.write_text("[[sources")
     model = 'a "model" \\ of ours \u00e9'
     ended = fleet(
@@ -187,7 +187,7 @@ def test_a_service_follows_the_simulated_fleet(tmp_path: Path) -> None:
         running.err.wait("engine-1/0 publishes")
         with serving("--sources", file) as service:
             for engine in ("engine-0", "engine-1"):
-                until(f"{engine} to be EXACT and hold blocks", partial(is_exact_with_blocks, service, engine))
+                wait_for(f"{engine} to be EXACT and hold blocks", partial(is_exact_with_blocks, service, engine))
         ended = running.interrupt()
     assert ended.code == 0
     found = parse_result(ended.out + "\n")
@@ -271,7 +271,7 @@ def test_wrong_usage_ends_with_code_2(args: list[str], capsys: pytest.CaptureFix
 
 
 def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with opened(engines=1) as other:
+    with open_fleet(engines=1) as other:
         port = other.addresses[0].endpoint.rpartition(":")[2]
         assert main(["sim", "run", *SMALL, "--base-port", port]) == 1
     out, err = capsys.readouterr()
@@ -284,7 +284,7 @@ def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture
 
 def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
     rich = pytest.importorskip("rich.console")
-    with opened(engines=MAX_ROWS + 2, pace=20) as fleet:
+    with open_fleet(engines=MAX_ROWS + 2, pace=20) as fleet:
         fleet.run(conversations(20, rate=100))
         screen = rich.Console(width=200, record=True, file=io.StringIO())
         screen.print(fleet_table(fleet))

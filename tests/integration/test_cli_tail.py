@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 
-from cli_cases import KVEVENTS, RECORDING, RUN, SECONDS, Program, adjacent, environment, refusing, run, tape_of
+from cli_cases import (
+    KVEVENTS,
+    RECORDING,
+    RUN,
+    SECONDS,
+    Program,
+    environment,
+    play_on_adjacent_ports,
+    refuse_connections,
+    run,
+    tape_of,
+)
 from kvevents.cli.delivery_output import encode_delivery, encode_trust
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
@@ -139,7 +150,7 @@ def test_gaps_and_resets_are_printed_even_with_quiet() -> None:
 
 def test_ranks_count_up_from_both_ports() -> None:
     """The endpoint and the replay endpoint are those of rank 0; each further rank has the next ports."""
-    with adjacent(ranks=2) as tapes:
+    with play_on_adjacent_ports(ranks=2) as tapes:
         for tape in tapes:
             tape.play(3)
         ended = run(
@@ -154,7 +165,7 @@ def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> No
     """Batches that the next port replays for another engine are not delivered, and stderr advises which option to add."""
     other = [(b"other", seq, payload(AllBlocksCleared())) for seq in range(40)]
     file = [tmp_path / each for each in command[1:]]
-    with adjacent(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
+    with play_on_adjacent_ports(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
         tape.play(2)
         with Program(command[0], tape.endpoint, *file, "--count", 2) as program:
             assert tape.wait_for_subscriber(SECONDS)
@@ -188,7 +199,7 @@ def test_without_replay_a_warning_says_that_losses_cannot_be_repaired(tmp_path: 
 
 def test_tail_waits_for_an_engine_that_starts_later_and_misses_no_batch() -> None:
     """Batches that the engine published before the connection was made are replayed."""
-    with adjacent() as (tape,):
+    with play_on_adjacent_ports() as (tape,):
         tape.stop()
         with Program("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--count", 10) as program:
             program.err.wait("waiting for .*: nothing listens there yet")
@@ -201,7 +212,7 @@ def test_tail_waits_for_an_engine_that_starts_later_and_misses_no_batch() -> Non
 
 def test_the_exit_code_is_3_if_no_batch_arrives() -> None:
     """It is 3 for an idle engine and for an engine that is not running."""
-    with tape_of(*MIXED) as tape, refusing() as unused_endpoint:
+    with tape_of(*MIXED) as tape, refuse_connections() as unused_endpoint:
         idle = run(*tail_arguments(tape, "--idle-timeout", 0.3))
         absent = run("tail", unused_endpoint, "--no-replay", "--idle-timeout", 0.3)
         tape.play()
@@ -216,7 +227,7 @@ def test_the_exit_code_is_3_if_no_batch_arrives() -> None:
 def test_duration_and_idle_timeout_end_the_wait_for_an_engine(command: list[str], tmp_path: Path) -> None:
     """The limit that is reached first ends the wait and determines the exit code."""
     file = [tmp_path / each for each in command[1:]]
-    with refusing() as unused_endpoint:
+    with refuse_connections() as unused_endpoint:
         alone = run(command[0], unused_endpoint, *file, "--duration", 0.3)
         idle = run(command[0], unused_endpoint, *file, "--duration", 60, "--idle-timeout", 0.3, *(["--force"] if file else []))
     assert [ended.code for ended in (alone, idle)] == [0, 3]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_cases import KVEVENTS, SECONDS, Program, environment, refusing, run
+from cli_cases import KVEVENTS, SECONDS, Program, environment, refuse_connections, run
 from kvevents.cli.program import COMMANDS, main
 
 UNUSED_ENDPOINT = "{dead}"
@@ -71,7 +71,7 @@ def test_an_unusable_path_is_reported_in_one_sentence(command: str) -> None:
 def test_a_port_without_a_listener_causes_no_traceback(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that query or follow a peer end with a documented exit code if the peer is not running."""
     monkeypatch.chdir(tmp_path)
-    with refusing() as endpoint:
+    with refuse_connections() as endpoint:
         scheme = {"query": "http", "top": "http", "plane": "nats"}.get(command, "tcp")
         unused_endpoint = endpoint.replace("tcp", scheme)
         ended = run(command, *(arg.replace(UNUSED_ENDPOINT, unused_endpoint) for arg in WITHOUT_A_LISTENER[command]))

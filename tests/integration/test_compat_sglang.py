@@ -22,13 +22,13 @@ from kvevents.wire import decode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
-    ask,
+    connect_dealer,
     consumers_context,
-    dealer,
-    held,
+    hold_publisher,
     numbers,
     read_reply,
     receive,
+    request_replay,
     subscribe,
     wait_until,
 )
@@ -86,13 +86,13 @@ def test_events_are_encoded_to_the_bytes_of_sglang(golden: Golden, context: Cont
     assert rank is not None
     topic, seq = golden.pub_frames[0].decode(), int.from_bytes(golden.pub_frames[1], "big")
     publisher = sglang.ZmqEventPublisher(rank, ANY, ANY, topic=topic)
-    subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
     for _ in range(seq):
         publisher.publish(sglang.KVEventBatch(ts, []))
         subscriber.recv_multipart()
     publisher.publish(whole)
     assert subscriber.recv_multipart() == golden.pub_frames
-    ask(replay, seq)
+    request_replay(replay, seq)
     assert [replay.recv_multipart(), replay.recv_multipart()] == [golden.replay_frames, golden.replay_end_frames]
     publisher.shutdown()
 
@@ -117,7 +117,7 @@ def test_a_program_written_for_sglang_works(context: Context) -> None:
     text = json.dumps({"publisher": "zmq", "endpoint": ANY, "replay_endpoint": ANY, "topic": "t", "buffer_steps": 10})
     publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
     assert isinstance(publisher, sglang.ZmqEventPublisher)
-    subscriber, replay = subscribe(context, publisher, b"t"), dealer(context, publisher)
+    subscriber, replay = subscribe(context, publisher, b"t"), connect_dealer(context, publisher)
     own, others = sglang.KVEventBatch(0.0, []), sglang.KVEventBatch(1.0, [], 9)
     publisher.publish(own)
     publisher.publish(others)
@@ -125,7 +125,7 @@ def test_a_program_written_for_sglang_works(context: Context) -> None:
     for number in range(2, 30):
         publisher.publish(sglang.KVEventBatch(float(number), []))
     assert [receive(subscriber)[0] for _ in range(30)] == list(range(30))
-    ask(replay, 0)
+    request_replay(replay, 0)
     empty, topic, seq, snapshot = replay.recv_multipart()
     assert (empty, topic, seq) == (b"", b"t", (19).to_bytes(8, "big"))
     assert decode_batch(snapshot).batch.events == [events.AllBlocksCleared()]
@@ -159,7 +159,7 @@ def test_batches_of_other_types_are_published(context: Context) -> None:
     subscriber = subscribe(context, publisher)
     publisher.publish(events.EventBatch(1.0, []))
     assert receive(subscriber)[0] == 0
-    with held(publisher):
+    with hold_publisher(publisher):
         for _ in range(3):
             publisher.publish(sglang.EventBatch(1.0, []))
         assert publisher.stats().dropped["queue_full"] == 2

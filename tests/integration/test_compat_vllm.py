@@ -20,15 +20,15 @@ from kvevents.wire import decode_batch, dialect_for, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
-    held,
+    hold_publisher,
     numbers,
     open_consumer,
     read_reply,
     receive,
+    request_replay,
     subscribe,
     wait_until,
 )
@@ -132,13 +132,13 @@ def test_goldens_are_reproduced_with_the_classes_of_compat(golden: Golden, conte
     assert rank is not None
     topic, seq = golden.pub_frames[0].decode(), int.from_bytes(golden.pub_frames[1], "big")
     publisher = vllm.ZmqEventPublisher(rank, ANY, ANY, topic=topic)
-    subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
     for _ in range(seq):
         publisher.publish(vllm.KVEventBatch(ts, []))
         subscriber.recv_multipart()
     publisher.publish(whole)
     assert subscriber.recv_multipart() == [*golden.pub_frames[:-1], payload]
-    ask(replay, seq)
+    request_replay(replay, seq)
     assert replay.recv_multipart() == [*golden.replay_frames[:-1], payload]
     assert replay.recv_multipart() == golden.replay_end_frames
     publisher.shutdown()
@@ -218,7 +218,7 @@ def test_a_program_written_for_vllm_works(context: Context) -> None:
             publisher.publish(vllm.KVEventBatch(float(number), []))
         assert [receive(subscriber)[0] for _ in range(30)] == list(range(30))
         replay.connect("inproc://vllm-replay_dp1")
-        ask(replay, 0)
+        request_replay(replay, 0)
         empty, topic, seq, snapshot = replay.recv_multipart()
         assert (empty, topic, seq) == (b"", b"t", (19).to_bytes(8, "big"))
         assert decode_batch(snapshot).batch.events == [events.AllBlocksCleared()]
@@ -274,7 +274,7 @@ def test_a_port_chosen_by_the_os_is_bound_at_the_address_of_the_node(
         publisher.publish(batch(1))
         assert receive(subscriber)[0] == 0
         replay.connect(found.replay_endpoint)
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
     with socket.socket() as other_address:
         assert other_address.connect_ex(("127.0.0.2", int(port))) != 0
@@ -321,7 +321,7 @@ def test_a_rank_alone_on_its_node_has_the_ports_of_vllm(monkeypatch: pytest.Monk
 def test_a_full_queue_does_not_block(context: Context) -> None:
     """Excess batches are dropped and counted; vLLM would block in `publish` instead."""
     publisher = vllm.ZmqEventPublisher(0, ANY, max_queue_size=2)
-    with held(publisher):
+    with hold_publisher(publisher):
         for number in range(10):
             publisher.publish(batch(number))
         assert publisher.stats().dropped["queue_full"] == 8

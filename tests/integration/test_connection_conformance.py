@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, descriptors
+from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, count_descriptors
 from kvevents import zmtp
 from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
@@ -46,7 +46,7 @@ def test_batches_are_fed_in_order_after_connected(rig: Any, open_connection: Cal
     reader = open_connection(engine)
     rig.connect(engine, reader)
     engine.publish(*range(100))
-    reader.until(lambda: len(reader.recorder.log) > 100)
+    reader.read_until(lambda: len(reader.recorder.log) > 100)
     assert reader.recorder.log == ["up", *range(100)]
 
 
@@ -57,12 +57,12 @@ def test_messages_before_a_disconnect_are_fed_before_it(rig: Any, open_connectio
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
     engine.publish(0)
-    reader.until(lambda: reader.recorder.log == ["up", 0])
-    reader.quiet()
+    reader.read_until(lambda: reader.recorder.log == ["up", 0])
+    reader.read_until_quiet()
     engine.publish(*range(1, 10))
     engine.cut()
     rig.settle(reader.connection)
-    reader.until(lambda: "down" in reader.recorder.log)
+    reader.read_until(lambda: "down" in reader.recorder.log)
     assert reader.recorder.log == ["up", *range(10), "down"]
 
 
@@ -73,12 +73,12 @@ def test_each_connection_change_is_fed_once_and_in_its_place(rig: Any, open_conn
     expected: list[object] = []
     for number in range(0, 20, 2):
         rig.connect(engine, reader)
-        reader.until(lambda: reader.recorder.log[-1:] == ["up"])
+        reader.read_until(lambda: reader.recorder.log[-1:] == ["up"])
         engine.publish(number, number + 1)
         engine.cut()
         rig.settle(reader.connection)
-        reader.until(lambda: reader.recorder.log[-1:] == ["down"])
-        reader.quiet()
+        reader.read_until(lambda: reader.recorder.log[-1:] == ["down"])
+        reader.read_until_quiet()
         engine.come_back()
         expected += ["up", number, number + 1, "down"]
     assert reader.recorder.log[: len(expected)] == expected
@@ -94,16 +94,16 @@ def test_connected_is_fed_after_every_older_message(kind: str, receive_hwm: int)
         reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, limit=1)
         rig.connect(engine, reader)
         engine.publish(0)
-        reader.until(lambda: reader.recorder.log == ["up", 0])
-        reader.quiet()
+        reader.read_until(lambda: reader.recorder.log == ["up", 0])
+        reader.read_until_quiet()
         engine.publish(1, 2, 3)
         engine.cut()
         engine.come_back()
         rig.connect_unread(engine, 2)
         rig.connect(engine, reader)
-        reader.until(lambda: reader.recorder.log.count("up") == 2)
+        reader.read_until(lambda: reader.recorder.log.count("up") == 2)
         engine.publish(4)
-        reader.until(lambda: 4 in reader.recorder.log)
+        reader.read_until(lambda: 4 in reader.recorder.log)
         assert reader.recorder.numbers == [0, 1, 2, 3, 4]
         assert [each for each in reader.recorder.log if each not in {1, 2, 3}] == ["up", 0, "down", "up", 4]
         assert reader.recorder.log[-2:] == ["up", 4]
@@ -116,23 +116,23 @@ def test_a_new_replay_request_gets_no_old_answer(rig: Any, open_connection: Call
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
-    reader.until(lambda: reader.recorder.log == ["up"])
+    reader.read_until(lambda: reader.recorder.log == ["up"])
     reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.answer(0, 1)
-    reader.until(lambda: "end" in reader.recorder.log)
+    reader.read_until(lambda: "end" in reader.recorder.log)
     reader.connection.request_replay(FetchRequest(2, new_connection=False))
     engine.answer(2)
-    reader.until(lambda: reader.recorder.log.count("end") == 2)
+    reader.read_until(lambda: reader.recorder.log.count("end") == 2)
     reader.connection.request_replay(FetchRequest(3, new_connection=False))
     engine.answer(3)
     reader.connection.request_replay(FetchRequest(4, new_connection=True))
     engine.answer(4)
-    reader.until(lambda: reader.recorder.log.count("end") == 3)
+    reader.read_until(lambda: reader.recorder.log.count("end") == 3)
     assert reader.recorder.log == ["up", ("replay", 0), ("replay", 1), "end", ("replay", 2), "end", ("replay", 4), "end"]
     reader.connection.request_replay(FetchRequest(5, new_connection=False))
     engine.answer(5)
     reader.connection.end_replay()
-    reader.quiet()
+    reader.read_until_quiet()
     assert reader.recorder.log.count("end") == 3
 
 
@@ -141,7 +141,7 @@ def test_live_messages_are_fed_before_an_answer_while_none_is_missing(rig: Any) 
     engine = rig.engine()
     reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 10)
     rig.connect(engine, reader)
-    reader.until(lambda: reader.recorder.log == ["up"])
+    reader.read_until(lambda: reader.recorder.log == ["up"])
     reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.publish(*range(100))
     engine.answer(*range(100, 150))
@@ -161,7 +161,7 @@ def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callab
     engine = rig.engine()
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
-    reader.until(lambda: reader.recorder.log == ["up"])
+    reader.read_until(lambda: reader.recorder.log == ["up"])
     engine.publish(*range(50))
     reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.answer(*range(50))
@@ -186,7 +186,7 @@ def test_malformed_messages_are_fed_unchanged_between_batches(rig: Any, open_con
         engine.publish(number)
         engine.send_raw(frames)
         expected += [number, ("odd", len(frames))]
-    reader.until(lambda: len(reader.recorder.log) == len(expected))
+    reader.read_until(lambda: len(reader.recorder.log) == len(expected))
     assert reader.recorder.log == expected
 
 
@@ -201,11 +201,11 @@ def test_closed_connections_leave_no_resources(rig: Any) -> None:
         connection.close()
 
     open_and_close()
-    before = descriptors()
+    before = count_descriptors()
     for _ in range(1_000):
         open_and_close()
     assert not rig.transport._connections
-    assert descriptors() <= before + 2
+    assert count_descriptors() <= before + 2
 
 
 @pytest.mark.parametrize("kind", RIGS)
@@ -226,8 +226,8 @@ def test_wake_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) -> N
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
-    reader.until(lambda: reader.recorder.log == ["up"])
-    reader.quiet()
+    reader.read_until(lambda: reader.recorder.log == ["up"])
+    reader.read_until_quiet()
     began = time.monotonic()
     waker = threading.Timer(0.05, rig.transport.wake)
     waker.start()
@@ -247,10 +247,10 @@ def test_an_invalid_endpoint_raises_an_error_that_names_it(rig: Any) -> None:
         assert not rig.transport._connections
 
     open_and_close()
-    before = descriptors()
+    before = count_descriptors()
     for _ in range(20):
         open_and_close()
-    assert descriptors() <= before + 2
+    assert count_descriptors() <= before + 2
 
 
 def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,13 +261,13 @@ def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCapt
         engine.cut()
         with caplog.at_level("INFO", "kvevents.subscriber"):
             reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
-            reader.until(lambda: bool(reader.connection.fault))
-            reader.quiet(100)
+            reader.read_until(lambda: bool(reader.connection.fault))
+            reader.read_until_quiet(100)
             assert [each.levelname for each in caplog.records] == ["WARNING"]
             assert engine.source.endpoint in caplog.text
             engine.come_back()
             rig.connect(engine, reader)
-            reader.until(lambda: reader.recorder.log == ["up"])
+            reader.read_until(lambda: reader.recorder.log == ["up"])
         assert reader.connection.fault == ""
         assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
     finally:
@@ -285,7 +285,7 @@ def open_connected_reader(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
         engine = rig.engine()
         reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 32)
         rig.connect(engine, reader)
-        reader.until(lambda: reader.recorder.log == ["up"])
+        reader.read_until(lambda: reader.recorder.log == ["up"])
         yield rig, engine, reader
     finally:
         rig.close()
@@ -311,8 +311,8 @@ def test_batches_before_the_end_of_a_connection_arrive(end: bytes) -> None:
         engine.end_connection()
         rig.connect(engine, reader)
         engine.publish(2, 3)
-        reader.until(lambda: len(reader.recorder.log) >= 7)
-        reader.quiet()
+        reader.read_until(lambda: len(reader.recorder.log) >= 7)
+        reader.read_until_quiet()
         assert reader.recorder.numbers == [0, 1, 2, 3]
         assert [each for each in reader.recorder.log if isinstance(each, str)] == ["up", "down", "up"]
 
@@ -324,7 +324,7 @@ def test_batches_may_arrive_byte_by_byte() -> None:
             for byte in zmtp.message(live_frames(TOPIC, number, PAYLOAD)):
                 engine.send_bytes(bytes((byte,)))
                 reader()
-        reader.until(lambda: len(reader.recorder.log) == 4)
+        reader.read_until(lambda: len(reader.recorder.log) == 4)
         assert reader.recorder.log == ["up", 0, 1, 2]
 
 
@@ -334,7 +334,7 @@ def test_a_message_of_many_megabytes_arrives() -> None:
         large = zmtp.message(live_frames(TOPIC, 0, bytes(20_000_000)))
         sender = threading.Thread(target=lambda: (engine.send_bytes(large), engine.publish(1)), daemon=True)
         sender.start()
-        reader.until(lambda: len(reader.recorder.log) == 3)
+        reader.read_until(lambda: len(reader.recorder.log) == 3)
         sender.join(DEADLINE)
         assert reader.recorder.log == ["up", 0, 1]
 
@@ -345,9 +345,9 @@ def test_a_ping_is_answered_with_its_context() -> None:
         engine.publish(0)
         engine.send_bytes(zmtp.command(b"PING", b"\0\x64context"))
         engine.publish(1)
-        reader.until(lambda: zmtp.command(b"PONG", b"context") in engine.received)
+        reader.read_until(lambda: zmtp.command(b"PONG", b"context") in engine.received)
         engine.publish(2)
-        reader.until(lambda: len(reader.recorder.log) == 4)
+        reader.read_until(lambda: len(reader.recorder.log) == 4)
         assert reader.recorder.log == ["up", 0, 1, 2]
 
 
@@ -357,7 +357,7 @@ def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) 
         for count in range(2, 6):
             engine.end_connection()
             rig.connect(engine, reader)
-            reader.until(lambda count=count: reader.recorder.log.count("up") == count)  # type: ignore[misc]
+            reader.read_until(lambda count=count: reader.recorder.log.count("up") == count)  # type: ignore[misc]
             assert reader.connection.fault == ""
         assert caplog.records == []
 
@@ -378,7 +378,7 @@ def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.L
             with suppress(BlockingIOError):
                 server.accept()[0].close()
                 count += 1
-        reader.until(lambda: bool(connection.fault))
+        reader.read_until(lambda: bool(connection.fault))
         assert reader.recorder.log == []
         assert [each.levelname for each in caplog.records] == ["WARNING"]
         rig.close()

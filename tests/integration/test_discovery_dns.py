@@ -17,7 +17,7 @@ import dns.rrset
 import pytest
 import pytest_asyncio
 
-from discovery_cases import Steps, soon, within
+from discovery_cases import ManualClock, await_in_time, start_next
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.discovery.dns import DnsProvider, DnsResolver, ResolveError, Resolver
 from kvevents.service.discovery.engines import EngineProvider
@@ -79,7 +79,7 @@ def make_resolver(server: NameServer, seconds: float = 10, hosts: Path = Path("/
 
 async def resolve(server: NameServer, target: str, template: Template = MODEL, hosts: Path = Path("/nonexistent")) -> Finding:
     findings = DnsProvider(target, template, make_resolver(server, hosts=hosts)).watch()
-    found = await within(soon(findings))
+    found = await await_in_time(start_next(findings))
     await findings.aclose()
     return found
 
@@ -148,15 +148,15 @@ async def test_a_name_is_resolved_again_when_the_ttl_is_over(server: NameServer,
     """The pause is between 5 s and 60 s, randomly a little shorter; a finding is yielded only if it has changed."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
     server.ttl = ttl
-    steps = Steps(random)
+    steps = ManualClock(random)
     findings = DnsProvider("e.test:1", MODEL, make_resolver(server), clock=steps.clock).watch()
-    await within(soon(findings))
-    next_finding = soon(findings)
+    await await_in_time(start_next(findings))
+    next_finding = start_next(findings)
     assert await steps.step() == pause
-    assert await steps.paused() == pause
+    assert await steps.wait_for_sleep() == pause
     server.zone["e.test", "A"] = ["10.0.0.1", "10.0.0.2"]
-    steps.go()
-    assert len((await within(next_finding)).registrations) == 2
+    steps.end_sleep()
+    assert len((await await_in_time(next_finding)).registrations) == 2
     await findings.aclose()
 
 
@@ -166,39 +166,39 @@ async def test_a_failure_is_reported_at_once_and_known_engines_stay_for_a_bounde
 ) -> None:
     """A nameserver that fails or has lost its zone does not empty the index until `max_stale` seconds have passed."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
-    steps = Steps()
+    steps = ManualClock()
     findings = DnsProvider("e.test:1", MODEL, make_resolver(server), max_stale=100, clock=steps.clock).watch()
-    good = await within(soon(findings))
-    next_finding = soon(findings)
-    assert await steps.paused() == 30
+    good = await await_in_time(start_next(findings))
+    next_finding = start_next(findings)
+    assert await steps.wait_for_sleep() == 30
     server.rcode = rcode
-    steps.go()
-    failing = await within(next_finding)
+    steps.end_sleep()
+    failing = await await_in_time(next_finding)
     assert failing.registrations == good.registrations
     assert failing.faults[0].subject == "e.test"
     assert "the engines found before (1) stay for at most 100 s" in failing.faults[0].sentence
-    next_finding = soon(findings)
+    next_finding = start_next(findings)
     # One fault covers all failures. The finding would expire during the pause after 91.5 s, so it is dropped before that pause.
     assert [await steps.step() for _ in range(7)] == [0.5, 1, 2, 4, 8, 16, 30]
-    expired = await within(next_finding)
+    expired = await await_in_time(next_finding)
     assert (expired.registrations, steps.time) == ((), 91.5)
     assert "stay" not in expired.faults[0].sentence
-    next_finding = soon(findings)
-    await steps.paused()
+    next_finding = start_next(findings)
+    await steps.wait_for_sleep()
     server.rcode = dns.rcode.NOERROR
-    steps.go()
-    assert await within(next_finding) == good
+    steps.end_sleep()
+    assert await await_in_time(next_finding) == good
     await findings.aclose()
 
 
 async def test_a_name_that_does_not_resolve_is_retried_with_growing_pauses(server: NameServer) -> None:
     """One finding has a fault and no engines; the retries yield no further finding."""
-    steps = Steps()
+    steps = ManualClock()
     findings = DnsProvider("gone.test:1", MODEL, make_resolver(server), clock=steps.clock).watch()
-    assert "gone.test has no addresses" in (await within(soon(findings))).faults[0].sentence
-    next_finding = soon(findings)
+    assert "gone.test has no addresses" in (await await_in_time(start_next(findings))).faults[0].sentence
+    next_finding = start_next(findings)
     assert [await steps.step() for _ in range(3)] == [0.5, 1, 2]
-    await steps.paused()
+    await steps.wait_for_sleep()
     assert not next_finding.done()
     next_finding.cancel()
 
@@ -208,19 +208,19 @@ async def test_a_nameserver_that_does_not_answer_times_out(server: NameServer) -
     server.is_silent = True
     impatient_resolver: Resolver = make_resolver(server, seconds=0.05)
     with pytest.raises(ResolveError, match="no nameserver answers in time"):
-        await within(impatient_resolver.addresses("e.test"))
+        await await_in_time(impatient_resolver.addresses("e.test"))
     with pytest.raises(ResolveError, match="cannot be resolved"):
-        await within(impatient_resolver.services("_kv._tcp." + "a" * 64))
+        await await_in_time(impatient_resolver.services("_kv._tcp." + "a" * 64))
 
 
 async def test_cancelling_ends_a_pending_query(server: NameServer) -> None:
     """It does not wait for a nameserver that does not answer."""
     server.is_silent = True
-    next_finding = soon(DnsProvider("e.test:1", MODEL, make_resolver(server)).watch())
-    await within(server.arrived.wait())
+    next_finding = start_next(DnsProvider("e.test:1", MODEL, make_resolver(server)).watch())
+    await await_in_time(server.arrived.wait())
     next_finding.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(next_finding)
+        await await_in_time(next_finding)
 
 
 NO_NAME, NO_SCHEME = "expected HOST:PORT", "expected tcp://"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from discovery_cases import Steps, soon, within
+from discovery_cases import ManualClock, await_in_time, start_next
 from discovery_fetch_cases import Engine
 from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
@@ -62,7 +62,7 @@ def engine() -> Iterator[Engine]:
 async def query_engine(engine: Engine, template: Template | None = None, instance: str | None = "e") -> Finding:
     provider = EngineProvider(engine.url, template or Template(), instance)
     found = provider.watch()
-    first = await within(soon(found))
+    first = await await_in_time(start_next(found))
     await found.aclose()
     return first
 
@@ -161,7 +161,7 @@ async def test_sglang_lists_all_its_ranks(engine: Engine) -> None:
         ("e rank 1", "tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558"),
     ]
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {("Qwen/Qwen3-0.6B", "kv", 64)}
-    assert engine.asked == ["/kv_event_sources", "/server_info", "/v1/models"]
+    assert engine.requested_paths == ["/kv_event_sources", "/server_info", "/v1/models"]
     assert [each.load for each in found.registrations] == [None, None], "metrics of SGLang are off by default"
 
 
@@ -266,23 +266,23 @@ async def test_an_invalid_answer_is_a_fault(engine: Engine, pages: dict[str, Any
 async def test_an_engine_that_stops_answering_is_retried_with_growing_pauses_and_keeps_its_ranks(engine: Engine) -> None:
     """Pauses double from 0.5 s to 30 s with one fault for all failures; a finding is yielded only if it has changed."""
     engine.pages["/server_info"] = make_server_info()
-    steps = Steps()
+    steps = ManualClock()
     findings = EngineProvider(engine.url, clock=steps.clock).watch()
-    good = await within(soon(findings))
-    next_finding = soon(findings)
+    good = await await_in_time(start_next(findings))
+    next_finding = start_next(findings)
     assert await steps.step() == 15
-    assert await steps.paused() == 15
+    assert await steps.wait_for_sleep() == 15
     engine.status = 500
-    steps.go()
-    failing = await within(next_finding)
+    steps.end_sleep()
+    failing = await await_in_time(next_finding)
     assert failing.registrations == good.registrations
     assert "status 500" in list_sentences(failing)[0]
-    next_finding = soon(findings)
+    next_finding = start_next(findings)
     assert [await steps.step() for _ in range(7)] == [0.5, 1, 2, 4, 8, 16, 30]
-    assert await steps.paused() == 30
+    assert await steps.wait_for_sleep() == 30
     engine.status = 200
-    steps.go()
-    assert await within(next_finding) == good
+    steps.end_sleep()
+    assert await await_in_time(next_finding) == good
     await findings.aclose()
 
 
@@ -294,11 +294,11 @@ async def test_cancelling_ends_a_pending_query(engine: Engine) -> None:
         engine.hold.wait(20)
 
     engine.pages["/kv_event_sources"] = slow
-    next_finding = soon(EngineProvider(engine.url, http=EngineHttpClient(read_seconds=20)).watch())
+    next_finding = start_next(EngineProvider(engine.url, http=EngineHttpClient(read_seconds=20)).watch())
     assert await asyncio.to_thread(engine.reached.wait, 20)
     next_finding.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(next_finding)
+        await await_in_time(next_finding)
 
 
 def test_the_name_of_a_provider_contains_its_url() -> None:

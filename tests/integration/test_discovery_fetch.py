@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from discovery_cases import DEADLINE, within
+from discovery_cases import DEADLINE, await_in_time
 from discovery_fetch_cases import Engine
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient
 from kvevents.service.discovery.provider import BaseUrl, EngineQueryError
-from ports import quiet_port
+from ports import reserve_port
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def redirect_to(location: str) -> Any:
 
 
 async def get(engine: Engine, path: str, client: EngineHttpClient | None = None) -> tuple[int, bytes]:
-    answer = await within((client or EngineHttpClient()).get(BaseUrl.parse(engine.url).join(path)))
+    answer = await await_in_time((client or EngineHttpClient()).get(BaseUrl.parse(engine.url).join(path)))
     return answer.status, answer.body
 
 
@@ -100,9 +100,9 @@ async def test_a_slow_answer_times_out_however_many_bytes_arrive(engine: Engine)
 
 async def test_a_host_that_cannot_be_reached_is_reported() -> None:
     """A refused connection and an invalid host name give the same kind of error."""
-    for host in (f"127.0.0.1:{quiet_port()}", "a" * 64 + ":80"):
+    for host in (f"127.0.0.1:{reserve_port()}", "a" * 64 + ":80"):
         with pytest.raises(EngineQueryError, match="cannot be reached"):
-            await within(EngineHttpClient().get(BaseUrl.parse(f"http://{host}")))
+            await await_in_time(EngineHttpClient().get(BaseUrl.parse(f"http://{host}")))
 
 
 async def test_redirects_stay_on_the_host(engine: Engine) -> None:
@@ -161,7 +161,7 @@ async def test_cancelling_closes_the_connection_at_once(engine: Engine) -> None:
     assert await asyncio.to_thread(engine.reached.wait, DEADLINE)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(task)
+        await await_in_time(task)
     assert await asyncio.to_thread(gone.wait, DEADLINE)
 
 

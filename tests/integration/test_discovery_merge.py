@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from discovery_cases import Steps, within
+from discovery_cases import ManualClock, await_in_time
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
@@ -57,7 +57,7 @@ class Findings:
     async def wait_for(self, labels: set[str], faults: int | None = None) -> MergedFindings:
         """Return the next findings with exactly these labels and, if given, this number of faults."""
         while True:
-            found = await within(self.queue.get())
+            found = await await_in_time(self.queue.get())
             labels_found = {each.label for each in found.registrations.values()}
             if labels_found == labels and faults in {None, sum(map(len, found.faults.values()))}:
                 return found
@@ -70,7 +70,7 @@ async def run_providers(*providers: Provider, max_sources: int = 4_096) -> Async
     yield received
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(task)
+        await await_in_time(task)
 
 
 def test_the_first_of_two_conflicting_entries_is_used_and_the_other_is_a_fault() -> None:
@@ -164,8 +164,8 @@ async def test_nested_providers_run_as_long_as_their_parent_lists_them() -> None
         await received.wait_for({"a rank 0", "b rank 0", "c rank 0"})
         top.find(Finding(finding("d").registrations, providers=(ScriptedProvider("left"),)))
         await received.wait_for({"a rank 0", "d rank 0"})
-        await within(right.ended.wait())
-        await within(below.ended.wait())
+        await await_in_time(right.ended.wait())
+        await await_in_time(below.ended.wait())
         left.find(finding("e"))
         await received.wait_for({"d rank 0", "e rank 0"})
 
@@ -182,21 +182,21 @@ async def test_the_number_of_providers_is_bounded() -> None:
 
 async def test_simultaneous_changes_are_reported_once() -> None:
     """A short wait collects changes, and nothing is reported if the merged result has not changed."""
-    steps, received = Steps(), Findings()
+    steps, received = ManualClock(), Findings()
     providers = [ScriptedProvider(str(each)) for each in range(100)]
     for each in providers:
         each.find(finding(each.name))
     task = asyncio.create_task(ProviderRunner(providers, received.queue.put_nowait, settle=0.05, clock=steps.clock).run())
     assert await steps.step() == 0.05
-    assert len((await within(received.queue.get())).registrations) == 100
+    assert len((await await_in_time(received.queue.get())).registrations) == 100
     providers[0].find(finding("0"))
     await steps.step()
     providers[0].find(finding())
     await steps.step()
-    assert len((await within(received.queue.get())).registrations) == 99
+    assert len((await await_in_time(received.queue.get())).registrations) == 99
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(task)
+        await await_in_time(task)
 
 
 async def test_an_unexpected_exception_of_a_provider_ends_the_run() -> None:
@@ -213,7 +213,7 @@ async def test_an_unexpected_exception_of_a_provider_ends_the_run() -> None:
     other = ScriptedProvider("other")
     discovery = ProviderRunner([other, Broken()], lambda _: None, settle=0)
     with pytest.raises(ExceptionGroup) as caught:
-        await within(discovery.run())
+        await await_in_time(discovery.run())
     assert caught.group_contains(ZeroDivisionError)
     assert other.ended.is_set()
     await asyncio.sleep(0)

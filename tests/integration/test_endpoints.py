@@ -12,20 +12,20 @@ from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, po
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
-from ports import quiet_port
+from ports import reserve_port
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
     last_endpoint,
     numbers,
     open_consumer,
-    publishing,
     read_reply,
     receive,
+    request_replay,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -159,25 +159,25 @@ def test_other_ports_of_ranks_are_accepted(endpoint: str, replay: str | None, ra
 
 def test_ports_chosen_by_the_os_are_reported(context: Context) -> None:
     """A consumer can connect to `endpoint` and `replay_endpoint`, also for wildcards."""
-    with publishing(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
+    with run_publisher(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:")
-        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+        subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
         publisher.publish(batch())
         assert receive(subscriber)[0] == 0
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
 
 
 def test_ranks_have_their_own_ipc_paths(context: Context, tmp_path: Path) -> None:
     """The rank is appended to the path. The engines themselves do not accept ipc endpoints for ranks."""
     paths = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
-    with publishing(0, **paths) as first, publishing(1, **paths) as second:
+    with run_publisher(0, **paths) as first, run_publisher(1, **paths) as second:
         assert second.endpoint == f"ipc://{tmp_path}/e_dp1"
         for publisher in (first, second):
-            subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+            subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
             publisher.publish(batch())
             assert receive(subscriber)[0] == 0
-            ask(replay, 0)
+            request_replay(replay, 0)
             assert numbers(read_reply(replay)) == [0]
 
 
@@ -185,7 +185,7 @@ def test_inproc_is_reachable_in_this_process() -> None:
     """As in the engines, it uses the process's own context; ranks have their own names."""
     shared: Context = zmq.Context.instance()
     with (
-        publishing(1, endpoint="inproc://events", replay_endpoint="inproc://replay") as publisher,
+        run_publisher(1, endpoint="inproc://events", replay_endpoint="inproc://replay") as publisher,
         open_consumer(shared, zmq.SUB) as subscriber,
         open_consumer(shared, zmq.DEALER) as replay,
     ):
@@ -195,7 +195,7 @@ def test_inproc_is_reachable_in_this_process() -> None:
         publisher.publish(batch())
         assert receive(subscriber)[0] == 0
         replay.connect("inproc://replay_dp1")
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
     assert not shared.closed
 
@@ -207,7 +207,7 @@ def test_a_publisher_can_connect_to_a_subscriber_that_binds(context: Context) ->
     subscriber.subscribe(b"")
     endpoint = last_endpoint(subscriber)
     for bind in (None, False):
-        with publishing(endpoint=endpoint, bind=bind) as publisher:
+        with run_publisher(endpoint=endpoint, bind=bind) as publisher:
             # A bound socket accepts a peer only while it is being read.
             while not publisher.stats().subscribers:
                 assert subscriber.poll(1) == 0
@@ -217,8 +217,8 @@ def test_a_publisher_can_connect_to_a_subscriber_that_binds(context: Context) ->
 
 def test_a_concrete_address_can_be_bound() -> None:
     """`bind=True` overrides the heuristic, by which this address would connect."""
-    endpoint = f"tcp://127.0.0.1:{quiet_port()}"
-    with publishing(endpoint=endpoint, bind=True) as publisher:
+    endpoint = f"tcp://127.0.0.1:{reserve_port()}"
+    with run_publisher(endpoint=endpoint, bind=True) as publisher:
         assert publisher.endpoint == endpoint
         with pytest.raises(EndpointError):
             ZmqEventPublisher(0, endpoint, bind=True)
@@ -232,7 +232,7 @@ def test_a_publisher_is_reachable_over_ipv6(context: Context) -> None:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this host has no IPv6 loopback")
-    with publishing(endpoint="tcp://[::1]:0") as publisher:
+    with run_publisher(endpoint="tcp://[::1]:0") as publisher:
         subscriber = open_consumer(context, zmq.SUB)
         subscriber.ipv6 = True
         subscriber.connect(publisher.endpoint)
@@ -244,7 +244,7 @@ def test_a_publisher_is_reachable_over_ipv6(context: Context) -> None:
 
 def test_the_error_for_a_port_in_use_names_endpoint_role_and_hint() -> None:
     """It has endpoint, role, the system's message and a hint. It is an OSError and a ZMQError, with their number."""
-    with publishing() as first:
+    with run_publisher() as first:
         for kind in (EndpointError, OSError, zmq.ZMQError):
             with pytest.raises(kind, match="another process or rank uses it") as caught:
                 ZmqEventPublisher(0, ANY, first.endpoint)
@@ -276,7 +276,7 @@ def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> Non
     """A client with the key of the publisher receives batches; one without keys fails the handshake and receives none."""
     public, secret = _make_keys()
     client = Curve(**dict(zip(("public_key", "secret_key"), _make_keys(), strict=True)), server_key=public)
-    with publishing(replay_endpoint=ANY, curve=Curve(public_key=public, secret_key=secret)) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=Curve(public_key=public, secret_key=secret)) as publisher:
         client_without_keys = open_consumer(context, zmq.SUB)
         monitor = client_without_keys.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         client_without_keys.connect(publisher.endpoint)
@@ -292,7 +292,7 @@ def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> Non
         assert receive(client_with_keys)[0] == 0
         assert publisher.replay_endpoint is not None
         replay.connect(publisher.replay_endpoint)
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
         assert publisher.stats().subscribers == 1
         assert client_without_keys.poll(0) == 0

@@ -19,15 +19,15 @@ import pytest
 import paths
 from index_cases import (
     Feed,
-    answer,
     blocks_of,
     cleared,
+    count_orphans,
+    count_rejected,
     namespace,
-    refused_of,
     removal,
     store,
+    tokens_by_level,
     tokens_of,
-    waiting_of,
     workers_of,
 )
 from index_keys import Scope, prompt_keys
@@ -36,7 +36,7 @@ from kvevents.events import BlockInactive, BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
 from kvevents.stream import BatchReport, Gap, Reset
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
-from wire_cases import batch_of, pack, stored
+from wire_cases import batch_of, make_store, pack
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
 PROMPT = list(range(1, 9))
@@ -59,7 +59,7 @@ def store_chain(*hashes: int, **fields: Any) -> Any:
 
 
 def tiers_of(index: PrefixIndex, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    return answer(index.match(tokens)).get(("a", 0), (0, 0, 0, 0))
+    return tokens_by_level(index.match(tokens)).get(("a", 0), (0, 0, 0, 0))
 
 
 # --- keys depend on tokens, not on the engine's hashes ----------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_engines_with_different_hash_seeds_and_dialects_share_prefixes(index: Pr
     Feed(index, "vllm-2")(store_chain(21, 22, 23))
     sglang = [1.0, [["BlockStored", [-5], None, PROMPT[:2], 2, None], ["BlockStored", [-6], -5, PROMPT[2:4], 2, None]], 0]
     index.apply_payload(("sglang", 0), 0, 0, pack(sglang))
-    found = answer(index.match(PROMPT))
+    found = tokens_by_level(index.match(PROMPT))
     assert {worker: tiers[0] for worker, tiers in found.items()} == {("vllm-1", 0): 8, ("vllm-2", 0): 6, ("sglang", 0): 4}
     keys = [{key for key, *_ in blocks_of(index, worker)} for worker in (("vllm-1", 0), ("vllm-2", 0), ("sglang", 0))]
     assert keys[2] < keys[1] < keys[0] == set(block_keys(PROMPT, 2))
@@ -126,18 +126,23 @@ def test_orphans_give_no_credit_until_their_parent_arrives(index: PrefixIndex, f
     is ever attached to the root."""
     feed(store([3, 4], PROMPT[4:], 2, 2))
     feed(store([2], PROMPT[2:4], 2, 1))
-    assert answer(index.match(PROMPT)) == answer(index.match(PROMPT[4:])) == answer(index.match(PROMPT[2:])) == {}
-    assert waiting_of(index) == 3
+    assert (
+        tokens_by_level(index.match(PROMPT))
+        == tokens_by_level(index.match(PROMPT[4:]))
+        == tokens_by_level(index.match(PROMPT[2:]))
+        == {}
+    )
+    assert count_orphans(index) == 3
     feed(store_chain(1))
     assert tokens_of(index, PROMPT) == 8
-    assert waiting_of(index) == 0
+    assert count_orphans(index) == 0
 
 
 def test_orphans_are_bounded_and_the_oldest_are_evicted_first() -> None:
     index = PrefixIndex(limits=IndexLimits(max_orphans=2))
     feed = Feed(index)
     feed(store([2], [2, 2], 2, 1), store([3], [3, 3], 2, 1), store([4], [4, 4], 2, 1))
-    assert waiting_of(index) == 2
+    assert count_orphans(index) == 2
     feed(store([1], [1, 1], 2))
     assert tokens_of(index, [1, 1, 2, 2]) == 2
     assert tokens_of(index, [1, 1, 3, 3]) == tokens_of(index, [1, 1, 4, 4]) == 4
@@ -160,7 +165,7 @@ def test_removing_a_middle_block_shortens_the_prefix_until_it_is_stored_again(in
 
 def test_a_removed_hash_is_no_longer_a_parent(index: PrefixIndex, feed: Feed) -> None:
     feed(store_chain(1, 2), removal(2), store([3], PROMPT[4:6], 2, 2))
-    assert waiting_of(index) == 1
+    assert count_orphans(index) == 1
     feed(store([2], PROMPT[2:4], 2, 1))
     assert tokens_of(index, PROMPT) == 6
 
@@ -207,7 +212,7 @@ def test_a_clear_can_be_limited_to_one_tier_or_one_group(
     applied = feed(cleared(**scope))
     assert applied.report == (None if scope else BatchReport(cleared=True))
     assert {tier for _, value, tier, *_ in blocks_of(index, feed.worker) if value == 1} == set(left)
-    assert waiting_of(index) == ("gpu" in left)
+    assert count_orphans(index) == ("gpu" in left)
 
 
 def test_blocks_stored_after_a_clear_count(index: PrefixIndex, feed: Feed) -> None:
@@ -269,7 +274,7 @@ def test_kinds_without_a_known_rule_give_no_credit_and_are_counted(index: Prefix
     applied = feed(store_chain(1, 2, **DENSE), store_chain(1, 2, 3, group_idx=1, kv_cache_spec_kind="chunked_local_attention"))
     assert applied.status == "applied"
     assert tokens_of(index, PROMPT) == 4
-    assert refused_of(index) == 1
+    assert count_rejected(index) == 1
     assert index.worker(feed.worker).estimate == "unknown-kind"
     feed(removal(1, 2, group_idx=1))
     assert tokens_of(index, PROMPT) == 4
@@ -284,7 +289,7 @@ def test_stores_with_inconsistent_lengths_give_no_credit_and_are_counted(
 ) -> None:
     feed(store(hashes, tokens, size), store([5], [9, 9], 2))
     assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5], "the other event of the batch counts"
-    assert refused_of(index) == 1
+    assert count_rejected(index) == 1
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**63, -(2**63)])
@@ -293,7 +298,7 @@ def test_an_invalid_token_gives_no_credit_and_is_counted(index: PrefixIndex, fee
     feed(store([1], [bad, 2], 2), store([5], [9, 9], 2))
     assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5]
     assert tokens_of(index, [bad % 2**32, 2]) == 0
-    assert refused_of(index) == 1
+    assert count_rejected(index) == 1
 
 
 # --- namespaces -------------------------------------------------------------------------------------------------------------
@@ -382,12 +387,12 @@ def test_workers_match_only_prompts_of_their_own_model(index: PrefixIndex, feed:
         each(store_chain(1))
     index.set_model("a", "llama")
     index.set_model("c", "llama")
-    assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("a", 0), ("a", 1)}
-    assert answer(index.match(PROMPT)).keys() == {("b", 0)}
+    assert tokens_by_level(index.match(PROMPT, Namespace(model="llama"))).keys() == {("a", 0), ("a", 1)}
+    assert tokens_by_level(index.match(PROMPT)).keys() == {("b", 0)}
     assert len(index.match(PROMPT, Namespace(model="qwen"))) == 0
     Feed(index, "c")(store_chain(1))
     index.set_model("a", None)
-    assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("c", 0)}
+    assert tokens_by_level(index.match(PROMPT, Namespace(model="llama"))).keys() == {("c", 0)}
 
 
 # --- tiers ------------------------------------------------------------------------------------------------------------------
@@ -463,7 +468,7 @@ def test_late_events_of_an_old_incarnation_are_ignored(index: PrefixIndex) -> No
     assert new(store_chain(1)).status == "applied"
     assert tokens_of(index, PROMPT) == 2, "the first batch of a new incarnation removes the old blocks"
     assert index.apply(late).status == "void"
-    assert index.apply_payload(("a", 0), 0, 9, batch_of(stored())).status == "void"
+    assert index.apply_payload(("a", 0), 0, 9, batch_of(make_store())).status == "void"
     assert index.apply(Gap("a", 0, 9, 9, incarnation=0)).status == "void"
     assert index.apply(Reset("a", 0, 0, "late")).status == "void"
     assert tokens_of(index, PROMPT) == 2
@@ -473,7 +478,7 @@ def test_a_reset_removes_all_blocks_of_the_stream_and_numbers_restart_at_0(index
     feed(store_chain(1, 2), store([9], [9, 9], 2, 77))
     assert index.apply(Reset("a", 0, 1, "restart")).status == "applied"
     assert blocks_of(index, ("a", 0)) == []
-    assert waiting_of(index) == 0
+    assert count_orphans(index) == 0
     assert Feed(index, incarnation=1)(store_chain(1)).status == "applied"
     assert tokens_of(index, PROMPT) == 2
 
@@ -502,7 +507,7 @@ def test_duplicates_are_ignored(index: PrefixIndex, feed: Feed) -> None:
     """Replay overlaps with live batches; a batch that is applied twice would leave copies that no removal takes."""
     batch = feed.batch(store_chain(1))
     assert [index.apply(batch).status for _ in range(3)] == ["applied", "duplicate", "duplicate"]
-    assert index.apply_payload(("a", 0), 0, 0, batch_of(stored())).status == "duplicate"
+    assert index.apply_payload(("a", 0), 0, 0, batch_of(make_store())).status == "duplicate"
     assert {copies for *_, copies in blocks_of(index, feed.worker)} == {1}
 
 
@@ -570,8 +575,8 @@ def test_dozens_of_streams_can_be_removed_and_replaced(index: PrefixIndex) -> No
 def test_one_query_matches_workers_of_different_block_sizes(index: PrefixIndex) -> None:
     Feed(index, "two")(store_chain(1, 2, 3))
     Feed(index, "four")(store([1, 2], PROMPT, 4))
-    assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT)).items()} == {"two": 6, "four": 8}
-    assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT[:7])).items()} == {"two": 6, "four": 4}
+    assert {worker[0]: tiers[0] for worker, tiers in tokens_by_level(index.match(PROMPT)).items()} == {"two": 6, "four": 8}
+    assert {worker[0]: tiers[0] for worker, tiers in tokens_by_level(index.match(PROMPT[:7])).items()} == {"two": 6, "four": 4}
 
 
 @pytest.mark.parametrize("held", [63, 64, 65, 100])
@@ -582,7 +587,7 @@ def test_one_query_matches_block_sizes_that_need_different_numbers_of_lookups(in
     Feed(index, "two")(store(range(1, held + 1), tokens[: 2 * held], 2))
     Feed(index, "four")(store(range(1, 51), tokens, 4))
     Feed(index, "short")(store(range(1, 8), tokens[:28], 4))
-    found = answer(index.match(tokens))
+    found = tokens_by_level(index.match(tokens))
     assert {worker[0]: tiers[0] for worker, tiers in found.items()} == {"two": 2 * held, "four": 200, "short": 28}
 
 
@@ -606,7 +611,10 @@ def test_eagle_blocks_and_plain_blocks_with_equal_tokens_are_distinct(index: Pre
     """Both hash the same tokens but count them differently."""
     Feed(index, "eagle")(store([1], [(1, 2), (2, 3)], 2))
     Feed(index, "plain")(store([1], [1, 2, 3], 3))
-    assert {worker[0]: tiers[0] for worker, tiers in answer(index.match([1, 2, 3])).items()} == {"eagle": 2, "plain": 3}
+    assert {worker[0]: tiers[0] for worker, tiers in tokens_by_level(index.match([1, 2, 3])).items()} == {
+        "eagle": 2,
+        "plain": 3,
+    }
 
 
 # --- queries ----------------------------------------------------------------------------------------------------------------
@@ -626,8 +634,8 @@ def test_tokens_can_be_a_list_a_tuple_or_a_buffer_of_u32(
     tokens = given(BIG)
     assert tokens_of(index, tokens) == 6
     assert block_keys(tokens, 2) == block_keys(BIG, 2)
-    assert [answer(match) for match in index.match_many([tokens, tokens[:4], tokens[:0]])] == [
-        answer(index.match(BIG[:length])) for length in (6, 4, 0)
+    assert [tokens_by_level(match) for match in index.match_many([tokens, tokens[:4], tokens[:0]])] == [
+        tokens_by_level(index.match(BIG[:length])) for length in (6, 4, 0)
     ]
 
 
@@ -761,14 +769,20 @@ def test_match_many_returns_what_match_returns_for_each_prompt(index: PrefixInde
     prompts = [PROMPT, [9, 9], [], PROMPT[:5], [8, 8]]
     for scope in (Scope(), Scope(salt="t"), Scope(model="m")):
         found = index.match_many(prompts, namespace(scope))
-        assert [answer(match) for match in found] == [answer(index.match(prompt, namespace(scope))) for prompt in prompts]
+        assert [tokens_by_level(match) for match in found] == [
+            tokens_by_level(index.match(prompt, namespace(scope))) for prompt in prompts
+        ]
 
 
 def test_matching_precomputed_keys_equals_matching_tokens(index: PrefixIndex, feed: Feed) -> None:
     feed(store_chain(1, 2, 3))
     keys = block_keys(PROMPT, 2)
     for given in (keys, array("Q", keys), np.array(keys, dtype=np.uint64), tuple(keys)):
-        assert answer(index.match_keys(given)) == answer(index.match_keys(given, 2)) == answer(index.match(PROMPT))
+        assert (
+            tokens_by_level(index.match_keys(given))
+            == tokens_by_level(index.match_keys(given, 2))
+            == tokens_by_level(index.match(PROMPT))
+        )
     assert len(index.match_keys([])) == len(index.match_keys(keys, 4)) == 0
     assert len(index.match_keys(keys, namespace=Namespace(model="m"))) == 0
 
@@ -785,8 +799,8 @@ def test_matching_keys_needs_a_block_size_if_workers_have_several(index: PrefixI
     Feed(index, "four")(store([1], PROMPT[:4], 4))
     with pytest.raises(REFUSED, match="block_size"):
         index.match_keys(block_keys(PROMPT, 2))
-    assert answer(index.match_keys(block_keys(PROMPT, 2), 2)).keys() == {("a", 0)}
-    assert answer(index.match_keys(block_keys(PROMPT, 4), 4)).keys() == {("four", 0)}
+    assert tokens_by_level(index.match_keys(block_keys(PROMPT, 2), 2)).keys() == {("a", 0)}
+    assert tokens_by_level(index.match_keys(block_keys(PROMPT, 4), 4)).keys() == {("four", 0)}
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**40])
@@ -800,25 +814,25 @@ def test_an_invalid_block_size_is_refused(size: int) -> None:
 
 def test_tokens_sent_as_decimal_strings_are_read(index: PrefixIndex) -> None:
     """TensorRT-LLM can send token ids as decimal strings."""
-    payload = batch_of(stored(block_hashes=[1, 2], token_ids=[str(token) for token in PROMPT[:4]]))
+    payload = batch_of(make_store(block_hashes=[1, 2], token_ids=[str(token) for token in PROMPT[:4]]))
     assert index.apply_payload("a", 0, 0, payload).status == "applied"
     assert tokens_of(index, PROMPT) == 4
 
 
 def test_an_invalid_event_is_rejected_and_the_rest_of_its_batch_is_applied(index: PrefixIndex) -> None:
     events = [
-        stored(block_hashes=[1]),
-        stored(block_hashes="x"),
+        make_store(block_hashes=[1]),
+        make_store(block_hashes="x"),
         {"type": "Tomorrow"},
         5,
-        stored(block_hashes=[3], token_ids=[3, 4]),
+        make_store(block_hashes=[3], token_ids=[3, 4]),
     ]
     applied = index.apply_payload(("a", 0), 0, 0, batch_of(*events))
     assert applied.status == "applied"
     assert applied.report is not None
     assert [rejected.index for rejected in applied.report.rejected] == [1, 2, 3]
     assert len(blocks_of(index, ("a", 0))) == 2
-    assert index.apply_payload(("a", 0), 0, 0, batch_of(stored())).status == "duplicate"
+    assert index.apply_payload(("a", 0), 0, 0, batch_of(make_store())).status == "duplicate"
 
 
 @pytest.mark.parametrize(
@@ -832,7 +846,7 @@ def test_a_payload_that_is_not_a_batch_is_rejected_and_reported(index: PrefixInd
 
 
 def test_a_source_name_alone_means_rank_0(index: PrefixIndex) -> None:
-    index.apply_payload("a", 0, 0, batch_of(stored()))
+    index.apply_payload("a", 0, 0, batch_of(make_store()))
     assert [hit.rank for hit in index.match([1, 2])] == [0]
     assert index.digest("a") == index.digest(("a", 0))
     assert [block.hash for block in index.blocks("a")] == [11]
@@ -1020,7 +1034,7 @@ def behave_equally(one: PrefixIndex, other: PrefixIndex) -> bool:
     """Return whether both indexes behave equally, now and after the same events were applied to both."""
     for _ in range(2):
         for scope in (Scope(), Scope(lora="x", salt="t"), Scope(model="llama")):
-            if answer(one.match(PROMPT, namespace(scope))) != answer(other.match(PROMPT, namespace(scope))):
+            if tokens_by_level(one.match(PROMPT, namespace(scope))) != tokens_by_level(other.match(PROMPT, namespace(scope))):
                 return False
         if workers_of(one) != workers_of(other) or one.stats().blocks != other.stats().blocks:
             return False
@@ -1173,7 +1187,7 @@ def test_event_layouts_in_rust_equal_those_of_the_dialects() -> None:
 
 def test_a_batch_needs_a_payload_or_events_but_not_both(index: PrefixIndex) -> None:
     """A batch with a payload and events leads to the same index as a batch with one of them."""
-    payload = batch_of(stored(block_hashes=[1, 2], token_ids=PROMPT[:4]))
+    payload = batch_of(make_store(block_hashes=[1, 2], token_ids=PROMPT[:4]))
     batch = msgspec.structs.replace(Feed(index).batch(store_chain(1, 2)), payload=payload)
     index.apply(batch)
     index.apply(msgspec.structs.replace(batch, source="b", payload=b""))

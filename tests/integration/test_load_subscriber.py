@@ -21,7 +21,7 @@ from kvevents.subscriber import LoadSettings, LoadSource, LoadSubscriber
 from kvevents.subscriber.load_readings import MAX_METRICS_BYTES
 from kvevents.wire.load import EngineLoad
 from load_cases import RECORDED, LoadServer
-from ports import quiet_port
+from ports import reserve_port
 
 WORKER = ("a", 0)
 DEADLINE = 20.0
@@ -249,7 +249,7 @@ def test_the_load_of_a_failing_server_is_unknown_until_it_recovers(
 
 def test_the_load_is_unknown_if_the_response_is_too_large_or_nothing_listens(server: LoadServer) -> None:
     server.body = b"#" * (MAX_METRICS_BYTES + 1)
-    sources = [LoadSource(server.url, "a"), LoadSource(f"http://127.0.0.1:{quiet_port()}", "b")]
+    sources = [LoadSource(server.url, "a"), LoadSource(f"http://127.0.0.1:{reserve_port()}", "b")]
     with LoadSubscriber(sources, settings=QUICK) as loads:
         wait_until(lambda: "bytes" in loads.readings()[WORKER].fault)
         wait_until(lambda: "does not answer" in loads.readings()["b", 0].fault)

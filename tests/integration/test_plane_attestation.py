@@ -14,9 +14,9 @@ from kvevents.events import AllBlocksCleared, BlockRemoved
 from kvevents.plane.bridge import Watch
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import bridging, plane_at
+from plane_cases import plane_at, run_bridge
 from relay_cases import block
-from service_cases import Service, serving, until
+from service_cases import Service, serving, wait_for
 
 pytestmark = needs_nats
 
@@ -47,13 +47,13 @@ def fill(engine: AttestingEngine, first: int, count: int = 60) -> None:
 
 def wait_until_attested(service: Service, engine: AttestingEngine) -> dict[str, Any]:
     """Wait until a replica has all blocks of the engine and reports that the engine attests them."""
-    blocks = len({hash_ for hash_, _ in engine.cache} | set(engine.elsewhere))
+    blocks = len({hash_ for hash_, _ in engine.cache} | set(engine.other_tiers))
 
     def find_attested() -> dict[str, Any] | None:
         found = service.sources().get(("one", 0))
         return found if found and found["blocks"] == blocks and found["trust"]["attested"] else None
 
-    return until(f"{blocks} attested blocks", find_attested)
+    return wait_for(f"{blocks} attested blocks", find_attested)
 
 
 def test_replicas_are_attested_after_a_failover_and_after_a_late_start(server: NatsServer, engine: AttestingEngine) -> None:
@@ -62,10 +62,10 @@ def test_replicas_are_attested_after_a_failover_and_after_a_late_start(server: N
     plane = plane_at(server.url, name="attested", partitions=1)
     flags = ("--nats", server.url, "--plane", "attested", "--snapshot-seconds", "0.3")
     with ExitStack() as first, serving(*flags, "--replica-name", "a") as early:
-        first.enter_context(bridging(plane, watch_of(engine), name="first"))
+        first.enter_context(run_bridge(plane, watch_of(engine), name="first"))
         fill(engine, 0)
         wait_until_attested(early, engine)
-        with bridging(plane, watch_of(engine), name="second"):
+        with run_bridge(plane, watch_of(engine), name="second"):
             first.close()
             fill(engine, 100)
             wait_until_attested(early, engine)
@@ -81,19 +81,19 @@ def test_a_replica_reports_that_the_engine_holds_other_blocks(server: NatsServer
     """The replica is DEGRADED while the engine attests blocks that it has not announced. Its index keeps all blocks, because it
     agrees with the log."""
     plane = plane_at(server.url, name="unattested", partitions=1)
-    with bridging(plane, watch_of(engine)), serving("--nats", server.url, "--plane", "unattested") as service:
+    with run_bridge(plane, watch_of(engine)), serving("--nats", server.url, "--plane", "unattested") as service:
         fill(engine, 0)
         wait_until_attested(service, engine)
-        engine.keep_a_secret(77)
+        engine.falsify_attestation(77)
 
         def reasons() -> list[str]:
             found: list[str] = service.source("one")["trust"]["reason_codes"]
             return found
 
-        until("the difference", lambda: "unattested" in reasons())
+        wait_for("the difference", lambda: "unattested" in reasons())
         assert service.trust("one")[0] == "DEGRADED"
         assert "own cache" in service.trust("one")[1]
         assert service.source("one")["blocks"] > 0
-        engine.keep_a_secret(0)
+        engine.falsify_attestation(0)
         wait_until_attested(service, engine)
         assert "unattested" not in reasons()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 
-from bridge_cases import BridgeProcess, TalkingEngine, reports_by_bridge, settled, with_js
-from cli_cases import refusing
+from bridge_cases import BridgeProcess, PublishingEngine, reports_by_bridge, run_with_jetstream, wait_until_complete
+from cli_cases import refuse_connections
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.engine_reader import MAX_REGISTRATION_BYTES
@@ -19,9 +19,9 @@ from kvevents.plane.records import FragmentRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import SECONDS, Log, Running, bridging, plane_at
-from publisher_cases import batch, held
-from service_cases import until
+from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
+from publisher_cases import batch, hold_publisher
+from service_cases import wait_for
 
 pytestmark = needs_nats
 
@@ -32,15 +32,15 @@ def plane_of_its_own(server: NatsServer, request: pytest.FixtureRequest) -> Plan
 
 
 def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None:
-    with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
-        engine.say(500)
-        log = settled(Log(plane), engine)
+    with PublishingEngine() as engine, run_bridge(plane, engine.watch) as bridge:
+        engine.publish_next(500)
+        log = wait_until_complete(Log(plane), engine)
         assert log.numbers() == list(range(500))
         assert bridge.status().written == 500
         assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
-        engine.say()  # the other batches may all have been replayed
-        log.until("trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"EXACT"})
+        engine.publish_next()  # the other batches may all have been replayed
+        log.wait_for("trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"EXACT"})
 
 
 # --- two bridges
@@ -49,18 +49,18 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
 def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
     """Both bridges follow the same engines and both write. The log has no batch twice, and each bridge writes a part."""
     with (
-        TalkingEngine("e1") as one,
-        TalkingEngine("e2") as two,
-        bridging(plane, one.watch, two.watch, name="a") as a,
-        bridging(plane, one.watch, two.watch, name="b") as b,
+        PublishingEngine("e1") as one,
+        PublishingEngine("e2") as two,
+        run_bridge(plane, one.watch, two.watch, name="a") as a,
+        run_bridge(plane, one.watch, two.watch, name="b") as b,
     ):
-        with one.talking(), two.talking():
-            until("both to write", lambda: a.status().written > 50 and b.status().written > 50, SECONDS)
-        log = settled(Log(plane), one, two)
+        with one.publish_continuously(), two.publish_continuously():
+            wait_for("both to write", lambda: a.status().written > 50 and b.status().written > 50, SECONDS)
+        log = wait_until_complete(Log(plane), one, two)
         assert log.numbers("e1") == list(range(one.truth.count))
         assert a.status().written + b.status().written == one.truth.count + two.truth.count
         assert a.status().invalid_records == b.status().invalid_records == 0
-        log.until(
+        log.wait_for(
             "both to be EXACT", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH
         )
 
@@ -72,32 +72,32 @@ EXACT_BOTH = {"a": "EXACT", "b": "EXACT"}
 def test_a_bridge_that_is_killed_loses_nothing(plane: PlaneSettings, batches: int) -> None:
     """A single bridge is killed at several moments. Its successor continues from the log and replays the rest from the
     engine."""
-    with TalkingEngine() as engine, engine.talking():
+    with PublishingEngine() as engine, engine.publish_continuously():
         log = Log(plane)
         with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
-            log.until("some of it", lambda log: len(log.numbers()) >= batches)
+            log.wait_for("some of it", lambda log: len(log.numbers()) >= batches)
             first.kill()
         seen = engine.truth.count
-        until("more batches", lambda: engine.truth.count > seen + 20, SECONDS)
-        with bridging(plane, engine.watch, name="second"):
-            log.until("all of it", lambda log: len(log.numbers()) > seen + 20)
+        wait_for("more batches", lambda: engine.truth.count > seen + 20, SECONDS)
+        with run_bridge(plane, engine.watch, name="second"):
+            log.wait_for("all of it", lambda log: len(log.numbers()) > seen + 20)
             assert log.numbers() == list(range(len(log.numbers())))
             assert log.flaws == (0, 0)
             assert not [each for each in log.events if isinstance(each, Reset)]
 
 
 def test_one_of_two_bridges_can_be_killed_and_restarted(plane: PlaneSettings) -> None:
-    with TalkingEngine() as engine:
+    with PublishingEngine() as engine:
         log = Log(plane)
-        with engine.talking(), bridging(plane, engine.watch, name="stays"):
+        with engine.publish_continuously(), run_bridge(plane, engine.watch, name="stays"):
             for _ in range(2):
                 with BridgeProcess(plane, engine, name="dies").wait_until_ready() as dies:
                     before = engine.truth.count
-                    log.until("the report of the other bridge", lambda log: "dies" in reports_by_bridge(log))
-                    log.until("some more", lambda log, before=before: len(log.numbers()) > before + 20)
+                    log.wait_for("the report of the other bridge", lambda log: "dies" in reports_by_bridge(log))
+                    log.wait_for("some more", lambda log, before=before: len(log.numbers()) > before + 20)
                     dies.kill()
-        with bridging(plane, engine.watch, name="dies"):
-            settled(log, engine)
+        with run_bridge(plane, engine.watch, name="dies"):
+            wait_until_complete(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
         assert not [each for each in log.events if isinstance(each, Reset)]
 
@@ -107,15 +107,15 @@ def test_one_of_two_bridges_can_be_killed_and_restarted(plane: PlaneSettings) ->
 
 def test_a_standby_bridge_writes_nothing_while_another_writes(plane: PlaneSettings) -> None:
     with (
-        TalkingEngine() as engine,
-        bridging(plane, engine.watch, name="active") as active,
-        bridging(plane, engine.watch, name="reserve", standby_seconds=3600.0) as reserve,
+        PublishingEngine() as engine,
+        run_bridge(plane, engine.watch, name="active") as active,
+        run_bridge(plane, engine.watch, name="reserve", standby_seconds=3600.0) as reserve,
     ):
-        with engine.talking():
-            until("batches", lambda: active.status().written > 200, SECONDS)
-        settled(Log(plane), engine)
+        with engine.publish_continuously():
+            wait_for("batches", lambda: active.status().written > 200, SECONDS)
+        wait_until_complete(Log(plane), engine)
         assert (active.status().written, reserve.status().written) == (engine.truth.count, 0)
-        until(
+        wait_for(
             "empty queues on standby",
             lambda: not any(partition.queued_records for partition in reserve.status().partitions),
             SECONDS,
@@ -123,17 +123,17 @@ def test_a_standby_bridge_writes_nothing_while_another_writes(plane: PlaneSettin
 
 
 def test_a_standby_bridge_takes_over_when_the_active_one_is_killed(plane: PlaneSettings) -> None:
-    with TalkingEngine() as engine:
+    with PublishingEngine() as engine:
         log = Log(plane)
         with (
-            engine.talking(),
+            engine.publish_continuously(),
             BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
-            bridging(plane, engine.watch, name="reserve", standby_seconds=0.5) as reserve,
+            run_bridge(plane, engine.watch, name="reserve", standby_seconds=0.5) as reserve,
         ):
-            log.until("some of it", lambda log: len(log.numbers()) > 50)
+            log.wait_for("some of it", lambda log: len(log.numbers()) > 50)
             active.kill()
-            until("the reserve to write", lambda: reserve.status().written > 50, 5.0)
-            log.until("more of it", lambda log: len(log.numbers()) > 200)
+            wait_for("the reserve to write", lambda: reserve.status().written > 50, 5.0)
+            log.wait_for("more of it", lambda log: len(log.numbers()) > 200)
         assert log.numbers() == list(range(len(log.numbers())))
         assert log.flaws == (0, 0)
 
@@ -141,28 +141,28 @@ def test_a_standby_bridge_takes_over_when_the_active_one_is_killed(plane: PlaneS
 def test_a_paused_bridge_writes_no_stale_batches_when_it_resumes(plane: PlaneSettings) -> None:
     """While the active bridge is paused, the standby takes over and the engine restarts. The active bridge then resumes with
     batches of the old incarnation."""
-    with TalkingEngine() as engine:
+    with PublishingEngine() as engine:
         log = Log(plane)
         with (
             BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
-            bridging(plane, engine.watch, name="reserve", standby_seconds=0.3) as reserve,
+            run_bridge(plane, engine.watch, name="reserve", standby_seconds=0.3) as reserve,
         ):
-            engine.say(50)
-            log.until("the first of it", lambda log: len(log.numbers()) == 50)
+            engine.publish_next(50)
+            log.wait_for("the first of it", lambda log: len(log.numbers()) == 50)
             active.pause()
-            engine.say(50)
-            until("the reserve to write", lambda: reserve.status().written == 50, SECONDS)
+            engine.publish_next(50)
+            wait_for("the reserve to write", lambda: reserve.status().written == 50, SECONDS)
             engine.restart()
-            engine.say(70)
-            settled(log, engine)
+            engine.publish_next(70)
+            wait_until_complete(log, engine)
             active.resume()
-            with engine.talking():
-                log.until(
+            with engine.publish_continuously():
+                log.wait_for(
                     "its report on this incarnation",
                     lambda log: reports_by_bridge(log).get("active", NoReport).trust == "EXACT",
                 )
-                log.until("some more", lambda log: log.events and last_number(log) > 100)
-            settled(log, engine)
+                log.wait_for("some more", lambda log: log.events and last_number(log) > 100)
+            wait_until_complete(log, engine)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
 
 
@@ -183,15 +183,15 @@ def test_an_engine_that_restarts_begins_a_new_incarnation(plane: PlaneSettings, 
     """The log has one `Reset`, regardless of how many bridges see the restart. Late batches of the old incarnation are
     ignored."""
     names = [f"b{at}" for at in range(bridges)]
-    with TalkingEngine() as engine:
+    with PublishingEngine() as engine:
         log = Log(plane)
         with BridgesOfEngine(plane, engine, names):
             for restarts in range(1, 4):
-                engine.say(40)
-                settled(log, engine)
+                engine.publish_next(40)
+                wait_until_complete(log, engine)
                 engine.restart()
-                engine.say(3)
-                settled(log, engine)
+                engine.publish_next(3)
+                wait_until_complete(log, engine)
                 resets = [each.incarnation for each in log.events if isinstance(each, Reset)]
                 assert resets == list(range(1, restarts + 1))
 
@@ -199,13 +199,14 @@ def test_an_engine_that_restarts_begins_a_new_incarnation(plane: PlaneSettings, 
 class BridgesOfEngine:
     """Runs several bridges of one engine."""
 
-    def __init__(self, plane: PlaneSettings, engine: TalkingEngine, names: list[str]) -> None:
+    def __init__(self, plane: PlaneSettings, engine: PublishingEngine, names: list[str]) -> None:
         self._running = [
-            Running(Bridge(BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2), [engine.watch])) for name in names
+            ThreadRunner(Bridge(BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2), [engine.watch]))
+            for name in names
         ]
 
     def __enter__(self) -> None:
-        until("the bridges", lambda: all(each.what.ready.is_set() or each.error for each in self._running), SECONDS)
+        wait_for("the bridges", lambda: all(each.what.ready.is_set() or each.error for each in self._running), SECONDS)
 
     def __exit__(self, *_: object) -> None:
         for running in self._running:
@@ -215,15 +216,15 @@ class BridgesOfEngine:
 @pytest.mark.parametrize("count", [40, 41])
 def test_a_bridge_notices_a_restart_that_happened_while_none_ran(plane: PlaneSettings, count: int) -> None:
     """The new incarnation may be as long as the old one: the bytes of its batches differ."""
-    with TalkingEngine() as engine:
+    with PublishingEngine() as engine:
         log = Log(plane)
-        with bridging(plane, engine.watch):
-            engine.say(40)
-            settled(log, engine)
+        with run_bridge(plane, engine.watch):
+            engine.publish_next(40)
+            wait_until_complete(log, engine)
         engine.restart()
-        engine.say(count)
-        with bridging(plane, engine.watch):
-            settled(log, engine)
+        engine.publish_next(count)
+        with run_bridge(plane, engine.watch):
+            wait_until_complete(log, engine)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
 
 
@@ -233,23 +234,23 @@ def test_a_bridge_notices_a_restart_that_happened_while_none_ran(plane: PlaneSet
 def test_batches_larger_than_a_message_are_split_and_joined(tmp_path: Path) -> None:
     """The batch is also complete if a bridge is killed between two fragments and another bridge continues."""
     large = 1 << 20
-    with nats_server(tmp_path, max_payload=64 << 10) as small, TalkingEngine() as engine:
+    with nats_server(tmp_path, max_payload=64 << 10) as small, PublishingEngine() as engine:
         plane = plane_at(small.url)
         log = Log(plane)
         with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
             engine.publish(batch(1, large // 64))
-            log.until(
+            log.wait_for(
                 "a piece", lambda log: any(isinstance(record, FragmentRecord) for page in log.pages for record in page.records)
             )
             first.kill()
         log.read()
         assert log.numbers() in ([], [0])
-        with bridging(plane, engine.watch, name="second"):
-            engine.say(5)
-            settled(log, engine)
+        with run_bridge(plane, engine.watch, name="second"):
+            engine.publish_next(5)
+            wait_until_complete(log, engine)
             engine.publish(batch(2, large // 64))
-            engine.say(5)
-            settled(log, engine)
+            engine.publish_next(5)
+            wait_until_complete(log, engine)
         assert max(len(each.payload) for each in log.events if isinstance(each, RawBatch)) > large
 
 
@@ -257,17 +258,17 @@ def test_batches_larger_than_a_message_are_split_and_joined(tmp_path: Path) -> N
 def test_a_batch_that_no_bridge_received_is_logged_as_one_gap(plane: PlaneSettings, bridges: int) -> None:
     """The stream is DEGRADED afterwards."""
     names = [f"b{at}" for at in range(bridges)]
-    with TalkingEngine() as engine, BridgesOfEngine(plane, engine, names):
-        engine.say(10)
-        log = Log(plane).until("the first of it", lambda log: len(log.numbers()) == 10)
-        with held(engine.publisher):
+    with PublishingEngine() as engine, BridgesOfEngine(plane, engine, names):
+        engine.publish_next(10)
+        log = Log(plane).wait_for("the first of it", lambda log: len(log.numbers()) == 10)
+        with hold_publisher(engine.publisher):
             pass  # uses up a number
-        engine.say(10)
-        log.until("the rest", lambda log: log.numbers()[-1] >= 20)
+        engine.publish_next(10)
+        log.wait_for("the rest", lambda log: log.numbers()[-1] >= 20)
         assert log.numbers() == [each for each in range(log.numbers()[-1] + 1) if each != 10]
         assert [(each.first, each.last) for each in log.events if isinstance(each, Gap)] == [(10, 10)]
         assert log.flaws == (0, 0)
-        log.until("their trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"DEGRADED"})
+        log.wait_for("their trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"DEGRADED"})
         assert all("lost" in report.reason for report in reports_by_bridge(log).values())
 
 
@@ -275,45 +276,45 @@ def test_a_batch_that_no_bridge_received_is_logged_as_one_gap(plane: PlaneSettin
 
 
 def test_an_unreachable_engine_leaves_and_returns_with_a_new_incarnation(plane: PlaneSettings) -> None:
-    with TalkingEngine() as engine, TalkingEngine("other") as other:
+    with PublishingEngine() as engine, PublishingEngine("other") as other:
         log = Log(plane)
-        with bridging(plane, engine.watch, other.watch, dead_seconds=0.3):
+        with run_bridge(plane, engine.watch, other.watch, dead_seconds=0.3):
             for restarts in (1, 2):
-                engine.say(10)
-                settled(log, engine)
+                engine.publish_next(10)
+                wait_until_complete(log, engine)
                 engine.end()
-                log.until(
+                log.wait_for(
                     "it to leave",
                     lambda log, restarts=restarts: [type(event) for event in log.events].count(StreamLeft) == restarts,
                 )
                 engine.restart()
-                engine.say(5)
-                settled(log, engine)
+                engine.publish_next(5)
+                wait_until_complete(log, engine)
                 assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, restarts + 1))
         assert {each.key for each in log.events if isinstance(each, StreamLeft)} == {("engine", 0)}
 
 
 def test_engines_that_become_unreachable_all_at_once_do_not_leave(plane: PlaneSettings) -> None:
     """The bridges suspect the network. An engine that is unreachable after the suspicion ends leaves."""
-    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    engines = [PublishingEngine(f"e{at}") for at in range(4)]
     log = Log(plane)
-    with bridging(plane, *(engine.watch for engine in engines), dead_seconds=0.3) as bridge:
+    with run_bridge(plane, *(engine.watch for engine in engines), dead_seconds=0.3) as bridge:
         for engine in engines:
-            engine.say(10)
-        settled(log, *engines)
+            engine.publish_next(10)
+        wait_until_complete(log, *engines)
         for engine in engines[:3]:
             engine.end()
-        until("the suspicion", lambda: bridge.status().suspicion, SECONDS)
+        wait_for("the suspicion", lambda: bridge.status().suspicion, SECONDS)
         assert bridge.status().suspicion.endswith("of 4 engines are unreachable")
         pages = len(log.read().pages)
         # Heartbeats continue for longer than an engine needs to leave.
-        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
         assert not [each for each in log.events if isinstance(each, StreamLeft)]
         engines[0].restart()
-        engines[0].say(3)
-        until("the end of the suspicion", lambda: not bridge.status().suspicion, SECONDS)
-        log.until("two to leave", lambda log: find_departed_sources(log) >= {"e1", "e2"})
-        settled(log, engines[0], engines[3])
+        engines[0].publish_next(3)
+        wait_for("the end of the suspicion", lambda: not bridge.status().suspicion, SECONDS)
+        log.wait_for("two to leave", lambda log: find_departed_sources(log) >= {"e1", "e2"})
+        wait_until_complete(log, engines[0], engines[3])
         assert find_departed_sources(log) == {"e1", "e2"}
     for engine in engines:
         engine.end()
@@ -321,20 +322,20 @@ def test_engines_that_become_unreachable_all_at_once_do_not_leave(plane: PlaneSe
 
 def test_an_engine_that_another_bridge_reaches_does_not_leave(plane: PlaneSettings) -> None:
     """The engine leaves when that bridge is gone as well."""
-    with refusing() as nowhere, TalkingEngine() as engine, TalkingEngine("other") as other:
+    with refuse_connections() as nowhere, PublishingEngine() as engine, PublishingEngine("other") as other:
         log = Log(plane)
         unreachable = Watch(Source(nowhere, None, name="engine"), b"card")
         with (
             BridgeProcess(plane, engine, name="reaches").wait_until_ready() as reaches,
-            bridging(plane, unreachable, other.watch, name="does not", dead_seconds=0.3),
+            run_bridge(plane, unreachable, other.watch, name="does not", dead_seconds=0.3),
         ):
-            engine.say(10)
-            settled(log, engine)
+            engine.publish_next(10)
+            wait_until_complete(log, engine)
             pages = len(log.pages)
-            log.until("some time", lambda log: len(log.pages) > pages + 10)
+            log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
             assert not [each for each in log.events if isinstance(each, StreamLeft)]
             reaches.kill()
-            log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
+            log.wait_for("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
 
 
 def find_departed_sources(log: Log) -> set[str]:
@@ -344,23 +345,23 @@ def find_departed_sources(log: Log) -> set[str]:
 def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> None:
     """The engine is removed from the settings while no bridge runs. The log still has reports of both bridges that they reach
     it."""
-    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    engines = [PublishingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
-    with bridging(plane, *watches, name="a"), bridging(plane, *watches, name="b"):
+    with run_bridge(plane, *watches, name="a"), run_bridge(plane, *watches, name="b"):
         for engine in engines:
-            engine.say(10)
-        settled(log, *engines)
-        log.until("trust of both", lambda log: all(len(reports_by_bridge(log, engine.name)) == 2 for engine in engines))
+            engine.publish_next(10)
+        wait_until_complete(log, *engines)
+        log.wait_for("trust of both", lambda log: all(len(reports_by_bridge(log, engine.name)) == 2 for engine in engines))
     with (
-        bridging(plane, *watches[1:], name="a", unclaimed_seconds=0.5) as one,
-        bridging(plane, *watches[1:], name="b", unclaimed_seconds=0.5),
+        run_bridge(plane, *watches[1:], name="a", unclaimed_seconds=0.5) as one,
+        run_bridge(plane, *watches[1:], name="b", unclaimed_seconds=0.5),
     ):
-        log.until("it to leave", lambda log: find_departed_sources(log) == {"e0"})
+        log.wait_for("it to leave", lambda log: find_departed_sources(log) == {"e0"})
         for engine in engines[1:]:
-            engine.say(3)
-        settled(log, *engines[1:])
-        until("it to be seen", lambda: one.status().unclaimed == 0, SECONDS)
+            engine.publish_next(3)
+        wait_until_complete(log, *engines[1:])
+        wait_for("it to be seen", lambda: one.status().unclaimed == 0, SECONDS)
     assert find_departed_sources(log) == {"e0"}
     assert not [each for each in log.events if isinstance(each, Reset)]
     for engine in engines:
@@ -370,45 +371,45 @@ def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> 
 def test_engines_that_a_running_bridge_follows_do_not_leave(plane: PlaneSettings) -> None:
     """This includes engines that the bridge does not reach, and engines that are more than half of all: in that case bridges
     are missing or misconfigured."""
-    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    engines = [PublishingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
-    with bridging(plane, *watches[:1], name="a", unclaimed_seconds=0.3) as one:
-        with bridging(plane, *watches[1:], name="b", standby_seconds=0.1, dead_seconds=600.0):
+    with run_bridge(plane, *watches[:1], name="a", unclaimed_seconds=0.3) as one:
+        with run_bridge(plane, *watches[1:], name="b", standby_seconds=0.1, dead_seconds=600.0):
             for engine in engines:
-                engine.say(10)
-            settled(log, *engines)
+                engine.publish_next(10)
+            wait_until_complete(log, *engines)
             engines[1].end()
-            log.until("less trust", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
+            log.wait_for("less trust", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
-            log.until("some time", lambda log: len(log.pages) > pages + 20)
+            log.wait_for("some time", lambda log: len(log.pages) > pages + 20)
             assert one.status().unclaimed == 0
-        until("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
+        wait_for("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
         pages = len(log.read().pages)
-        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
         assert find_departed_sources(log) == set()
-        with bridging(plane, *watches[2:], name="b"):
-            log.until("the unreachable engine to leave", lambda log: find_departed_sources(log) == {"e1"})
+        with run_bridge(plane, *watches[2:], name="b"):
+            log.wait_for("the unreachable engine to leave", lambda log: find_departed_sources(log) == {"e1"})
     for engine in engines:
         engine.end()
 
 
 def test_an_engine_leaves_if_two_bridges_drop_it_at_once(plane: PlaneSettings) -> None:
     """Each bridge could assume that the other one still follows the engine."""
-    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+    with PublishingEngine("e1") as one, PublishingEngine("e2") as two:
         log = Log(plane)
         names = ("a", "b")
         settings = [BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2, unclaimed_seconds=0.5) for name in names]
         bridges = [Bridge(each, [one.watch, two.watch]) for each in settings]
-        running = [Running(bridge) for bridge in bridges]
-        until("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
-        one.say(10)
-        two.say(10)
-        settled(log, one, two)
-        log.until("trust of both", lambda log: set(reports_by_bridge(log, "e2")) == set(names))
+        running = [ThreadRunner(bridge) for bridge in bridges]
+        wait_for("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
+        one.publish_next(10)
+        two.publish_next(10)
+        wait_until_complete(log, one, two)
+        log.wait_for("trust of both", lambda log: set(reports_by_bridge(log, "e2")) == set(names))
         for bridge, thread in zip(bridges, running, strict=True):
             thread.call(lambda bridge=bridge: bridge.watch([one.watch]))
-        log.until("it to leave", lambda log: find_departed_sources(log) == {"e2"})
+        log.wait_for("it to leave", lambda log: find_departed_sources(log) == {"e2"})
         for thread in running:
             thread.end()
 
@@ -416,27 +417,27 @@ def test_an_engine_leaves_if_two_bridges_drop_it_at_once(plane: PlaneSettings) -
 def test_the_watched_engines_can_change(plane: PlaneSettings) -> None:
     """A new registration does not begin a new incarnation, and neither does another address of the same engine. An engine that
     is no longer listed leaves."""
-    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+    with PublishingEngine("e1") as one, PublishingEngine("e2") as two:
         log = Log(plane)
         bridge = Bridge(BridgeSettings(plane=plane, name="bridge", heartbeat_seconds=0.2), [one.watch])
-        running = Running(bridge)
-        until("the bridge", bridge.ready.is_set, SECONDS)
-        one.say(10)
-        settled(log, one)
+        running = ThreadRunner(bridge)
+        wait_for("the bridge", bridge.ready.is_set, SECONDS)
+        one.publish_next(10)
+        wait_until_complete(log, one)
         moved = Watch(
             Source(one.publisher.endpoint.replace("127.0.0.1", "localhost"), one.source.replay_endpoint, name="e1"), b"new"
         )
         for watches in ([Watch(one.source, b"new")], [moved], [moved, two.watch]):
             running.call(lambda watches=watches: bridge.watch(watches))
-            one.say(10)
-            settled(log, one)
-        two.say(10)
-        settled(log, two)
-        log.until(
+            one.publish_next(10)
+            wait_until_complete(log, one)
+        two.publish_next(10)
+        wait_until_complete(log, two)
+        log.wait_for(
             "the registration", lambda log: log.states[log.layout.partition_of("e1")].streams["e1", 0].registration == b"new"
         )
         running.call(lambda: bridge.watch([moved]))
-        log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
+        log.wait_for("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
         assert [each.key for each in log.events if isinstance(each, StreamLeft)] == [("e2", 0)]
         assert not [each for each in log.events if isinstance(each, Reset)]
         running.end()
@@ -444,7 +445,7 @@ def test_the_watched_engines_can_change(plane: PlaneSettings) -> None:
 
 def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:
     """Every such message is counted, and one is logged."""
-    with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
+    with PublishingEngine() as engine, run_bridge(plane, engine.watch) as bridge:
         log = Log(plane)
         partition = log.layout.partition_of("engine")
 
@@ -453,21 +454,21 @@ def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: p
                 await js.publish(log.layout.subject(partition), b"hello")
 
         for _ in range(2):
-            engine.say(10)
-            settled(log, engine)
-            with_js(plane, publish_garbage)
-        engine.say(10)
-        settled(log, engine)
-        until("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
+            engine.publish_next(10)
+            wait_until_complete(log, engine)
+            run_with_jetstream(plane, publish_garbage)
+        engine.publish_next(10)
+        wait_until_complete(log, engine)
+        wait_for("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
     assert sum("is not a page" in record.message for record in caplog.records) == 1
 
 
 def test_an_engine_that_cannot_be_followed_does_not_affect_other_engines(plane: PlaneSettings) -> None:
     wrong = Watch(Source(f"ipc:///{'long' * 50}", name="wrong"))
-    with TalkingEngine() as engine, bridging(plane, wrong, engine.watch) as bridge:
-        engine.say(10)
-        log = settled(Log(plane), engine)
-        log.until("its trust", lambda log: reports_by_bridge(log, "wrong"))
+    with PublishingEngine() as engine, run_bridge(plane, wrong, engine.watch) as bridge:
+        engine.publish_next(10)
+        log = wait_until_complete(Log(plane), engine)
+        log.wait_for("its trust", lambda log: reports_by_bridge(log, "wrong"))
         assert reports_by_bridge(log, "wrong")["bridge"].trust == "CONNECTING"
         assert "longlong" in reports_by_bridge(log, "wrong")["bridge"].reason
         assert not bridge.status().failure
@@ -483,12 +484,12 @@ def test_names_and_registrations_that_are_too_large_for_the_log_are_refused(plan
 def test_registrations_of_the_largest_size_are_written(tmp_path: Path) -> None:
     """They fit into the smallest messages that a plane accepts."""
     registration_bytes = bytes(MAX_REGISTRATION_BYTES)
-    with nats_server(tmp_path, max_payload=24 << 10) as small, TalkingEngine() as engine:
+    with nats_server(tmp_path, max_payload=24 << 10) as small, PublishingEngine() as engine:
         watches = [Watch(Source(engine.publisher.endpoint, None, name=f"{at}" * 500), registration_bytes) for at in range(4)]
-        with bridging(plane_at(small.url), engine.watch, *watches):
-            engine.say(5)
-            log = settled(Log(plane_at(small.url)), engine)
-            log.until("the registrations", lambda log: sum(len(state.registrations()) for state in log.states.values()) == 5)
+        with run_bridge(plane_at(small.url), engine.watch, *watches):
+            engine.publish_next(5)
+            log = wait_until_complete(Log(plane_at(small.url)), engine)
+            log.wait_for("the registrations", lambda log: sum(len(state.registrations()) for state in log.states.values()) == 5)
 
 
 # --- start and stop
@@ -501,8 +502,8 @@ def test_an_internal_fault_ends_a_bridge_with_one_clear_error(plane: PlaneSettin
         raise ZeroDivisionError("of the test")
 
     monkeypatch.setattr("kvevents.plane.engine_reader.EngineReader._turn", fail)
-    running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
-    until("its end", lambda: running.error, SECONDS)
+    running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    wait_for("its end", lambda: running.error, SECONDS)
     with pytest.raises(PlaneError, match="ZeroDivisionError"):
         running.end()
 
@@ -514,12 +515,12 @@ def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
         await asyncio.Event().wait()
 
     monkeypatch.setattr("kvevents.plane.partition_reader.PartitionReader.run", wait_for_ever)
-    running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
-    until("it to begin", lambda: running.what.status().partitions, SECONDS)
+    running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    wait_for("it to begin", lambda: running.what.status().partitions, SECONDS)
     running.end()
 
 
 def test_missing_servers_are_reported(tmp_path: Path) -> None:
-    running = Running(Bridge(BridgeSettings(plane=plane_at("nats://127.0.0.1:1"), name="bridge"), []))
+    running = ThreadRunner(Bridge(BridgeSettings(plane=plane_at("nats://127.0.0.1:1"), name="bridge"), []))
     with pytest.raises(PlaneError, match=r"127\.0\.0\.1:1"):
         running.end()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("nats")
 
-from discovery_cases import within
+from discovery_cases import await_in_time
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.nats_client import NotPermittedError, PlaneClient
@@ -42,7 +42,7 @@ class Script:
         async with server:
             yield PlaneSettings(connection=IMPATIENT, servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
             for task in self._tasks:
-                await within(task)
+                await await_in_time(task)
 
     def send(self, line: str) -> None:
         assert self._writer
@@ -56,7 +56,7 @@ class Script:
             async with self.has_lines:
                 await self.has_lines.wait_for(lambda: any(line.startswith(start) for line in self.lines))
 
-        await within(has_lines())
+        await await_in_time(has_lines())
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -93,7 +93,7 @@ class States:
 
 async def round_trip(client: PlaneClient) -> None:
     """Wait until the client has processed everything that the server has sent before."""
-    await within(client.flush())
+    await await_in_time(client.flush())
 
 
 async def test_servers_that_have_left_the_cluster_are_removed() -> None:
@@ -117,7 +117,7 @@ async def test_the_client_reconnects_after_any_error_of_the_server(reason: str, 
     script, states = Script(), States()
     async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
         script.send(f"-ERR '{reason}'")
-        await within(states.back.wait())
+        await await_in_time(states.back.wait())
         await round_trip(client)
         assert script.connections == 2
     assert states.all == ["connected", "reconnecting", "connected", "closed"]
@@ -131,7 +131,7 @@ async def test_invalid_greetings_do_not_end_the_attempts_to_reconnect() -> None:
     async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
         script.bad_greetings = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
         script.send("-ERR 'Stale Connection'")
-        await within(states.back.wait())
+        await await_in_time(states.back.wait())
         await round_trip(client)
         assert script.connections == 7
     assert states.all == ["connected", "reconnecting", "connected", "closed"]
@@ -147,7 +147,7 @@ async def test_a_missing_permission_fails_only_the_requests_that_need_it() -> No
         script.send("-ERR 'Permissions Violation for Publish to \"Lane.1\"'")
         for task in refused:
             with pytest.raises(NotPermittedError, match=r"this user must not publish to 'Lane.1'"):
-                await within(task)
+                await await_in_time(task)
         await round_trip(client)
         assert not other.done()
         other.cancel()
@@ -190,9 +190,9 @@ async def test_publishing_to_a_server_that_reads_nothing_can_be_cancelled() -> N
             await asyncio.wait([task], timeout=0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await within(task)
+            await await_in_time(task)
         client.abort()
-        await within(client.close())
+        await await_in_time(client.close())
         may_close.set()
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge_cases import TalkingEngine, settled
+from bridge_cases import PublishingEngine, wait_until_complete
 from clock_cases import ServersClock, needs_clocks
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
-from plane_cases import SECONDS, Log, Running, bridging
+from plane_cases import SECONDS, Log, ThreadRunner, run_bridge
 from plane_lease_cases import Clock, bucket
-from service_cases import MODEL, until
-from service_replica_digest_cases import Serving
+from service_cases import MODEL, wait_for
+from service_replica_digest_cases import ReplicaRunner
 
 pytestmark = [needs_nats, needs_clocks]
 HOUR = 3600
@@ -41,31 +41,33 @@ def read_clock_shift(server: NatsServer) -> float:
 
 def set_clock(clock: ServersClock, servers: list[NatsServer], seconds: int) -> None:
     clock.set(seconds)
-    until("the servers' clock", lambda: all(abs(read_clock_shift(server) - seconds) < HOUR / 2 for server in servers), SECONDS)
+    wait_for(
+        "the servers' clock", lambda: all(abs(read_clock_shift(server) - seconds) < HOUR / 2 for server in servers), SECONDS
+    )
 
 
 def serve_while_the_clock_changes(clock: ServersClock, servers: list[NatsServer], plane: PlaneSettings) -> None:
     """Run two bridges and two replicas while the clock is set an hour forward, two back, and one forward."""
-    with TalkingEngine() as engine, ExitStack() as stack:
+    with PublishingEngine() as engine, ExitStack() as stack:
         publisher = engine.publisher
         registration = Registration(
             instance="one", endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint, model=MODEL
         )
         engine.name, engine.registration = registration.key[0], msgspec.json.encode(registration)
         for name in ("a", "b"):
-            stack.enter_context(bridging(plane, engine.watch, name=name))
-        replicas = [Serving(plane, name) for name in ("r1", "r2")]
+            stack.enter_context(run_bridge(plane, engine.watch, name=name))
+        replicas = [ReplicaRunner(plane, name) for name in ("r1", "r2")]
         for each in replicas:
-            stack.callback(Running(each).end)
+            stack.callback(ThreadRunner(each).end)
         log = Log(plane)
-        with engine.talking(0.01):
+        with engine.publish_continuously(0.01):
             for seconds in (0, HOUR, -HOUR, 0):
                 set_clock(clock, servers, seconds)
                 before = len(log.read().numbers(engine.name))
-                log.until("more batches in the log", lambda log, before=before: len(log.numbers(engine.name)) > before + 20)
-                until("exact replicas", lambda: all(each.is_exact for each in replicas), SECONDS)
-        settled(log, engine)
-        until("the engine's digest", lambda: {each.digest for each in replicas} == {engine.truth.digest}, SECONDS)
+                log.wait_for("more batches in the log", lambda log, before=before: len(log.numbers(engine.name)) > before + 20)
+                wait_for("exact replicas", lambda: all(each.is_exact for each in replicas), SECONDS)
+        wait_until_complete(log, engine)
+        wait_for("the engine's digest", lambda: {each.digest for each in replicas} == {engine.truth.digest}, SECONDS)
         assert all(each.is_exact for each in replicas)
         assert log.numbers(engine.name) == list(range(engine.truth.count))
 
@@ -86,19 +88,19 @@ def test_nothing_is_lost_when_one_server_of_a_cluster_has_a_wrong_clock(clock: S
 
 def test_a_server_that_restarts_with_another_time_has_all_its_data(clock: ServersClock, tmp_path: Path) -> None:
     """The machine has lost the time of its clock while it was off."""
-    with nats_server(tmp_path / "nats", command=clock.command) as server, TalkingEngine() as engine:
+    with nats_server(tmp_path / "nats", command=clock.command) as server, PublishingEngine() as engine:
         plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20)
         log = Log(plane)
-        with bridging(plane, engine.watch):
+        with run_bridge(plane, engine.watch):
             for seconds in (HOUR, -HOUR, 0):
-                engine.say(20)
-                settled(log, engine)
+                engine.publish_next(20)
+                wait_until_complete(log, engine)
                 server.kill()
                 clock.set(seconds)
-                engine.say(20)
+                engine.publish_next(20)
                 server.start()
                 assert abs(read_clock_shift(server) - seconds) < HOUR / 2
-                settled(log, engine)
+                wait_until_complete(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
 

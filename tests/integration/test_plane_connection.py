@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
-from discovery_cases import within
+from discovery_cases import await_in_time
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
 from kvevents.plane import connection
 from kvevents.plane.connection import close, connect, open_client, require_jetstream
@@ -54,7 +54,7 @@ class States:
                 self._changed.clear()
                 await self._changed.wait()
 
-        await within(receive_all())
+        await await_in_time(receive_all())
         assert self.all == list(states)
 
 
@@ -301,7 +301,7 @@ async def fake_server(listen: Callable[[asyncio.StreamReader, asyncio.StreamWrit
     async with server:
         yield int(server.sockets[0].getsockname()[1])
         for task in ended:
-            await within(task)
+            await await_in_time(task)
 
 
 @pytest.fixture(name="no_listener")
@@ -349,7 +349,7 @@ async def test_an_address_where_another_service_listens_is_an_error(greeting: by
         writer.close()
 
     async with fake_server(listen) as port:
-        error = await within(connect_and_fail(PlaneSettings(connection=limits, servers=(f"nats://127.0.0.1:{port}",))))
+        error = await await_in_time(connect_and_fail(PlaneSettings(connection=limits, servers=(f"nats://127.0.0.1:{port}",))))
     assert error.fault == ("refused" if greeting else "timeout")
 
 
@@ -495,7 +495,7 @@ async def test_pending_messages_are_bounded_while_no_server_is_connected(tmp_pat
             server.kill()
             await states.wait("connected", "reconnecting")
             with pytest.raises(PlaneError) as caught, map_errors("writing"):
-                await within(flood(client))
+                await await_in_time(flood(client))
             assert caught.value.fault == "backlog"
             assert client.pending_data_size < 1 << 20
 

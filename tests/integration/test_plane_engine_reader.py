@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge_cases import TalkingEngine
+from bridge_cases import PublishingEngine
 from kvevents.events import BlockRemoved
 from kvevents.plane.engine_reader import MAX_REASON, EngineReader, EngineRecord
 from kvevents.plane.partition_state import ResumePoint
@@ -18,8 +18,8 @@ from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, Tr
 from kvevents.stream import Checkpoint, Source, StreamLimits, Trust
 from kvevents.testing.fake_transport import FakeTransport
 from plane_cases import SECONDS
-from publisher_cases import held
-from service_cases import until
+from publisher_cases import hold_publisher
+from service_cases import wait_for
 
 
 class Collector:
@@ -46,8 +46,8 @@ class Collector:
     def trust(self) -> list[str]:
         return [each.record.trust for each in list(self.delivered) if isinstance(each.record, TrustRecord)]
 
-    def until(self, count: int) -> None:
-        until(f"{count} batches", lambda: len(self.batches) == count, SECONDS)
+    def wait_for(self, count: int) -> None:
+        wait_for(f"{count} batches", lambda: len(self.batches) == count, SECONDS)
 
 
 @contextmanager
@@ -62,33 +62,33 @@ def reading(**options: Any) -> Iterator[Collector]:
 
 
 def test_batches_resets_gaps_and_trust_become_records() -> None:
-    with TalkingEngine() as engine, reading() as collector:
+    with PublishingEngine() as engine, reading() as collector:
         collector.reader.follow(engine.source, ResumePoint(None, 7), follow_id=3)
-        engine.say(4)
-        collector.until(4)
-        engine.say(1)  # the other batches may all have been replayed
-        collector.until(5)
-        until("trust", lambda: collector.trust[-1:] == ["EXACT"], SECONDS)
-        with held(engine.publisher):
+        engine.publish_next(4)
+        collector.wait_for(4)
+        engine.publish_next(1)  # the other batches may all have been replayed
+        collector.wait_for(5)
+        wait_for("trust", lambda: collector.trust[-1:] == ["EXACT"], SECONDS)
+        with hold_publisher(engine.publisher):
             pass  # uses up a number
-        engine.say(1)
-        until("less trust", lambda: collector.trust[-1] == "DEGRADED", SECONDS)
+        engine.publish_next(1)
+        wait_for("less trust", lambda: collector.trust[-1] == "DEGRADED", SECONDS)
         assert [each.record for each in collector.delivered if isinstance(each.record, GapRecord)] == [
             GapRecord("engine", 0, 7, 5, 5)
         ]
         engine.restart()
-        engine.say(1)
-        until("a reset", lambda: any(isinstance(each.record, IncarnationRecord) for each in collector.delivered), SECONDS)
-        until("the new incarnation", lambda: collector.batches[-1].incarnation == 8, SECONDS)
+        engine.publish_next(1)
+        wait_for("a reset", lambda: any(isinstance(each.record, IncarnationRecord) for each in collector.delivered), SECONDS)
+        wait_for("the new incarnation", lambda: collector.batches[-1].incarnation == 8, SECONDS)
         assert {each.follow_id for each in collector.delivered} == {3}
         assert {each.incarnation for each in collector.batches[:5]} == {7}
 
 
 def test_a_stream_resumes_at_the_end_of_the_log_or_begins_again() -> None:
-    with TalkingEngine() as engine, reading() as collector:
-        engine.say(5)
+    with PublishingEngine() as engine, reading() as collector:
+        engine.publish_next(5)
         collector.reader.follow(engine.source, ResumePoint(Checkpoint("engine", 0, 4, -1), 0), follow_id=1)
-        until("batches", lambda: len(collector.batches) >= 5, SECONDS)
+        wait_for("batches", lambda: len(collector.batches) >= 5, SECONDS)
         assert isinstance(collector.delivered[0].record, TrustRecord | IncarnationRecord)
         assert [each.record.incarnation for each in collector.delivered if isinstance(each.record, IncarnationRecord)] == [5]
         assert {each.incarnation for each in collector.batches} == {5}
@@ -97,51 +97,51 @@ def test_a_stream_resumes_at_the_end_of_the_log_or_begins_again() -> None:
 @pytest.mark.parametrize("receive_queue", [1, 100_000])
 def test_while_the_queue_is_full_nothing_is_delivered_and_nothing_is_lost(receive_queue: int) -> None:
     """This holds regardless of how many batches fit into the receive queue of the connection."""
-    with TalkingEngine() as engine, reading(receive_queue=receive_queue) as collector:
+    with PublishingEngine() as engine, reading(receive_queue=receive_queue) as collector:
         collector.reader.follow(engine.source, ResumePoint(None, 0), follow_id=1)
-        engine.say(5)
-        collector.until(5)
+        engine.publish_next(5)
+        collector.wait_for(5)
         collector.has_room.clear()
         assert collector.was_refused.wait(SECONDS)
-        engine.say(200)
-        until("the engine to send all batches", lambda: engine.publisher.stats().published == 205, SECONDS)
+        engine.publish_next(200)
+        wait_for("the engine to send all batches", lambda: engine.publisher.stats().published == 205, SECONDS)
         before = len(collector.batches)
         collector.has_room.set()
-        collector.until(205)
+        collector.wait_for(205)
         assert before < 205
         assert [each.seq for each in collector.batches] == list(range(205))
 
 
 def test_an_unfollowed_stream_delivers_nothing_more_and_can_be_followed_again() -> None:
-    with TalkingEngine("one") as one, TalkingEngine("two") as two, reading() as collector:
+    with PublishingEngine("one") as one, PublishingEngine("two") as two, reading() as collector:
         for turn, engine in enumerate((one, two)):
             collector.reader.follow(engine.source, ResumePoint(None, 0), turn)
-            engine.say(3)
-        collector.until(6)
+            engine.publish_next(3)
+        collector.wait_for(6)
         collector.reader.unfollow(("one", 0))
         collector.reader.unfollow(("absent", 0))
-        until("the stream to be unfollowed", lambda: ("one", 0) not in collector.reader._follow_ids, SECONDS)
-        one.say(3)
-        two.say(3)
-        collector.until(9)
+        wait_for("the stream to be unfollowed", lambda: ("one", 0) not in collector.reader._follow_ids, SECONDS)
+        one.publish_next(3)
+        two.publish_next(3)
+        collector.wait_for(9)
         collector.reader.follow(one.source, ResumePoint(None, 0), follow_id=2)
-        collector.until(15)
+        collector.wait_for(15)
         assert [
             each.record.seq for each in collector.delivered if isinstance(each.record, BatchRecord) and each.follow_id == 2
         ] == list(range(6))
 
 
 def test_an_invalid_address_is_reported_as_the_reason_of_the_trust() -> None:
-    with TalkingEngine() as engine, reading() as collector:
+    with PublishingEngine() as engine, reading() as collector:
         collector.reader.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), ResumePoint(None, 0), follow_id=5)
-        until("the report", lambda: collector.trust == ["CONNECTING"], SECONDS)
+        wait_for("the report", lambda: collector.trust == ["CONNECTING"], SECONDS)
         report = collector.delivered[0].record
         assert isinstance(report, TrustRecord)
         assert (report.key, collector.delivered[0].follow_id, len(report.reason)) == (("odd", 0), 5, MAX_REASON)
         collector.reader.unfollow(("odd", 0))
         collector.reader.follow(engine.source, ResumePoint(None, 0), follow_id=6)
-        engine.say(1)
-        collector.until(1)
+        engine.publish_next(1)
+        collector.wait_for(1)
 
 
 def test_a_reader_that_was_never_started_closes_its_sockets() -> None:
@@ -232,9 +232,9 @@ def _trust_in(records: list[EngineRecord]) -> list[str]:
 def test_the_thread_does_not_change_the_switch_interval_of_the_process() -> None:
     """The switch interval of threads belongs to the process and not to the library."""
     before = sys.getswitchinterval()
-    with TalkingEngine() as engine, reading() as collector:
+    with PublishingEngine() as engine, reading() as collector:
         collector.reader.follow(engine.source, ResumePoint(None, 0), 1)
-        engine.say(1)
-        collector.until(1)
+        engine.publish_next(1)
+        collector.wait_for(1)
         assert sys.getswitchinterval() == before
     assert sys.getswitchinterval() == before

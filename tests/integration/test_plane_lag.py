@@ -14,11 +14,11 @@ from kvevents.plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Rec
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Trust
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import SECONDS, Running, bridging, plane_at
-from plane_subscriber_cases import pushed, subscriber
-from service_cases import engine, until
+from plane_cases import SECONDS, ThreadRunner, plane_at, run_bridge
+from plane_subscriber_cases import make_message, subscriber
+from service_cases import engine, wait_for
 from service_replica_cases import watch_of
-from service_replica_digest_cases import Serving
+from service_replica_digest_cases import ReplicaRunner
 
 
 @needs_nats
@@ -28,28 +28,28 @@ def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServ
     plane = plane_at(server.url, name="unread", partitions=1)
     with ExitStack() as stack:
         one = stack.enter_context(engine())
-        bridge = stack.enter_context(bridging(plane, watch_of("one", one), max_lag_seconds=0.2))
-        replica = Serving(plane, "replica")
-        stack.callback(Running(replica).end)
+        bridge = stack.enter_context(run_bridge(plane, watch_of("one", one), max_lag_seconds=0.2))
+        replica = ReplicaRunner(plane, "replica")
+        stack.callback(ThreadRunner(replica).end)
         one.store(range(64))
 
         def found() -> str | None:
             replica.confirm()
             return replica.digest if replica.is_exact else None
 
-        before = until("an exact replica", found, SECONDS)
+        before = wait_for("an exact replica", found, SECONDS)
         bridge._handed_over += 1 << 40  # bytes that the servers have not accepted
-        until("it to read nothing", lambda: bridge._unread_since is not None, SECONDS)
+        wait_for("it to read nothing", lambda: bridge._unread_since is not None, SECONDS)
         one.store(range(64, 128))
-        until("less trust", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
+        wait_for("less trust", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
         assert "lags" in trust_of(replica).reason
         assert replica.digest == before
         bridge._handed_over -= 1 << 40
-        until("trust", lambda: replica.is_exact, SECONDS)
-        until("the other blocks", lambda: replica.digest != before, SECONDS)
+        wait_for("trust", lambda: replica.is_exact, SECONDS)
+        wait_for("the other blocks", lambda: replica.digest != before, SECONDS)
 
 
-def trust_of(replica: Serving) -> Trust:
+def trust_of(replica: ReplicaRunner) -> Trust:
     return next(member.trust for member in list(replica.fleet.members.values()))
 
 
@@ -62,7 +62,7 @@ def records(trust: str, **lags: float) -> list[Record]:
 
 def trust_after(*log_records: Record) -> Trust:
     found: LogSubscriber = subscriber()
-    found.put(0, [pushed(1, *log_records)])
+    found.put(0, [make_message(1, *log_records)])
     found.receive_many(timeout=0.0)
     return found.trust("engine")
 

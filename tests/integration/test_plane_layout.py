@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext, api
 
-from bridge_cases import with_js
+from bridge_cases import run_with_jetstream
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
 from kvevents.plane.settings import PlaneSettings
@@ -36,7 +36,7 @@ def test_a_plane_is_created_once_and_found(server: NatsServer) -> None:
         assert (found.name, found.partitions) == ("once", 3)
         assert (await partition_info(js, first, 2))[:2] == (0, 0)
 
-    with_js(settings, work)
+    run_with_jetstream(settings, work)
 
 
 def test_processes_that_create_a_plane_at_once_get_the_same_plane(server: NatsServer) -> None:
@@ -49,7 +49,7 @@ def test_processes_that_create_a_plane_at_once_get_the_same_plane(server: NatsSe
         assert found is not None
         assert {layout.partitions for layout in layouts} == {found.partitions}
 
-    with_js(settings[0], work)
+    run_with_jetstream(settings[0], work)
 
 
 def test_changes_by_an_operator_are_preserved(server: NatsServer) -> None:
@@ -66,7 +66,7 @@ def test_changes_by_an_operator_are_preserved(server: NatsServer) -> None:
         assert (await partition_info(js, layout, 1)).stream_id == id_before
         assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
 
-    with_js(settings, work)
+    run_with_jetstream(settings, work)
 
 
 def test_a_partition_that_is_deleted_and_created_again_has_another_id(server: NatsServer) -> None:
@@ -82,7 +82,7 @@ def test_a_partition_that_is_deleted_and_created_again_has_another_id(server: Na
         await create_partition(js, layout, 0, settings)
         assert (await partition_info(js, layout, 0)).stream_id != before
 
-    with_js(settings, work)
+    run_with_jetstream(settings, work)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_streams_that_could_drop_messages_are_refused_as_partitions(server: Nats
             await create_plane(js, settings)
         await js.delete_stream(layout.stream(0))
 
-    with_js(settings, work)
+    run_with_jetstream(settings, work)
 
 
 def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
@@ -123,7 +123,7 @@ def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
         with pytest.raises(ConfigError, match="layout version 99"):
             await find_plane(js, "later")
 
-    with_js(plane(server, "later"), work)
+    run_with_jetstream(plane(server, "later"), work)
 
 
 def test_the_assignment_of_engines_to_partitions_is_fixed_and_balanced() -> None:

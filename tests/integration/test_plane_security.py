@@ -28,8 +28,8 @@ from kvevents.plane.records import decode_page
 from kvevents.plane.settings import PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_server, needs_nats
-from plane_cases import bridging
-from service_cases import MODEL, Service, engine, serving, until
+from plane_cases import run_bridge
+from service_cases import MODEL, Service, engine, serving, wait_for
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
@@ -142,7 +142,7 @@ async def test_an_unknown_key_is_denied(login: Login) -> None:
 
 def test_a_replica_whose_login_is_rejected_logs_the_reason_and_is_not_ready(login: Login) -> None:
     with serving(*flags(login("stranger"), "x")) as service:
-        until("the log line", lambda: service.log_lines("it rejects this login"))
+        wait_for("the log line", lambda: service.log_lines("it rejects this login"))
         assert service.get("/readyz").status == 503
         assert "kvevents_plane_readable 0" in service.get("/metrics").body.decode()
 
@@ -165,16 +165,16 @@ def test_replica_router_and_bridge_work_with_the_permissions_of_their_roles(logi
     follows the log, and is EXACT."""
     with (
         engine() as one,
-        bridging(login("bridge"), watch_of("one", one)),
+        run_bridge(login("bridge"), watch_of("one", one)),
         serving(*flags(login("replica"), "a"), "--snapshot-seconds", "0.3") as replica,
     ):
         one.store(range(64))
         replica.exact("one", blocks=4)
-        until("two snapshots, and a purge", lambda: first_pages(login("operator")) > LAYOUT.partitions)
+        wait_for("two snapshots, and a purge", lambda: first_pages(login("operator")) > LAYOUT.partitions)
         assert not replica.log_lines("permission")
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=4)
-            router.says("begun with snapshot")
+            router.wait_for_log("begun with snapshot")
             one.store(range(100, 132))
             for service in (replica, router):
                 service.exact("one", blocks=6)
@@ -205,9 +205,9 @@ def test_the_bridge_program_works_with_the_permissions_of_its_role(login: Login)
 
 
 def wait_for_missing_permission(router: Service) -> None:
-    until("the missing permission", lambda: router.log_lines("this replica publishes no digests"))
+    wait_for("the missing permission", lambda: router.log_lines("this replica publishes no digests"))
     assert len(router.log_lines("this replica publishes no digests")) == 1
-    router.says("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
+    router.wait_for_log("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
 
 
 def test_a_router_logs_once_that_it_cannot_write_snapshots(login: Login) -> None:
@@ -215,13 +215,13 @@ def test_a_router_logs_once_that_it_cannot_write_snapshots(login: Login) -> None
     same."""
     with (
         engine() as one,
-        bridging(login("bridge"), watch_of("one", one)),
+        run_bridge(login("bridge"), watch_of("one", one)),
         serving(*flags(login("router"), "c"), "--snapshot-seconds", "0.1") as router,
     ):
         one.store(range(64))
         router.exact("one", blocks=4)
         failing = "kvevents_plane_snapshot_failed 1"
-        until("a refused snapshot", lambda: failing in router.get("/metrics").body.decode())
+        wait_for("a refused snapshot", lambda: failing in router.get("/metrics").body.decode())
         wait_for_missing_permission(router)
         one.store(range(100, 132))
         router.exact("one", blocks=6)
@@ -354,7 +354,7 @@ def test_pages_delivered_into_another_partition_are_ignored(login: Login) -> Non
             assert data is not None
             await js.publish(LAYOUT.subject(other), data)
 
-    with engine() as one, bridging(login("bridge"), watch_of("one", one)) as bridge:
+    with engine() as one, run_bridge(login("bridge"), watch_of("one", one)) as bridge:
         with serving(*flags(login("router"), "a")) as router:
             one.store(range(64))
             router.exact("one", blocks=4)
@@ -405,7 +405,7 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
 
     with nats_server(tmp_path / "nats", **operator.options) as server_of_operator, engine() as one:
         with (
-            bridging(settings("bridge"), watch_of("one", one)),
+            run_bridge(settings("bridge"), watch_of("one", one)),
             serving(*flags(settings("replica"), "a")) as replica,
             serving(*flags(settings("router"), "b")) as router,
         ):
@@ -442,14 +442,14 @@ def test_roles_work_with_private_inboxes(tmp_path: Path) -> None:
 
     with nats_server(tmp_path / "nats", **operator.options) as server_of_private_inboxes, engine() as one:
         with (
-            bridging(settings("bridge"), watch_of("one", one)),
+            run_bridge(settings("bridge"), watch_of("one", one)),
             serving(*flags(settings("replica"), "a"), "--snapshot-seconds", "0.3") as replica,
             serving(*flags(settings("router"), "b")) as router,
         ):
             one.store(range(64))
             for service in (replica, router):
                 service.exact("one", blocks=4)
-            until(
+            wait_for(
                 "a snapshot",
                 lambda: "kvevents_plane_partition_snapshot_timestamp_seconds{" in replica.get("/metrics").body.decode(),
             )
@@ -459,7 +459,7 @@ def test_roles_work_with_private_inboxes(tmp_path: Path) -> None:
             async with jetstream(settings("router")) as (client, _):
                 await client.subscribe("_INBOX_replica.>")
                 await client.flush()
-                until("the refusal", lambda: "Subscription Violation" in server_of_private_inboxes.said())
+                wait_for("the refusal", lambda: "Subscription Violation" in server_of_private_inboxes.read_log())
             with pytest.raises(PlaneError):  # it receives no response
                 async with jetstream(settings("router", "_INBOX")) as (client, _):
                     await require_jetstream(client)

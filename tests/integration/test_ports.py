@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import ports
-from ports import lease, quiet_port
+from ports import reserve_port, reserve_ports
 
 
 def evaluate_in_another_process(expression: str) -> str:
@@ -19,13 +19,13 @@ def evaluate_in_another_process(expression: str) -> str:
 
 def test_a_port_that_one_process_has_chosen_is_not_given_to_another() -> None:
     """It is reserved before anything listens there."""
-    port = quiet_port()
-    assert evaluate_in_another_process(f"ports.lease({port})") == "False"
-    assert not lease(port)
+    port = reserve_port()
+    assert evaluate_in_another_process(f"ports.reserve_ports({port})") == "False"
+    assert not reserve_ports(port)
 
 
 def test_leasing_several_ports_reserves_all_or_none() -> None:
     """A process that ends releases its ports."""
-    reserved, free = quiet_port(), int(evaluate_in_another_process("ports.quiet_port()"))
-    assert not lease(free, reserved)
-    assert evaluate_in_another_process(f"ports.lease({free})") == "True"
+    reserved, free = reserve_port(), int(evaluate_in_another_process("ports.reserve_port()"))
+    assert not reserve_ports(free, reserved)
+    assert evaluate_in_another_process(f"ports.reserve_ports({free})") == "True"

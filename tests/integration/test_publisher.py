@@ -20,16 +20,16 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     DEADLINE,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
-    held,
+    hold_publisher,
     numbers,
     open_consumer,
-    publishing,
     read_reply,
     receive,
+    request_replay,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -39,7 +39,7 @@ Context = zmq.Context[Socket]
 
 def test_live_frames_are_topic_number_payload(context: Context) -> None:
     """A message has three frames, numbers start at 0, and the payload is what `encode_batch` returns."""
-    with publishing(topic="kv@pod@model") as publisher:
+    with run_publisher(topic="kv@pod@model") as publisher:
         subscriber = subscribe(context, publisher, b"kv@")
         for number in range(3):
             publisher.publish(batch(number))
@@ -51,7 +51,7 @@ def test_live_frames_are_topic_number_payload(context: Context) -> None:
 
 def test_a_batch_without_rank_gets_the_rank_of_the_publisher(context: Context) -> None:
     """The rank is set when `publish` returns, as in the engines. A rank that is already set does not change."""
-    with publishing(3) as publisher:
+    with run_publisher(3) as publisher:
         subscriber = subscribe(context, publisher)
         own, others = EventBatch(0.0, []), EventBatch(0.0, [], 7)
         publisher.publish(own)
@@ -79,7 +79,7 @@ class Frozen(msgspec.Struct, array_like=True, frozen=True):
 
 def test_batch_types_of_users_can_be_published(context: Context) -> None:
     """The rank may have SGLang's name. A batch without a rank field, or an immutable one, is sent unchanged."""
-    with publishing(2) as publisher:
+    with run_publisher(2) as publisher:
         subscriber = subscribe(context, publisher)
         for event_batch in (SGLangLike(1.0, []), WithoutRank(1.0, []), Frozen(1.0, [])):
             publisher.publish(event_batch)
@@ -93,7 +93,7 @@ def test_event_types_of_users_can_be_published(context: Context) -> None:
     class Note:
         text: str
 
-    with publishing() as publisher:
+    with run_publisher() as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(EventBatch(1.0, [Note("mine"), AllBlocksCleared(), {"type": "Other"}]))
         found = msgspec.msgpack.decode(receive(subscriber)[1])
@@ -108,7 +108,7 @@ def test_a_publisher_can_encode_every_dialect(context: Context, dialect: Dialect
         BlockRemoved([5], medium="GPU"),
         AllBlocksCleared(),
     ]
-    with publishing(1, dialect=dialect) as publisher:
+    with run_publisher(1, dialect=dialect) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(EventBatch(1.0, events))
         payload = receive(subscriber)[1]
@@ -120,7 +120,7 @@ def test_a_publisher_can_encode_every_dialect(context: Context, dialect: Dialect
 
 def test_a_dialect_is_selected_by_name() -> None:
     """A name has engine and release; an unknown one is rejected before any socket is opened."""
-    with publishing(dialect="sglang-0.5.17", replay_endpoint=ANY) as publisher:
+    with run_publisher(dialect="sglang-0.5.17", replay_endpoint=ANY) as publisher:
         assert publisher._dialect is not None
         assert publisher._dialect.name == "sglang-0.5.9"
     with pytest.raises(UnknownDialectError, match="orca"):
@@ -129,21 +129,21 @@ def test_a_dialect_is_selected_by_name() -> None:
 
 def test_a_batch_that_was_received_live_can_be_replayed_at_once(context: Context) -> None:
     """A batch is in the replay buffer before it is sent: a consumer that receives it live can request it at once."""
-    with publishing(replay_endpoint=ANY) as publisher:
-        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    with run_publisher(replay_endpoint=ANY) as publisher:
+        subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
         for number in range(100):
             publisher.publish(batch(number))
             seq, payload = receive(subscriber)
-            ask(replay, seq)
+            request_replay(replay, seq)
             assert (seq, payload) in read_reply(replay)
 
 
 def test_a_full_queue_drops_batches_visibly_and_never_blocks(context: Context) -> None:
     """Batches beyond the limit are dropped and counted, and their numbers are missing on the wire. An empty batch after them
     reveals the gap, even if no other batch follows."""
-    with publishing(max_queue_size=10) as publisher:
+    with run_publisher(max_queue_size=10) as publisher:
         subscriber = subscribe(context, publisher)
-        with held(publisher):  # uses up number 0
+        with hold_publisher(publisher):  # uses up number 0
             for number in range(1, 18):
                 publisher.publish(batch(number))
             stats = publisher.stats()
@@ -160,8 +160,8 @@ def test_a_full_queue_drops_batches_visibly_and_never_blocks(context: Context) -
 
 def test_a_run_of_drops_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """One record is logged at the start, regardless of how many batches are dropped."""
-    with publishing(max_queue_size=1) as publisher:
-        with caplog.at_level(logging.WARNING), held(publisher):
+    with run_publisher(max_queue_size=1) as publisher:
+        with caplog.at_level(logging.WARNING), hold_publisher(publisher):
             for number in range(500):
                 publisher.publish(batch(number))
         wait_until(lambda: "queue of 1 batches is full" in caplog.text, "a line in the log")
@@ -186,8 +186,8 @@ def test_a_run_of_drops_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted and logged, the thread continues, and consumers see the gap."""
-    with publishing(replay_endpoint=ANY) as publisher, caplog.at_level(logging.WARNING):
-        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    with run_publisher(replay_endpoint=ANY) as publisher, caplog.at_level(logging.WARNING):
+        subscriber, replay = subscribe(context, publisher), connect_dealer(context, publisher)
         publisher.publish(batch(0))
         publisher.publish(EventBatch(1.0, [object()]))
         publisher.publish(EventBatch(1.0, [2**70]))
@@ -196,7 +196,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytes
         while len(seen) < 2:  # the valid ones; an empty batch may arrive between the invalid ones, to reveal the first gap
             seq, payload = receive(subscriber)
             seen += [seq] if msgspec.msgpack.decode(payload)[1] else []
-        ask(replay, 0)
+        request_replay(replay, 0)
         replayed = numbers(read_reply(replay))
         assert seen[0] == 0
         assert 1 not in replayed
@@ -209,7 +209,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytes
 def test_many_threads_can_publish(context: Context) -> None:
     """Every batch is received once or counted as dropped, and the batches of each thread stay in order."""
     threads, each = 4, 2_000
-    with publishing(max_queue_size=500) as publisher:
+    with run_publisher(max_queue_size=500) as publisher:
         subscriber = subscribe(context, publisher)
 
         def publish(thread: int) -> None:
@@ -238,7 +238,7 @@ def test_many_threads_can_publish(context: Context) -> None:
 
 def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
     """The thread sleeps longer than the test may take, so only `publish` can wake it."""
-    with publishing(settings=PublisherSettings(max_sleep=10 * DEADLINE, poll_interval=0.0)) as publisher:
+    with run_publisher(settings=PublisherSettings(max_sleep=10 * DEADLINE, poll_interval=0.0)) as publisher:
         subscriber = open_consumer(context, zmq.SUB)
         subscriber.connect(publisher.endpoint)
         subscriber.subscribe(b"")
@@ -258,7 +258,7 @@ def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
 
 def test_stats_account_for_every_batch(context: Context) -> None:
     """Every accepted batch is published, queued or failed; `buffered_bytes` is the size of the payloads."""
-    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=2) as publisher:
         none = dict.fromkeys(("queue_full", "encode_failed", "send_failed", "ended"), 0)
         nothing = PublisherStats(dropped=none, history=publisher.stats().history)
         assert publisher.stats() == nothing
@@ -275,7 +275,7 @@ def test_stats_account_for_every_batch(context: Context) -> None:
 
 def test_ended_subscriptions_are_no_longer_counted(context: Context) -> None:
     """A consumer that leaves is no longer counted; one with two topics counts twice."""
-    with publishing() as publisher:
+    with run_publisher() as publisher:
         subscriber = subscribe(context, publisher, b"one")
         subscriber.subscribe(b"two")
         wait_until(lambda: publisher.stats().subscribers == 2, "the second topic")
@@ -288,7 +288,7 @@ def test_ended_subscriptions_are_no_longer_counted(context: Context) -> None:
 
 def test_the_repr_has_the_main_facts() -> None:
     """They are the rank, the endpoints, and the main counters."""
-    with publishing(1, replay_endpoint=ANY) as publisher:
+    with run_publisher(1, replay_endpoint=ANY) as publisher:
         publisher.publish(batch())
         wait_until(lambda: publisher.stats().published == 1, "the batch to be sent")
         shown = (
@@ -308,8 +308,8 @@ def test_counts_cannot_be_negative(name: str) -> None:
 
 def test_a_queue_size_of_zero_means_unlimited() -> None:
     """It means the same as `queue.Queue(maxsize=0)` in the engines."""
-    with publishing(max_queue_size=0) as publisher:
-        with held(publisher):
+    with run_publisher(max_queue_size=0) as publisher:
+        with hold_publisher(publisher):
             for number in range(1_000):
                 publisher.publish(batch(number))
         wait_until(lambda: publisher.stats().published == 1_000, "all to be sent")

@@ -31,13 +31,13 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     DEADLINE,
     QUICK,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
     numbers,
-    publishing,
     read_reply,
+    request_replay,
+    run_publisher,
     wait_until,
 )
 from publisher_engine import WORKER, Engine
@@ -86,11 +86,11 @@ def test_a_request_from_before_the_buffer_gets_a_snapshot_first(context: Context
     """The snapshot has the number of the last batch it contains. With it an index, and a consumer that does not know snapshots,
     are exact."""
     engine = Engine()
-    with publishing(replay_endpoint=ANY, buffer_steps=20, dialect=dialect) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=20, dialect=dialect) as publisher:
         batches = fill(publisher, engine, 200)
-        replay = dealer(context, publisher)
+        replay = connect_dealer(context, publisher)
         for start, first in ((0, 179), (179, 179), (180, 180), (195, 195)):
-            ask(replay, start)
+            request_replay(replay, start)
             reply = read_reply(replay)
             assert numbers(reply) == list(range(first, 200))
             if first == 179:
@@ -104,7 +104,7 @@ def test_a_request_from_before_the_buffer_gets_a_snapshot_first(context: Context
 
 def test_a_late_subscriber_is_exact() -> None:
     """A subscriber that connects after the buffer has overflowed becomes EXACT."""
-    with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=10) as publisher:
         batches = fill(publisher, Engine(1), 500)
         index = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
@@ -115,7 +115,7 @@ def test_a_late_subscriber_is_exact() -> None:
 def test_a_subscriber_is_exact_after_a_long_disconnect() -> None:
     """During the disconnect, many times the size of the buffer is published."""
     engine = Engine(2)
-    with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher, FaultProxy(publisher.endpoint) as proxy:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=10) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, engine, 50)
         index = PrefixIndex()
         with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
@@ -160,12 +160,12 @@ def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], inde
 
 def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) -> None:
     """The snapshot ends before the missing number, so every consumer sees the gap, until a clear leaves the buffer."""
-    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=2) as publisher:
         sent = fill(publisher, Engine(3), 3)
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # it cannot be encoded
         sent += fill(publisher, Engine(4), 5)
-        replay = dealer(context, publisher)
-        ask(replay, 0)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [2, 6, 7, 8]
         history = publisher.stats().history
         assert history is not None
@@ -177,7 +177,7 @@ def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) ->
             assert "batches are permanently lost" in subscriber.trust().reason
         publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
         batches = fill(publisher, Engine(5), 5)
-        ask(replay, 0)
+        request_replay(replay, 0)
         reply = read_reply(replay)
         assert numbers(reply) == [12, 13, 14]
         assert index_reply(reply).digest(WORKER) == index_batches(batches).digest(WORKER)
@@ -190,7 +190,7 @@ def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) ->
 def test_a_returning_subscriber_replaces_its_state_after_a_loss() -> None:
     """It was exact until its connection was cut; then a number is never sent and leaves the buffer. No block is counted
     twice."""
-    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher, FaultProxy(publisher.endpoint) as proxy:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=2) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, Engine(6), 20)
         index = PrefixIndex()
         with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
@@ -206,10 +206,10 @@ def test_a_returning_subscriber_replaces_its_state_after_a_loss() -> None:
 def test_a_snapshot_that_is_too_large_is_not_sent(context: Context) -> None:
     """Subscribers receive the buffered batches, and the statistics have the reason."""
     settings = replace(QUICK, buffer=ReplayBufferSettings(max_payload_bytes=10))
-    with publishing(replay_endpoint=ANY, buffer_steps=2, settings=settings) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=2, settings=settings) as publisher:
         fill(publisher, Engine(), 10)
-        replay = dealer(context, publisher)
-        ask(replay, 0)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [8, 9]
         history = publisher.stats().history
         assert history is not None
@@ -230,7 +230,7 @@ def test_compaction_is_on_in_the_drop_in_modules() -> None:
 def test_compaction_can_be_disabled() -> None:
     """It is off with `compact=False`, as an argument and in a configuration, and without a replay endpoint."""
     for settings in ({"replay_endpoint": ANY, "compact": False}, {}):
-        with publishing(**settings) as publisher:
+        with run_publisher(**settings) as publisher:
             assert publisher.stats().history is None
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=ANY, replay_endpoint=ANY, compact=False)
     made: Any = EventPublisherFactory.create(config)
@@ -252,8 +252,8 @@ def test_a_consumer_like_the_engines_example_joins_late_and_is_exact(context: Co
     wait_until(lambda: publisher.stats().published == 200, "everything to be published")
     decoder = msgspec.msgpack.Decoder(type=vllm.KVEventBatch)
     found: set[Any] = set()
-    replay = dealer(context, publisher)
-    ask(replay, 0)
+    replay = connect_dealer(context, publisher)
+    request_replay(replay, 0)
     reply = read_reply(replay)
     assert numbers(reply)[-1] == 199
     for _, payload in reply:
@@ -272,19 +272,19 @@ def test_a_consumer_like_the_engines_example_joins_late_and_is_exact(context: Co
 def test_a_reply_has_a_snapshot_and_exactly_the_buffered_batches(context: Context) -> None:
     """The reply has `buffer_steps` batches as they were sent and a snapshot of all others, even if evicted batches wait for
     compaction."""
-    with publishing(replay_endpoint=ANY, buffer_steps=1_000) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=1_000) as publisher:
         for number in range(1_010):
             publisher.publish(batch(number))
         wait_until(lambda: publisher.stats().published == 1_010, "everything to be published")
-        replay = dealer(context, publisher)
-        ask(replay, 0)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == list(range(9, 1_010))
 
 
 def test_compaction_needs_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the module it is off by default, and `compact=True` is an error."""
     monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         assert publisher.stats().history is None
     with pytest.raises(MissingDependencyError, match="compact=True needs the package kvevents-native"):
         ZmqEventPublisher(endpoint=ANY, replay_endpoint=ANY, compact=True)

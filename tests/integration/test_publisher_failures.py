@@ -22,14 +22,14 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     QUICK,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
     numbers,
-    publishing,
     read_reply,
     receive,
+    request_replay,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -56,7 +56,7 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged and counted, and the next batch is sent with the next number."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
             patch.setattr(publisher._server._events, "send", raise_panic)
@@ -78,7 +78,7 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
 
 def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """All batches are sent live; replay has the later ones, and no snapshot claims to contain the others."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=2) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=2) as publisher:
         subscriber = subscribe(context, publisher)
         for number in range(5):
             publisher.publish(batch(number))
@@ -93,8 +93,8 @@ def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, mo
             wait_until(lambda: is_drained(publisher), "the sixth batch to be sent")
         publisher.publish(batch(6))
         assert [receive(subscriber)[0] for _ in range(7)] == list(range(7))
-        replay = dealer(context, publisher)
-        ask(replay, 0)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [6]
         stats = publisher.stats()
         assert stats.failures == {"replay_buffer": 1}
@@ -108,16 +108,16 @@ def test_compaction_that_fails_is_switched_off(
 ) -> None:
     """The publisher sends no snapshot from then on, so history is truncated but never wrong. The log has one record, and the
     statistics have the reason."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
         history = publisher._buffer._compactor
         assert history is not None
         monkeypatch.setattr(history, part, raise_panic)
         for number in range(100):
             publisher.publish(batch(number))
         wait_until(lambda: is_drained(publisher), "all to be published")
-        replay = dealer(context, publisher)
+        replay = connect_dealer(context, publisher)
         for _ in range(2):
-            ask(replay, 0)
+            request_replay(replay, 0)
             assert numbers(read_reply(replay)) == [96, 97, 98, 99]
         stats = publisher.stats()
         assert (stats.published, stats.failures) == (100, {"compaction": 1})
@@ -135,7 +135,7 @@ def test_compaction_that_fails_is_switched_off(
 
 def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches continue, and no digest that lacks a batch is sent."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
         subscriber = subscribe(context, publisher)
         assert publisher._digest_tracker is not None
         monkeypatch.setattr(publisher._digest_tracker, "apply", raise_panic)
@@ -154,19 +154,19 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
 
 def test_a_failed_reply_is_abandoned_and_the_next_one_is_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay thread survives a request that it cannot answer and a message that it cannot encode."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         server = publisher._server._replay
         assert server is not None
         publisher.publish(batch(0))
         wait_until(lambda: is_drained(publisher), "the batch to be published")
-        replay = dealer(context, publisher)
+        replay = connect_dealer(context, publisher)
         for count, part in enumerate(("_reply_to", "_frames_of"), 1):
             with monkeypatch.context() as patch:
                 patch.setattr(server, part, raise_panic)
-                ask(replay, 0)
+                request_replay(replay, 0)
                 wait_until(lambda: publisher.stats().failures == {"replay": count}, f"{part} to fail")  # noqa: B023
         wait_until(lambda: not publisher.stats().replay.active, "the failed reply to be abandoned")
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
 
 
@@ -192,7 +192,7 @@ class BrokenWithoutMessage(Broken):
 )
 def test_an_object_that_is_not_a_batch_is_a_gap(context: Context, make: Callable[[], Any]) -> None:
     """`publish` does not raise; the object is counted as dropped, and the next batch is sent after the gap."""
-    with publishing(settings=SETTINGS) as publisher:
+    with run_publisher(settings=SETTINGS) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(make())
         wait_until(lambda: publisher.stats().dropped["encode_failed"] == 1, "the object to be counted")
@@ -205,7 +205,7 @@ def test_an_object_that_is_not_a_batch_is_a_gap(context: Context, make: Callable
 
 def test_unknown_events_stop_compaction_until_a_clear(caplog: pytest.LogCaptureFixture) -> None:
     """The meaning of a user's own event is unknown, so no snapshot can contain it. The log says so."""
-    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=1) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=1) as publisher:
         publisher.publish(EventBatch(0.0, [{"type": "Mine"}]))
         for number in range(5):
             publisher.publish(batch(number))
@@ -224,7 +224,7 @@ def test_a_buffer_without_steps_sends_a_snapshot() -> None:
     assert numbers(buffer.batches_from(0)) == [4]
     assert numbers(buffer.batches_from(4)) == [4]
     assert buffer.batches_from(5) == []
-    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=0) as publisher:
+    with run_publisher(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=0) as publisher:
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().buffered_batches == 1, "the newest batch in the buffer")
 

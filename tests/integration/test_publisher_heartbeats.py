@@ -22,8 +22,8 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     Socket,
     consumers_context,
-    publishing,
     receive,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -85,7 +85,7 @@ def test_a_missing_number_degrades_trust_until_a_clear() -> None:
 @pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "sglang-latest"])
 def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> None:
     """It agrees live and in replay, with and without batches in between, in every dialect."""
-    with publishing(1, replay_endpoint=ANY, heartbeat=HEARTBEAT_SECONDS, dialect=dialect) as publisher:
+    with run_publisher(1, replay_endpoint=ANY, heartbeat=HEARTBEAT_SECONDS, dialect=dialect) as publisher:
         engine, index = Engine(3), PrefixIndex()
         source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine")
         seen: list[bool | None] = []
@@ -107,7 +107,7 @@ def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> No
 
 def test_heartbeats_report_dropped_batches_until_a_clear(context: Context) -> None:
     """They report the loss until a clear. Heartbeats have ordinary numbers, but other counters do not include them."""
-    with publishing(heartbeat=HEARTBEAT_SECONDS) as publisher:
+    with run_publisher(heartbeat=HEARTBEAT_SECONDS) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # it cannot be encoded
 
@@ -129,7 +129,7 @@ def test_each_publisher_has_another_incarnation_in_its_heartbeats(context: Conte
     """Consumers distinguish the two publisher processes by it."""
     found = set()
     for _ in range(2):
-        with publishing(heartbeat=HEARTBEAT_SECONDS) as publisher:
+        with run_publisher(heartbeat=HEARTBEAT_SECONDS) as publisher:
             found_heartbeats = [heartbeat_of(receive(subscribe(context, publisher))[1]) for _ in range(2)]
             found |= {found_heartbeat.incarnation for found_heartbeat in found_heartbeats if found_heartbeat is not None}
     assert len(found) == 2
@@ -151,7 +151,7 @@ def test_the_factory_passes_the_heartbeat_interval_on() -> None:
     )
     wait_until(lambda: made.stats().heartbeats, "a heartbeat")
     made.shutdown()
-    with publishing() as publisher:
+    with run_publisher() as publisher:
         publisher.publish(KVEventBatch(0.0, []))
         wait_until(lambda: publisher.stats().published, "the batch")
         assert publisher.stats().heartbeats == 0
@@ -166,7 +166,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_native_module_heartbeats_have_no_digest(caplog: pytest.LogCaptureFixture) -> None:
     """A subscriber follows them and is EXACT. Silence and new incarnations are detected as before. One warning names what is
     missing."""
-    with publishing(replay_endpoint=ANY, heartbeat=HEARTBEAT_SECONDS) as publisher:
+    with run_publisher(replay_endpoint=ANY, heartbeat=HEARTBEAT_SECONDS) as publisher:
         publisher.publish(KVEventBatch(0.0, Engine(3).events()))
         source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine")
         found: list[Heartbeat] = []
@@ -217,6 +217,6 @@ def test_a_heartbeat_without_a_digest_is_not_compared() -> None:
 
 @pytest.mark.usefixtures("without_native")
 def test_no_warning_is_logged_for_disabled_features(caplog: pytest.LogCaptureFixture) -> None:
-    with publishing(replay_endpoint=ANY, compact=False):
+    with run_publisher(replay_endpoint=ANY, compact=False):
         pass
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []

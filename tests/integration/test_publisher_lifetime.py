@@ -27,15 +27,15 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     DEADLINE,
     QUICK,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
-    held,
+    hold_publisher,
     last_endpoint,
     open_consumer,
-    publishing,
     receive,
+    request_replay,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -100,7 +100,7 @@ def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytes
 def test_shutdown_reports_unsent_batches(caplog: pytest.LogCaptureFixture) -> None:
     """If the thread hangs, shutdown still returns, counts the queued batches, and logs one warning."""
     publisher = ZmqEventPublisher(0, ANY)
-    with held(publisher), caplog.at_level(logging.WARNING):
+    with hold_publisher(publisher), caplog.at_level(logging.WARNING):
         for number in range(5):
             publisher.publish(batch(number))
         began = time.monotonic()
@@ -154,7 +154,7 @@ def test_shutdown_ends_replies_at_the_deadline(context: Context) -> None:
     stalled.rcvhwm, stalled.rcvbuf = 1, 4096
     assert publisher.replay_endpoint is not None
     stalled.connect(publisher.replay_endpoint)
-    ask(stalled, 0)
+    request_replay(stalled, 0)
     wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
     began = time.monotonic()
     report = publisher.shutdown(timeout=0.05)
@@ -187,7 +187,7 @@ def test_a_terminated_context_ends_the_publisher_and_not_the_engine(caplog: pyte
 
 def test_a_shared_context_stays_open(context: Context) -> None:
     """Its owner terminates it, which still flushes the sent batches."""
-    with publishing(context=context) as publisher:
+    with run_publisher(context=context) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
         report = publisher.shutdown()
@@ -203,11 +203,11 @@ def open_files() -> int:
 
 def test_no_thread_or_file_is_left_open(context: Context) -> None:
     """The numbers of threads and file descriptors are as before, after use and after a failed start."""
-    with publishing(replay_endpoint=ANY) as blocker:
+    with run_publisher(replay_endpoint=ANY) as blocker:
         gc.collect()
         threads, files = threading.active_count(), open_files()
         for _ in range(5):
-            with publishing(replay_endpoint=ANY) as publisher:
+            with run_publisher(replay_endpoint=ANY) as publisher:
                 publisher.publish(batch())
             with pytest.raises(EndpointError):
                 ZmqEventPublisher(0, ANY, blocker.replay_endpoint)
@@ -226,7 +226,7 @@ def _find_faults_in_child(publisher: ZmqEventPublisher) -> list[str]:
     if "closed" not in repr(publisher):
         faults.append(repr(publisher))
     publisher.stats()
-    with publishing() as own:
+    with run_publisher() as own:
         own.publish(batch())
     if own.shutdown().sent != 1:
         faults.append("a publisher created in the child did not work")
@@ -238,7 +238,7 @@ def _find_faults_in_child(publisher: ZmqEventPublisher) -> list[str]:
 def test_a_publisher_is_ended_in_a_forked_child(context: Context) -> None:
     """In the child `publish` drops and counts, and `shutdown` does nothing. A new publisher works, and the parent's
     continues."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
         reading, writing = os.pipe()
@@ -345,7 +345,7 @@ print("leaving", flush=True)
         undo.callback(monitor.close)
         undo.callback(reader.disable_monitor)
         reader.connect(child.stdout.readline().strip())
-        ask(reader, 0)
+        request_replay(reader, 0)
         assert child.stdout.readline() == "leaving\n"
         poller = zmq.Poller()
         poller.register(reader, zmq.POLLIN)

@@ -140,7 +140,7 @@ class Run:
         self.journal = open_journal(self.folder, disk=self.disk)
         found = self.journal.recover()
         assert not found.incomplete
-        assert self.model.is_in(found)
+        assert self.model.matches(found)
         assert found.incarnation == INCARNATION
         self.journal.resume(found)
 
@@ -164,7 +164,7 @@ def test_recorded_batches_are_recovered_after_a_crash_and_after_closing(path: Pa
         journal = open_journal(path)
         found = journal.recover()
         assert found.is_resumable
-        assert model.is_in(found)
+        assert model.matches(found)
         assert found.origins == {3: Origin(1, 4, b"\1" * 32)}
         assert [each.number for each in found.batches()] == [0, 1, 2, 3, 5]
         journal.resume(found)
@@ -191,7 +191,7 @@ def test_a_snapshot_replaces_earlier_files(path: Path) -> None:
     store(journal, model, [9])
     crash(journal)
     found = open_journal(path).recover()
-    assert model.is_in(found)
+    assert model.matches(found)
     assert (found.origins, found.snapshot_number) == ({0: Origin(0, 5, bytes(32))}, model.next_number - 5)
 
 
@@ -221,7 +221,7 @@ def test_appends_continue_while_a_snapshot_is_written(path: Path) -> None:
     assert journal.close()
     found = open_journal(path).recover()
     assert found.snapshot_number >= 0
-    assert model.is_in(found)
+    assert model.matches(found)
 
 
 def test_a_tail_is_split_into_frames() -> None:
@@ -271,8 +271,8 @@ def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
         found = run.journal.recover()
         assert not found.incomplete
         before.states = run.model.states
-        run.model = before if before.is_in(found) else run.model
-        assert run.model.is_in(found)
+        run.model = before if before.matches(found) else run.model
+        assert run.model.matches(found)
         run.journal.resume(found)
         for each in more:
             run.take(each)
@@ -330,7 +330,7 @@ def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
         crash(run.journal)
         found = open_journal(run.folder).recover()
         assert found.is_resumable == (stats.state == "disk") or "could not be marked" in stats.reason
-        assert run.model.is_in(found) or not found.is_resumable or "could not be marked" in stats.reason
+        assert run.model.matches(found) or not found.is_resumable or "could not be marked" in stats.reason
 
 
 def write_history(path: Path) -> tuple[Model, dict[str, bytes]]:
@@ -366,7 +366,7 @@ def recover_changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
 def test_a_truncated_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
     """This holds even at the end of a frame, because the committed size is known."""
     model, content = write_history(path)
-    assert model.is_in(recover_changed(tmp_path, content))
+    assert model.matches(recover_changed(tmp_path, content))
     for name, data in content.items():
         for size in {*range(0, len(data), 13), len(data) - 1}:
             assert recover_changed(tmp_path, {**content, name: data[:size]}).incomplete
@@ -379,7 +379,7 @@ def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path
     for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_AT :]):
         found = recover_changed(tmp_path, {**content, newest: content[newest] + rest})
         assert not found.incomplete
-        assert model.is_in(found)
+        assert model.matches(found)
 
 
 def test_a_missing_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
@@ -416,7 +416,7 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
             damaged[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=300))
             content[name] = bytes(damaged)
         found = recover_changed(Path(folder), content)
-        assert found.incomplete or model.is_in(found)
+        assert found.incomplete or model.matches(found)
 
 
 # --- restarts of the machine
@@ -490,7 +490,7 @@ def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) ->
     assert (journal.stats().state, journal.stats().reason) == ("disk", "")
     store(journal, model, [1])
     crash(journal)
-    assert model.is_in(open_journal(path).recover())
+    assert model.matches(open_journal(path).recover())
 
 
 def test_the_reason_says_if_the_logs_could_not_be_marked(path: Path) -> None:
@@ -534,7 +534,7 @@ def test_the_log_continues_if_a_snapshot_cannot_be_written(path: Path) -> None:
     store(journal, model, [5])
     assert (journal.stats().reason, journal.stats().snapshots) == ("", 1)
     crash(journal)
-    assert model.is_in(open_journal(path).recover())
+    assert model.matches(open_journal(path).recover())
 
 
 def test_a_journal_without_snapshots_stops_at_its_limit(path: Path) -> None:
@@ -569,7 +569,7 @@ def test_a_deleted_or_moved_folder_is_noticed(path: Path, how: str) -> None:
     store(journal, model, [2])
     assert journal.stats().state == "disk"
     crash(journal)
-    assert model.is_in(open_journal(path).recover())
+    assert model.matches(open_journal(path).recover())
     if how == "moved":
         assert open_journal(path.with_name("moved")).recover().incomplete
 
@@ -587,7 +587,7 @@ def test_a_journal_can_start_while_the_disk_fails(path: Path) -> None:
     disk.before = failing_calls(errno.ENOSPC, "create")
     journal = open_journal(path, disk=disk)
     found = journal.recover()
-    assert model.is_in(found)
+    assert model.matches(found)
     journal.resume(found)
     assert journal.stats().state == "memory"
     crash(journal)
@@ -652,7 +652,7 @@ def test_a_journal_recovers_from_a_full_file_system(tiny_disk: Path) -> None:
     store(journal, model, [10])
     assert journal.close()
     assert journal.stats().snapshots == 1
-    assert model.is_in(open_journal(path).recover())
+    assert model.matches(open_journal(path).recover())
 
 
 def test_a_journal_stays_in_memory_when_its_file_system_becomes_read_only(tiny_disk: Path) -> None:
@@ -731,7 +731,7 @@ def test_other_files_in_the_folder_are_ignored(path: Path) -> None:
     (path / "0000000000000009.snapshot.tmp").write_text("half")
     journal = open_journal(path)
     found = journal.recover()
-    assert model.is_in(found)
+    assert model.matches(found)
     journal.resume(found)
     assert (path / "notes.txt").exists()
     assert not list(path.glob("*.tmp"))
@@ -748,7 +748,7 @@ def test_an_unfinished_log_of_a_killed_process_is_ignored(path: Path) -> None:
         journal = open_journal(path)
         found = journal.recover()
         assert not found.incomplete
-        assert model.is_in(found)
+        assert model.matches(found)
         journal.resume(found)
         store(journal, model, [1])
         crash(journal)

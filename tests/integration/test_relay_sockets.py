@@ -22,8 +22,8 @@ from kvevents.relay.status import serve_metrics
 from kvevents.security import Curve
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
-from metrics_reference import exported, listed
-from publisher_cases import ANY, DEADLINE, publishing
+from metrics_reference import exported, read_documented
+from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
 
@@ -57,7 +57,10 @@ def settings(publisher: Any, **more: Any) -> RelaySettings:
 
 def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
     """An early consumer also keeps that digest, through a cut connection and a restart of the relay from its journal."""
-    with publishing(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher, FaultProxy(publisher.endpoint) as live:
+    with (
+        run_publisher(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher,
+        FaultProxy(publisher.endpoint) as live,
+    ):
         truth = Truth(publisher)
         upstream = Source(live.endpoint, publisher.replay_endpoint)
         given = settings(publisher, upstreams=(upstream,), journal=str(tmp_path / "j"), buffer_steps=1_000)
@@ -67,9 +70,9 @@ def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
             )
             fixed = msgspec.structs.replace(fixed, replay_endpoint=relay.replay_endpoint)
             for number in range(100):
-                truth.say(block(number))
+                truth.publish_events(block(number))
                 if number % 2:
-                    truth.say(BlockRemoved([number - 1], "GPU"))
+                    truth.publish_events(BlockRemoved([number - 1], "GPU"))
                 if number == 50:
                     live.cut()
                     live.heal()
@@ -82,7 +85,7 @@ def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
             assert (status.trust.name, status.digest, status.divergences) == ("EXACT", truth.digest, 0)
             assert status.subscribers
             relay.close()
-            truth.say(block(200))
+            truth.publish_events(block(200))
             with Relay(fixed) as again:
                 assert again.status().was_resumed
                 assert again.status().incarnation == status.incarnation
@@ -101,9 +104,9 @@ def test_a_relay_uses_its_keys_on_both_sides(tmp_path: Path) -> None:
     def client(pair: Any, of: Any) -> Curve:
         return Curve(public_key=pair.public, secret_key=pair.secret, server_key=of.public)
 
-    with publishing(replay_endpoint=ANY, curve=server(engine, own)) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server(engine, own)) as publisher:
         truth = Truth(publisher)
-        truth.say(block(1))
+        truth.publish_events(block(1))
         upstream = source_of(publisher, curve=client(own, engine))
         given = settings(publisher, upstreams=(upstream,), curve=server(own, consumer), journal=str(tmp_path / "j"))
         stranger = client(make_pair(), own)
@@ -113,14 +116,14 @@ def test_a_relay_uses_its_keys_on_both_sides(tmp_path: Path) -> None:
             listening(relay, curve=stranger) as (unknown,),
         ):
             until(relay, lambda: known.digest == truth.digest and publisher.stats().subscribers, known, unknown)
-            truth.say()
+            truth.publish_events()
             until(relay, lambda: known.is_exact(truth.digest) and relay._event_server.connections_refused, known, unknown)
             assert unknown.subscriber.trust().name == "CONNECTING"
             assert not unknown.digest
 
 
 def test_placement_snapshots_are_served() -> None:
-    with publishing(replay_endpoint=ANY) as publisher, zmq.Context() as context:
+    with run_publisher(replay_endpoint=ANY) as publisher, zmq.Context() as context:
         publisher.publish(EventBatch(1.0, [block(1), block(2)]))
         with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as requester:
             until(relay, lambda: relay.status().blocks == 2)
@@ -136,7 +139,7 @@ def test_placement_snapshots_are_served() -> None:
 
 def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
     with (
-        publishing(replay_endpoint=ANY) as publisher,
+        run_publisher(replay_endpoint=ANY) as publisher,
         Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay,
         socket.socket() as taken,
     ):
@@ -152,7 +155,7 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
             page = answer.read().decode()
         end()
-    assert exported(page) == listed("Relay")
+    assert exported(page) == read_documented("Relay")
     for line in (
         'kvevents_relay_upstream_state{state="EXACT"} 1.0',
         'kvevents_relay_journal_state{state="disk"} 1.0',
@@ -166,7 +169,7 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
 
 def test_a_relay_that_finds_its_port_in_use_leaves_nothing_open(tmp_path: Path) -> None:
     """The journal's folder is closed too: a relay can resume from it once a port is free. Two relays at once are rejected."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         given = settings(publisher, journal=str(tmp_path / "j"))
         with Relay(given) as relay:
             with pytest.raises(JournalError, match="another process uses it"):

@@ -17,15 +17,15 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     QUICK,
     Socket,
-    ask,
     batch,
+    connect_dealer,
     consumers_context,
-    dealer,
     numbers,
     open_consumer,
-    publishing,
     read_reply,
     receive,
+    request_replay,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -35,7 +35,7 @@ Context = zmq.Context[Socket]
 
 def replaying(**settings: Any) -> AbstractContextManager[ZmqEventPublisher]:
     """Run a publisher with replay and these settings of its replay server."""
-    return publishing(replay_endpoint=ANY, settings=replace(QUICK, replay=ReplayServerSettings(**settings)))
+    return run_publisher(replay_endpoint=ANY, settings=replace(QUICK, replay=ReplayServerSettings(**settings)))
 
 
 def fill(publisher: ZmqEventPublisher, count: int, blocks: int = 1) -> None:
@@ -51,7 +51,7 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 
     socket.rcvhwm, socket.rcvbuf = 1, 4096
     assert publisher.replay_endpoint is not None
     socket.connect(publisher.replay_endpoint)
-    ask(socket, start)
+    request_replay(socket, start)
     return socket
 
 
@@ -62,10 +62,10 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 
 def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start: int, expected: range | list[int]) -> None:
     """Without compaction it begins with the oldest of the `buffer_steps` buffered batches if `start` is older, and has only the
     end marker if `start` is newer."""
-    with publishing(replay_endpoint=ANY, buffer_steps=20, compact=False) as publisher:
+    with run_publisher(replay_endpoint=ANY, buffer_steps=20, compact=False) as publisher:
         fill(publisher, 30)
-        replay = dealer(context, publisher)
-        ask(replay, start)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, start)
         found = read_reply(replay)
         assert numbers(found) == list(expected)
         for seq, payload in found:
@@ -91,10 +91,10 @@ def test_replies_have_the_topic_if_the_dialect_or_the_setting_says_so(
     context: Context, settings: dict[str, object], with_topic: bool
 ) -> None:
     """The dialect or the setting decides whether batches and end marker have the topic."""
-    with publishing(replay_endpoint=ANY, topic="t", **settings) as publisher:
+    with run_publisher(replay_endpoint=ANY, topic="t", **settings) as publisher:
         fill(publisher, 1)
-        replay = dealer(context, publisher)
-        ask(replay, 0)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 0)
         first, end = replay.recv_multipart(), replay.recv_multipart()
         assert first[:-1] == ([b"", b"t", bytes(8)] if with_topic else [b"", bytes(8)])
         assert end == ([b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""])
@@ -102,15 +102,15 @@ def test_replies_have_the_topic_if_the_dialect_or_the_setting_says_so(
 
 def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Context) -> None:
     """Its reply of 10,000 batches with 32 blocks exceeds all buffers and stalls; other consumers are served meanwhile."""
-    with publishing(replay_endpoint=ANY, compact=False) as publisher:
+    with run_publisher(replay_endpoint=ANY, compact=False) as publisher:
         fill(publisher, 10_000, blocks=32)
         slow = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
-        subscriber, quick = subscribe(context, publisher), dealer(context, publisher)
+        subscriber, quick = subscribe(context, publisher), connect_dealer(context, publisher)
         for number in range(10_000, 10_010):
             publisher.publish(batch(number))
             assert receive(subscriber)[0] == number
-        ask(quick, 0)
+        request_replay(quick, 0)
         assert numbers(read_reply(quick)) == list(range(10, 10_010))
         wait_until(lambda: publisher.stats().replay.active == 1, "the quick reply to be counted")
         assert numbers(read_reply(slow)) == list(range(10_000))
@@ -121,15 +121,15 @@ def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Co
 
 def test_the_reply_of_a_disconnected_consumer_ends(context: Context) -> None:
     """The server retains nothing for it and serves the next consumer."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
         disconnecting_reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
         disconnecting_reader.close()
         wait_until(lambda: publisher.stats().replay.disconnected == 1, "the disconnect to be noticed")
         assert publisher.stats().replay.active == 0
-        replay = dealer(context, publisher)
-        ask(replay, 4_990)
+        replay = connect_dealer(context, publisher)
+        request_replay(replay, 4_990)
         assert numbers(read_reply(replay)) == list(range(4_990, 5_000))
 
 
@@ -164,24 +164,24 @@ GOOD = bytes(8)
 def test_malformed_requests_are_counted_and_ignored(context: Context, frames: list[bytes]) -> None:
     """The ROUTER sees requests with 1 to 9 frames, and with numbers of 0, 4 and 16 bytes. The next request of the same consumer
     is answered."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
-        replay = dealer(context, publisher)
+        replay = connect_dealer(context, publisher)
         replay.send_multipart(frames)
-        ask(replay, 0)
+        request_replay(replay, 0)
         assert numbers(read_reply(replay)) == [0]
         assert (publisher.stats().replay.malformed, publisher.stats().replay.requests) == (1, 1)
 
 
 def test_a_huge_request_closes_only_its_own_connection(context: Context) -> None:
     """The server never stores the request in memory, and serves other consumers."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
-        huge, good = dealer(context, publisher), dealer(context, publisher)
+        huge, good = connect_dealer(context, publisher), connect_dealer(context, publisher)
         monitor = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         huge.send_multipart([b"", bytes(1_000_000)])
         assert monitor.poll(20_000), "the connection was not closed"
-        ask(good, 0)
+        request_replay(good, 0)
         assert numbers(read_reply(good)) == [0]
         assert publisher.stats().replay.requests == 1
         huge.disable_monitor()
@@ -190,21 +190,21 @@ def test_a_huge_request_closes_only_its_own_connection(context: Context) -> None
 
 def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> None:
     """A second request waits for the first reply."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 100)
-        replay = dealer(context, publisher)
+        replay = connect_dealer(context, publisher)
         for start in (0, 50, 100, 99):
-            ask(replay, start)
+            request_replay(replay, start)
         assert [numbers(read_reply(replay)) for _ in range(4)] == [list(range(100)), list(range(50, 100)), [], [99]]
 
 
 def test_the_waiting_requests_of_one_consumer_are_limited(context: Context) -> None:
     """While its first reply is in progress, `max_waiting_requests` wait and are answered; further ones are counted."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
         flooding = stalled_reader(context, publisher)
         for _ in range(50):
-            ask(flooding, 5_000)
+            request_replay(flooding, 5_000)
         wait_until(lambda: publisher.stats().replay.requests == 51, "all requests to be read")
         assert publisher.stats().replay.refused == 50 - ReplayServerSettings().max_waiting_requests
         assert numbers(read_reply(flooding)) == list(range(5_000))
@@ -235,26 +235,26 @@ def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
 
 def test_a_req_client_gets_one_message_and_can_request_again(context: Context) -> None:
     """The engines' example uses REQ, and ZeroMQ delivers only the first message of a reply to it."""
-    with publishing(replay_endpoint=ANY, replay_topic=False) as publisher:
+    with run_publisher(replay_endpoint=ANY, replay_topic=False) as publisher:
         fill(publisher, 3)
         req = open_consumer(context, zmq.REQ)
         assert publisher.replay_endpoint is not None
         req.connect(publisher.replay_endpoint)
 
-        def ask(start: int) -> int:
+        def request_replay(start: int) -> int:
             req.send(start.to_bytes(8, "big"))
             return int.from_bytes(req.recv_multipart()[0], "big")
 
-        assert ask(0) == 0
+        assert request_replay(0) == 0
         # The rest of a reply may arrive after the next request; REQ then takes it for that reply, with any publisher.
-        assert any(ask(2) == 2 for _ in range(10))
+        assert any(request_replay(2) == 2 for _ in range(10))
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
 def test_the_engines_example_subscriber_works(context: Context, with_topic: bool) -> None:
     """Its loop, with both shapes of reply, subscribes to a topic, finds a gap by the number, and requests the missing batch on
     REQ. A REQ client receives one message of a reply, which is a limit of the example but enough for a gap of one batch."""
-    with publishing(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
+    with run_publisher(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
         subscriber, req = subscribe(context, publisher, b"kv-events"), open_consumer(context, zmq.REQ)
         assert publisher.replay_endpoint is not None
         req.connect(publisher.replay_endpoint)
@@ -300,9 +300,9 @@ def test_a_single_message_can_exceed_all_limits(context: Context) -> None:
     """Each message exceeds all limits; they are sent one at a time."""
     with replaying(in_flight_bytes=1, total_in_flight_bytes=1) as publisher:
         fill_with_large_batches(publisher, 20)
-        readers = [dealer(context, publisher) for _ in range(3)]
+        readers = [connect_dealer(context, publisher) for _ in range(3)]
         for reader in readers:
-            ask(reader, 0)
+            request_replay(reader, 0)
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(20))] * 3
 
 
@@ -314,8 +314,8 @@ def test_consumers_do_not_wait_for_others_that_do_not_read(context: Context) -> 
         readers = [stalled_reader(context, publisher) for _ in range(6)]
         wait_until(lambda: publisher.stats().replay.active == 6 and publisher.stats().replay.deferred > 100, "all to stall")
         assert publisher.stats().replay.unsent_bytes <= 2_000_000 + len(readers) * size
-        quick = dealer(context, publisher)
-        ask(quick, 0)
+        quick = connect_dealer(context, publisher)
+        request_replay(quick, 0)
         assert numbers(read_reply(quick)) == list(range(100))
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(100))] * 6
 
@@ -328,8 +328,8 @@ def test_the_memory_of_a_stalled_consumer_is_freed(context: Context) -> None:
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reply to be abandoned")
         wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "its memory to be freed")
-        quick = dealer(context, publisher)
-        ask(quick, 99)
+        quick = connect_dealer(context, publisher)
+        request_replay(quick, 99)
         assert numbers(read_reply(quick)) == [99]
         assert not reader.closed
 

@@ -17,8 +17,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from kvevents.events import BlockStored
 from load_cases import load_server
 from nats_servers import NATS_SERVER, nats_server
-from plane_cases import bridging, plane_at
-from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, until
+from plane_cases import plane_at, run_bridge
+from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, wait_for
 from service_connection_cases import TRACED
 from service_grpc_cases import read_messages
 from service_replica_cases import watch_of
@@ -87,7 +87,7 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
                 watch_of(name, each, **{key: value if key == "load" else tuple(value) for key, value in more.items()})
                 for (name, more), each in zip(settings.items(), made, strict=True)
             ]
-            stack.enter_context(bridging(plane_at(server.url, name="trust", partitions=16), *watches))
+            stack.enter_context(run_bridge(plane_at(server.url, name="trust", partitions=16), *watches))
             found += [stack.enter_context(replica(server.url, "trust", name)) for name in ("a", "b")]
         else:
             command = COMMAND if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
@@ -101,9 +101,9 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         made[1].store(PROMPT[: 2 * BLOCK])
         made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")
         for client in found:
-            until("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
-            until("loads", lambda: read_loads(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
-            until("all batches", lambda: count_certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
+            wait_for("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
+            wait_for("loads", lambda: read_loads(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
+            wait_for("all batches", lambda: count_certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
         yield found
 
 
@@ -203,7 +203,7 @@ def test_a_selection_counts_the_requests_that_engines_report(ask_functions: list
 def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(clients: list[Client]) -> None:
     for client in clients:
         # Counts of blocks are refreshed every few seconds.
-        until("the count", lambda: find_uncertain_instances(client) == ["twice"])  # noqa: B023
+        wait_for("the count", lambda: find_uncertain_instances(client) == ["twice"])  # noqa: B023
         found = {each["instance"]: each for each in client.get("/v1/sources").json["sources"]}
         assert {name: each["stores_only"] for name, each in found.items()} == {"twice": [], "once": [], "lmcache": ["cpu"]}
         assert found["twice"]["trust"]["state"] == "EXACT", "the stream is exact, the match of these blocks is not"

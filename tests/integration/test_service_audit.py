@@ -10,7 +10,7 @@ import pytest
 
 from kvevents.service.access import REFUSALS_PER_SECOND, AuditLog
 from kvevents.testing import VirtualClock
-from service_cases import Client, serving, until, write
+from service_cases import Client, serving, wait_for, write
 
 TOKENS = {"reader": ("read", "reader-0123456789"), "deployer": ("register", "deployer-0123456789")}
 
@@ -38,7 +38,7 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
             rf"refused POST /register of no token from {where}: a token is required",
             rf"refused POST /query of unknown token from {where}: unknown token",
         ):
-            until(line, partial(service.log_lines, line))
+            wait_for(line, partial(service.log_lines, line))
             assert len(service.log_lines(line)) == 1
         assert not service.log_lines("0123456789")
         for client in clients:

@@ -21,7 +21,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from certificate_cases import make_certificates
-from cli_cases import refusing, run
+from cli_cases import refuse_connections, run
 from kvevents.events import BlockStored, EventBatch
 from kvevents.security import Curve
 from kvevents.service.schemas import Problem
@@ -31,17 +31,17 @@ from service_cases import (
     DEADLINE,
     Client,
     Engine,
+    EventStream,
     Service,
-    Stream,
     confirm,
     engine,
     engines,
     exchange,
     prompt,
     registration,
+    run_raw_publisher,
     serving,
-    until,
-    wire,
+    wait_for,
     write,
 )
 
@@ -72,7 +72,7 @@ def witness_is_unaffected(service: Service, witness: Engine) -> Iterator[None]:
     before = service.source("witness")
     yield
     parent = witness.store(prompt(2, 1))
-    service.holds("witness", prompt(2, 1), model_name="witness")
+    service.wait_for_prefix("witness", prompt(2, 1), model_name="witness")
     after = service.exact("witness")
     witness.remove(parent)
     assert [after[name] for name in ("lost", "resets", "reconnects", "incarnation", "rejected")] == [
@@ -289,7 +289,7 @@ def test_a_host_name_that_resolves_to_a_forbidden_address_is_refused(service: Se
 
 
 def test_the_number_of_sources_is_limited(service: Service) -> None:
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         answers = [service.register("many", nowhere, rank, model_name="many") for rank in range(40)]
         assert {answer.status for answer in answers} == {201, 413}
         assert answers[-1].reason == "too-many-sources"
@@ -310,9 +310,9 @@ def test_an_engine_with_another_block_size_than_registered_is_degraded(service: 
     with engine(seed=20) as made:
         assert service.register("liar", made.publisher, block_size=16).status == 201
         made.store(prompt(20), block_size=32)
-        until("all its blocks", lambda: service.source("liar")["blocks"] == 2)
+        wait_for("all its blocks", lambda: service.source("liar")["blocks"] == 2)
         mismatch = ("DEGRADED", "it is registered with blocks of 16 tokens and sends blocks of 32")
-        until("the mismatch alone", lambda: confirm_and_read_trust(service, "liar") == mismatch)
+        wait_for("the mismatch alone", lambda: confirm_and_read_trust(service, "liar") == mismatch)
         found = service.source("liar")
         assert (found["declared_block_size"], found["block_sizes"]) == (16, [32])
         # Blocks are looked up by their true size, so the response is still right.
@@ -329,8 +329,8 @@ def test_an_engine_that_restarts_with_another_block_size_is_degraded(service: Se
         service.exact("back", blocks=4)
     with engine(seed=22, **place) as again:
         again.store(prompt(21), block_size=32)
-        until("all its blocks", lambda: service.source("back")["blocks"] == 2)
-        until("the mismatch", lambda: "sends blocks of 32" in confirm_and_read_trust(service, "back")[1])
+        wait_for("all its blocks", lambda: service.source("back")["blocks"] == 2)
+        wait_for("the mismatch", lambda: "sends blocks of 32" in confirm_and_read_trust(service, "back")[1])
         assert service.trust("back")[0] == "DEGRADED"
         assert service.held(prompt(21)) == {"back": 64}
     assert service.post("/unregister", instance_id="back").status == 200
@@ -369,7 +369,7 @@ def test_malformed_batches_are_rejected_and_valid_ones_are_applied(service: Serv
         msgspec.msgpack.encode({"ts": {}, "events": 5}),
         b"\x93\xcb" + struct.pack(">d", float("nan")) + b"\x90\xcf" + b"\xff" * 8,
     ]
-    with wire() as made:
+    with run_raw_publisher() as made:
         assert service.register("noise", made.endpoint).status == 201
         made.wait()
         for payload in bad:
@@ -378,8 +378,10 @@ def test_malformed_batches_are_rejected_and_valid_ones_are_applied(service: Serv
         made.send_frames(b"", b"short", good)
         made.send_frames(*[b"x"] * 50)
         made.send(good)
-        service.holds("noise", prompt(26, 1))
-        found = until("the count", lambda: each if sum((each := service.source("noise"))["rejected"].values()) >= 4 else None)
+        service.wait_for_prefix("noise", prompt(26, 1))
+        found = wait_for(
+            "the count", lambda: each if sum((each := service.source("noise"))["rejected"].values()) >= 4 else None
+        )
         assert found["trust"]["state"] == "DEGRADED"
         assert b"kvevents_rejected_events" in service.get("/metrics").body
         assert service.post("/unregister", instance_id="noise").status == 200
@@ -387,14 +389,14 @@ def test_malformed_batches_are_rejected_and_valid_ones_are_applied(service: Serv
 
 def test_losses_of_an_engine_without_replay_are_reported(service: Service) -> None:
     """The source reports their number and the newest gaps. The log reports all of them in a few lines."""
-    with wire() as made:
+    with run_raw_publisher() as made:
         assert service.register("lossy", made.endpoint).status == 201
         made.wait()
         for number in range(500):
             event = BlockStored([number], None, prompt(100 + number, 1), BLOCK, medium="GPU")
             made.send(encode_batch(EventBatch(time.time(), [event])), skip=2 if number else 0)
-        service.holds("lossy", prompt(599, 1))
-        until("the count", lambda: service.source("lossy")["lost"] == 998)
+        service.wait_for_prefix("lossy", prompt(599, 1))
+        wait_for("the count", lambda: service.source("lossy")["lost"] == 998)
         found = service.source("lossy")
         assert found["trust"]["state"] == "DEGRADED"
         assert (len(found["gaps"]), found["gaps"][-1]["last"]) == (64, 1496)
@@ -404,7 +406,7 @@ def test_losses_of_an_engine_without_replay_are_reported(service: Service) -> No
 
 @pytest.mark.parametrize("name", ['a"b', "a\\\\n", "{}", "ünïcödé 車", "a,b=c", "../..", "<b>"])
 def test_names_can_have_any_printable_characters(service: Service, name: str) -> None:
-    with engine(seed=27) as made, Stream(service) as stream:
+    with engine(seed=27) as made, EventStream(service) as stream:
         assert service.register(name, made.publisher, model_name=name, tenant_id=name).status == 201
         made.store(prompt(27, 1))
         service.exact(name, blocks=1)
@@ -475,31 +477,31 @@ def test_sources_follow_a_changed_configuration_file(tmp_path: Path) -> None:
         with serving("--config", path) as service:
             service.exact("a")
             write(path, table("a", first) + table("b", second))
-            until("the second", lambda: ("b", 0) in service.sources())
+            wait_for("the second", lambda: ("b", 0) in service.sources())
             service.exact("b")
             write(path, "nonsense")
-            faults = until("the fault", lambda: service.get("/v1/sources").json["faults"])
+            faults = wait_for("the fault", lambda: service.get("/v1/sources").json["faults"])
             assert str(path) in str(faults)
-            service.says(f"WARNING {path}: ")
+            service.wait_for_log(f"WARNING {path}: ")
             assert set(service.sources()) == {("a", 0), ("b", 0)}
             write(path, table("b", second))
-            until("the second alone", lambda: set(service.sources()) == {("b", 0)})
+            wait_for("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
-            service.says(f"INFO +resolved: {path}: ")
+            service.wait_for_log(f"INFO +resolved: {path}: ")
             # A client cannot register a source of the configuration.
             assert service.register("b", second.publisher).status == 409
 
 
 def test_an_endpoint_that_cannot_be_bound_is_reported_as_a_fault(tmp_path: Path) -> None:
-    with refusing() as taken, engine(seed=29) as made:
+    with refuse_connections() as taken, engine(seed=29) as made:
         text = f'[[sources]]\ninstance = "taken"\nmodel = "m"\nbind = true\nendpoint = "{taken}"\n'
         text += f'[[sources]]\ninstance = "good"\nmodel = "m"\nendpoint = "{made.endpoint}"\n'
         text += f'replay_endpoint = "{made.replay_endpoint}"\n'
         with serving("--config", write(tmp_path / "service.toml", text)) as service:
             service.exact("good")
-            (faults,) = until("the fault", lambda: list(service.get("/v1/sources").json["faults"].values()))
+            (faults,) = wait_for("the fault", lambda: list(service.get("/v1/sources").json["faults"].values()))
             assert faults[0].startswith("cannot follow taken rank 0")
-            service.says("ERROR.*cannot follow taken rank 0")
+            service.wait_for_log("ERROR.*cannot follow taken rank 0")
 
 
 # --- the process
@@ -542,7 +544,7 @@ def test_a_wrong_setting_is_an_error_of_one_line(tmp_path: Path, text: str, mess
 def test_each_request_needs_its_role(tmp_path: Path) -> None:
     lines = ",".join(f'{{ role = "{role}", token = "{token}" }}' for role, token in TOKENS.items())
     config = write(tmp_path / "service.toml", f"access = {{ tokens = [{lines}] }}\n")
-    with serving("--config", config) as service, refusing() as nowhere:
+    with serving("--config", config) as service, refuse_connections() as nowhere:
         public, query_path, register_path = ("/health", "/livez", "/readyz", "/", "/openapi.json"), "/v1/sources", "/register"
 
         def statuses(token: str | None) -> tuple[set[int], int, int]:
@@ -570,7 +572,7 @@ def test_each_request_needs_its_role(tmp_path: Path) -> None:
         assert [service.ask("GET", "/v1/sources", authorization=value).status for value in ("Basic eDp5", "Bearer", "")] == [
             401
         ] * 3
-        with Stream(service) as stream:
+        with EventStream(service) as stream:
             assert stream.status == 401
         assert not any(token in line for token in TOKENS.values() for line in service.log)
 
@@ -637,7 +639,7 @@ def test_no_token_ids_are_in_the_log(tmp_path: Path) -> None:
         hashes = made.store(secret[:32])
         made.store(secret[32:], parent=[*hashes, 99])  # an orphan
         made.publish(["BlockStored", "nonsense", secret])
-        until("the prompt", lambda: service.held(secret) == {"quiet": 32})
+        wait_for("the prompt", lambda: service.held(secret) == {"quiet": 32})
         for body in (
             {"model_name": "m", "token_ids": [*secret, "x"]},
             {"model_name": "m", "token_ids": secret, "lora_name": 7},

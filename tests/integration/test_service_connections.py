@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
-from service_cases import COMMAND, DEADLINE, Client, Service, serving, until, write
+from service_cases import COMMAND, DEADLINE, Client, Service, serving, wait_for, write
 from service_connection_cases import TRACED
 
 # --- a real service ----------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def patient_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servic
 def patient_and_idle_service(one_patient: Service) -> Iterator[Service]:
     """Return a service that has no connections before each test."""
     yield one_patient
-    until("connections to end", lambda: sum(read_metrics(one_patient, "kvevents_http_connections").values()) == 1)
+    wait_for("connections to end", lambda: sum(read_metrics(one_patient, "kvevents_http_connections").values()) == 1)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
         for number in range(PATIENT["max_clients"]):
             path = "/query" if number % 2 else "/v1/match_many"
             stack.enter_context(connect_to(patient, format_head(1000, path) + b"{"))
-        until("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
+        wait_for("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
         for _ in range(5):
             stack.enter_context(connect_to(patient))  # idle connections of the reserve
         probe(patient)
@@ -190,7 +190,7 @@ def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
         assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
         assert other.post("/query", model_name="m", token_ids=[1]).status == 503
         other.close()
-    until("room", lambda: request_status(patient, "/v1/stats") == 200)
+    wait_for("room", lambda: request_status(patient, "/v1/stats") == 200)
     assert read_metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
     assert read_metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
 
@@ -252,7 +252,7 @@ def test_a_refused_request_is_answered_before_its_body(patient: Service, name: s
         answer = receive_all(connection)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"connection: close\r\n" in answer
-    until("the connection to end", lambda: sum(read_metrics(patient, "kvevents_http_connections").values()) == 1)
+    wait_for("the connection to end", lambda: sum(read_metrics(patient, "kvevents_http_connections").values()) == 1)
 
 
 UNENDING: Final = {
@@ -278,7 +278,7 @@ def test_unfinished_probes_do_not_delay_others(patient: Service) -> None:
     with ExitStack() as stack:
         for _ in range(PATIENT["max_clients"]):
             stack.enter_context(connect_to(patient, format_head(1000) + b"{"))
-        until("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
+        wait_for("all connections to be busy", lambda: request_status(patient, "/v1/stats") == 503)
         for _ in range(2 * PATIENT["reserved_clients"]):
             stack.enter_context(connect_to(patient, b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"))
         probe(patient)
@@ -308,7 +308,7 @@ def test_a_client_that_never_reads_is_disconnected(service: Service) -> None:
                     return True
                 return False
 
-            until("the disconnection", is_disconnected)
+            wait_for("the disconnection", is_disconnected)
     closed = read_metrics(service, "kvevents_http_connections_closed_total")
     assert closed['reason="unread"'] >= 1
 
@@ -321,7 +321,7 @@ def test_pipelined_requests_are_bounded(service: Service) -> None:
         with pytest.raises(OSError):  # noqa: PT011 - the send times out, or the service closes the connection
             connection.sendall(requests * 1_000)
         receive_all(connection)
-    until("the connection to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
+    wait_for("the connection to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
 
 
 def test_bodies_of_all_connections_are_bounded(patient: Service) -> None:
@@ -333,14 +333,14 @@ def test_bodies_of_all_connections_are_bounded(patient: Service) -> None:
             connection.settimeout(2.0)
             with suppress(OSError):  # refused
                 connection.sendall(b" " * (size - 1))
-        until(
+        wait_for(
             "refusals",
             lambda: read_metrics(patient, "kvevents_http_rejected_requests_total").get('reason="too-much-at-once"', 0) >= 2,
         )
         assert read_metrics(patient, "kvevents_http_request_buffer_bytes")[""] <= PATIENT["max_received_bytes"]
         assert request_status(patient, "/v1/stats") == 200
         assert patient.post("/query", model_name="m", token_ids=[1] * 10_000).status == 404  # a small one is always accepted
-    until("room", lambda: read_metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
+    wait_for("room", lambda: read_metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
 
 
 def test_pipelined_requests_are_not_read() -> None:
@@ -379,7 +379,7 @@ def test_unfinished_tls_handshakes_time_out(tmp_path: Path, is_silent: bool) -> 
         for connection in made:
             receive_all(connection)
         counted = read_metrics(service, "kvevents_http_connections")
-        until("all connections to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
+        wait_for("all connections to end", lambda: sum(read_metrics(service, "kvevents_http_connections").values()) == 1)
         assert set(counted) == {f'state="{state}"' for state in ("new", "reading", "answering", "idle", "closing")}
 
 

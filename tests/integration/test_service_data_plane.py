@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from service_cases import BLOCK, Answer, Service, engines, prompt, serving, until
+from service_cases import BLOCK, Answer, Service, engines, prompt, serving, wait_for
 
 PROMPT: Final = prompt(1)
 FORWARDED: Final = {"sec_fetch_site": "none"}
@@ -40,7 +40,7 @@ def fleet() -> Iterator[Service]:
         made[5].store(PROMPT)
         for name, rank, blocks in (("e0", 0, 4), ("e1", 0, 2), ("e2", 0, 0), ("ranks", 0, 4), ("ranks", 1, 3), ("lora", 0, 4)):
             service.exact(name, rank, blocks=blocks)
-        until("the port to be found closed", lambda: "refused" in service.source("gone")["trust"]["reason_codes"])
+        wait_for("the port to be found closed", lambda: "refused" in service.source("gone")["trust"]["reason_codes"])
         yield service
 
 

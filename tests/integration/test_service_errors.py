@@ -12,7 +12,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from service_cases import DEADLINE, Answer, Client, Service, registration, serving, until, write
+from service_cases import DEADLINE, Answer, Client, Service, registration, serving, wait_for, write
 
 TOKENS: Final = {"read": "reading-0123456789", "register": "registering-0123456789"}
 JSON: Final = "application/json"
@@ -84,7 +84,7 @@ def exceed_max_clients(service: Service) -> Answer:
         answer = exchange(service, b"GET /v1/stats HTTP/1.1\r\nhost: localhost\r\n\r\n", *[busy] * 4)
         return answer if answer.status == 503 else None
 
-    return until("a refused request", try_request)
+    return wait_for("a refused request", try_request)
 
 
 HEAD: Final = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer reading-0123456789\r\n"
@@ -137,7 +137,7 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
     answer = ask(service)
     assert (answer.status, answer.reason) == (status, reason), answer
     get_document = make_request("GET", "/openapi.json")
-    document = until("an accepted request", lambda: (answer := get_document(service)).status == 200 and answer.json)
+    document = wait_for("an accepted request", lambda: (answer := get_document(service)).status == 200 and answer.json)
     schema = document["components"]["schemas"]["Problem"]
     jsonschema_rs.validate(schema, answer.json)
     assert set(schema["required"]) == set(answer.json)

@@ -202,7 +202,7 @@ def test_calls_need_a_token_and_are_counted_in_metrics(messages: Any, tmp_path: 
             with pytest.raises(grpc.RpcError) as caught:
                 next(channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=DEADLINE))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        service.says("a token is required")
+        service.wait_for_log("a token is required")
         assert f'kvevents_http_requests_total{{path="/{QUERY}/Match",status="200"}} 1' in service.get("/metrics").body.decode()
 
 
@@ -239,7 +239,7 @@ def test_the_health_service_has_the_state_of_readyz(tmp_path: Path) -> None:
             channel.unary_unary("/grpc.health.v1.Health/Check"),
             channel.unary_stream("/grpc.health.v1.Health/Watch"),
         )
-        service.ready()
+        service.wait_until_ready()
         known = b"\n\x11" + QUERY.encode()
         assert [check(message, timeout=DEADLINE) for message in (b"", known)] == [SERVING] * 2
         with pytest.raises(grpc.RpcError) as caught:

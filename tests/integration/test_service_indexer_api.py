@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 import msgspec
 import pytest
 
-from cli_cases import refusing
+from cli_cases import refuse_connections
 from kvevents.index import Namespace, block_keys, local_hashes
 from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.scope_fields import MAX_UNKNOWN
@@ -31,14 +31,14 @@ from service_cases import (
     Answer,
     Client,
     Engine,
+    EventStream,
     Service,
-    Stream,
     engine,
     engines,
     prompt,
     registration,
     serving,
-    until,
+    wait_for,
 )
 
 EMPTY: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
@@ -66,7 +66,7 @@ def fresh_engine(service: Service) -> Iterator[tuple[int, str, Engine]]:
 
 
 def test_well_formed_registrations_are_201_and_ok(service: Service) -> None:
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         cases: tuple[dict[str, Any], ...] = (
             {},
             {"dp_rank": None},
@@ -116,7 +116,7 @@ def test_engines_of_one_model_can_have_different_block_sizes(service: Service, f
     with engine(seed=5) as other:
         assert service.register("wide", other.publisher, model_name=model, block_size=32).status == 201
         other.store(tokens, block_size=32)
-        until("both", lambda: service.held(tokens, model_name=model) == {str(number): 64, "wide": 64})
+        wait_for("both", lambda: service.held(tokens, model_name=model) == {str(number): 64, "wide": 64})
         assert service.held(tokens[:48], model_name=model) == {str(number): 48, "wide": 32}
         assert service.post("/unregister", instance_id="wide").status == 200
 
@@ -194,7 +194,7 @@ def test_registrations_of_the_wrong_shape_are_422(service: Service, more: dict[s
 
 def test_an_instance_id_can_be_a_string(service: Service) -> None:
     """Dynamo accepts numbers and Mooncake strings. The service accepts both, and a string of digits equals the number."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         assert service.register("77", nowhere, model_name="ids").status == 201
         assert service.register(77, nowhere, model_name="ids").status == 409
         found = service.get("/workers?model_name=ids").json
@@ -203,7 +203,7 @@ def test_an_instance_id_can_be_a_string(service: Service) -> None:
 
 
 def test_unregister_removes_only_a_matching_instance(service: Service) -> None:
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         assert service.register(600, nowhere, model_name="going").status == 201
         assert service.post("/unregister", instance_id=600, model_name="another").reason == "other-model"
         assert service.post("/unregister", instance_id=600, model_name="going", routing_group="g").status == 404
@@ -216,7 +216,7 @@ def test_unregister_removes_only_a_matching_instance(service: Service) -> None:
 
 def test_unregister_respects_the_rank(service: Service) -> None:
     """Dynamo drops all ranks although the request names one."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         for rank in range(3):
             assert service.register(601, nowhere, rank, model_name="ranks").status == 201
         assert service.post("/unregister", instance_id=601, model_name="ranks", dp_rank=1).status == 200
@@ -231,11 +231,11 @@ def test_an_engine_that_registers_again_is_restored_by_replay(service: Service, 
     number, model, made = fresh
     tokens = prompt(2)
     made.store(tokens)
-    service.holds(number, tokens, model_name=model)
+    service.wait_for_prefix(number, tokens, model_name=model)
     assert service.post("/unregister", instance_id=number, model_name=model).status == 200
     assert service.post("/query", model_name=model, token_ids=tokens).status == 404
     assert service.register(number, made.publisher, model_name=model).status == 201
-    service.holds(number, tokens, model_name=model)  # its batches are replayed
+    service.wait_for_prefix(number, tokens, model_name=model)  # its batches are replayed
 
 
 # --- listings, as in Dynamo
@@ -244,7 +244,7 @@ def test_an_engine_that_registers_again_is_restored_by_replay(service: Service, 
 def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(service: Service) -> None:
     """Each client gets a response about the ranks that it unregistered, and the audit log has each rank once."""
     ranks, clients = 4, 8
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         for number in range(10):
             name = f"at-once-{number}"
             for rank in range(ranks):
@@ -269,7 +269,7 @@ def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(se
             expected = [f"{name}|default|{rank}" for rank in range(ranks)]
             assert sorted(removed) == expected
             line = f"unregistered {name} rank"
-            until("every rank in the log", lambda line=line: len(service.log_lines(line)) >= ranks)  # type: ignore[misc]
+            wait_for("every rank in the log", lambda line=line: len(service.log_lines(line)) >= ranks)  # type: ignore[misc]
             assert len(service.log_lines(line)) == ranks
 
 
@@ -296,7 +296,7 @@ def test_workers_lists_an_instance_with_its_listeners(service: Service, fresh: t
 
 def test_workers_reports_why_an_engine_cannot_be_reached(service: Service) -> None:
     """The status is pending, and `last_error` has the reason."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         assert service.register(602, nowhere, model_name="unreached").status == 201
 
         def read_error() -> str:
@@ -305,7 +305,7 @@ def test_workers_reports_why_an_engine_cannot_be_reached(service: Service) -> No
             return str(found["listeners"]["0"].get("last_error", ""))
 
         try:
-            until("the reason", lambda: read_error().startswith(f"nothing listens at {nowhere}"))
+            wait_for("the reason", lambda: read_error().startswith(f"nothing listens at {nowhere}"))
         finally:
             service.post("/unregister", instance_id=602, model_name="unreached")
 
@@ -328,7 +328,7 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     assert group == {"block_size": BLOCK, "events": [], "trust": {str(number): {"0": exact}}}
     hashes = made.store(tokens[:BLOCK])
     made.store(tokens[BLOCK:], parent=hashes, medium="CPU")
-    service.holds(number, tokens, model_name=model)
+    service.wait_for_prefix(number, tokens, model_name=model)
     events = service.get("/dump").json[f"{model}:default"]["events"]
     keys = block_keys(tokens, BLOCK)
     stored = {
@@ -342,9 +342,9 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
 
 def test_responses_about_an_unreachable_engine_have_its_trust(service: Service) -> None:
     """Without trust, zero blocks would mean an empty cache."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         assert service.register("unreached", nowhere, model_name="unreached").status == 201
-        until("the fault", lambda: "refused" in service.source("unreached")["trust"]["reason_codes"])
+        wait_for("the fault", lambda: "refused" in service.source("unreached")["trust"]["reason_codes"])
         trust = service.source("unreached")["trust"]
         assert trust["state"] == "CONNECTING"
         assert service.get("/v1/blocks?instance=unreached").json == {"total": 0, "blocks": [], "next": None, "trust": trust}
@@ -371,7 +371,7 @@ def test_a_query_counts_tokens_of_each_tier_cumulatively(service: Service, fresh
     with engine(seed=9) as other:
         assert service.register("short", other.publisher, model_name=model).status == 201
         other.store(tokens[:32])
-        until("both", lambda: service.held(tokens, model_name=model) == {str(number): 112, "short": 32})
+        wait_for("both", lambda: service.held(tokens, model_name=model) == {str(number): 112, "short": 32})
         for name, blocks in ((number, 7), ("short", 2)):
             service.exact(name, blocks=blocks)
         found = service.query(tokens, model_name=model)
@@ -397,7 +397,7 @@ def test_blocks_that_are_only_in_host_memory_have_no_score(service: Service, fre
     number, model, made = fresh
     tokens = prompt(5, 1)
     made.store(tokens, medium="CPU")
-    service.holds(number, tokens, model_name=model)
+    service.wait_for_prefix(number, tokens, model_name=model)
     found = service.query(tokens, model_name=model)
     own = found["instances"][str(number)]
     assert found["scores"] == {}
@@ -412,8 +412,8 @@ def test_ranks_are_merged_into_their_instance(service: Service, fresh: tuple[int
         made.store(tokens[:32])
         second.store(tokens[:48], medium="CPU")
         second.store(tokens[:16])
-        service.holds(number, tokens, 48, model_name=model)
-        until("both ranks", lambda: service.query(tokens, model_name=model)["scores"] == {str(number): {"0": 32, "5": 16}})
+        service.wait_for_prefix(number, tokens, 48, model_name=model)
+        wait_for("both ranks", lambda: service.query(tokens, model_name=model)["scores"] == {str(number): {"0": 32, "5": 16}})
         own = service.query(tokens, model_name=model)["instances"][str(number)]
         assert (own["longest_matched"], own["gpu"], own["dp"], own["cpu"]) == (48, 32, {"0": 32, "5": 16}, 48)
         assert set(own["trust"]) == {"0", "5"}
@@ -432,7 +432,7 @@ def test_a_partial_last_block_does_not_count(service: Service, fresh: tuple[int,
     number, model, made = fresh
     tokens = prompt(7, 2)
     made.store(tokens)
-    service.holds(number, [*tokens, 1, 2, 3], 32, model_name=model)
+    service.wait_for_prefix(number, [*tokens, 1, 2, 3], 32, model_name=model)
     assert service.held(tokens[:-1], model_name=model) == {str(number): 16}
 
 
@@ -471,7 +471,7 @@ def test_a_million_tokens_and_unknown_fields_are_accepted(service: Service, fres
     tokens = prompt(11)
     made.store(tokens)
     body = {"model_name": model, "token_ids": tokens + [1] * 1_000_000, "tenant_id": "default", "block_size": 16, "what": None}
-    until("the prompt", lambda: service.post("/query", body).json["scores"] == {str(number): {"0": 64}})
+    wait_for("the prompt", lambda: service.post("/query", body).json["scores"] == {str(number): {"0": 64}})
 
 
 # --- scope fields, under every name
@@ -675,7 +675,7 @@ def misspell(name: str) -> str:
 
 
 def test_listings_contain_only_the_requested_tenant_and_group(service: Service) -> None:
-    with refusing() as nowhere, Stream(service, "?tenant_id=b&routing_group=g") as stream:
+    with refuse_connections() as nowhere, EventStream(service, "?tenant_id=b&routing_group=g") as stream:
         for tenant in ("a", "b"):
             more: dict[str, Any] = {"model_name": f"of-{tenant}", "tenant_id": tenant, "routing_group": "g"}
             assert service.register("listed", nowhere, **more).status == 201
@@ -729,12 +729,12 @@ def test_a_lora_can_be_given_by_its_number(service: Service, fresh: tuple[int, s
 def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
     """OpenAI requests to vLLM name the adapter as model. It resolves to the base model with that LoRA."""
     tokens, base = prompt(43), prompt(44)
-    with engines(3, replay_endpoint=None) as made, refusing() as nowhere:
+    with engines(3, replay_endpoint=None) as made, refuse_connections() as nowhere:
         for number, (instance, model, lora) in enumerate(
             (("x", "base-a", "sql"), ("y", "base-a", None), ("z", "base-b", "py"))
         ):
             assert service.register(instance, made[number].publisher, model_name=model, lora_name=lora).status == 201
-        until("a connection", lambda: all(service.trust(each)[0] not in {"CONNECTING", "STALE"} for each in "xyz"))
+        wait_for("a connection", lambda: all(service.trust(each)[0] not in {"CONNECTING", "STALE"} for each in "xyz"))
         made[0].store(tokens)
         made[1].store(base)
         made[1].store(tokens, lora_name="sql")
@@ -742,7 +742,7 @@ def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
         def held(model: str, requested: list[int], **scope: Any) -> dict[str, int]:
             return service.held(requested, model_name=model, **scope)
 
-        until("all", lambda: held("base-a", tokens, lora_name="sql") == {"x": 64, "y": 64})
+        wait_for("all", lambda: held("base-a", tokens, lora_name="sql") == {"x": 64, "y": 64})
         assert held("sql", tokens) == held("sql", tokens, lora_name="sql") == {"x": 64, "y": 64}
         assert held("sql", base) == held("base-a", tokens) == {}
         assert service.post("/query", model="sql", token_ids=[*tokens, 1]).json["default"]["y"]["longest_matched"] == 64
@@ -801,7 +801,7 @@ def test_local_hashes_are_accepted_in_every_notation(service: Service, fresh: tu
     number, model, made = fresh
     tokens = prompt(12)
     made.store(tokens)
-    service.holds(number, tokens, model_name=model)
+    service.wait_for_prefix(number, tokens, model_name=model)
     hashes = local_hashes(tokens, BLOCK)
     for written in (list(map(to_signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
         answer = service.post("/query_by_hash", model_name=model, block_hashes=written)
@@ -812,7 +812,7 @@ def test_unknown_hashes_and_hashes_from_the_middle_match_nothing(service: Servic
     number, model, made = fresh
     tokens = prompt(13)
     made.store(tokens)
-    service.holds(number, tokens, model_name=model)
+    service.wait_for_prefix(number, tokens, model_name=model)
     service.exact(number)
     for hashes in ([], local_hashes(tokens, BLOCK)[1:], [1, 2, 3]):
         assert service.post("/query_by_hash", model_name=model, block_hashes=hashes).json == EMPTY
@@ -939,11 +939,11 @@ def test_a_client_of_dynamo_finds_the_best_instance(service: Service) -> None:
         assert client.best("dynamo", longer) is None
         hashes = first.store(tokens)
         second.store(tokens[:32])
-        until("the first", lambda: client.best("dynamo", longer) == (1, 0, 64))
+        wait_for("the first", lambda: client.best("dynamo", longer) == (1, 0, 64))
         first.remove(hashes[1:])
-        until("the second", lambda: client.best("dynamo", longer) == (2, 0, 32))
+        wait_for("the second", lambda: client.best("dynamo", longer) == (2, 0, 32))
         second.clear()
-        until("what is left", lambda: client.best("dynamo", longer) == (1, 0, 16))
+        wait_for("what is left", lambda: client.best("dynamo", longer) == (1, 0, 16))
         for number in (1, 2):
             assert client.post("/unregister", instance_id=number, model_name="dynamo") == (200, {"status": "ok"})
         assert client.post("/query", model_name="dynamo", token_ids=tokens)[0] == 404
@@ -973,7 +973,7 @@ def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> No
         first = made["a"].store(tokens[:32])
         made["a"].store(tokens[32:], parent=first, medium="CPU")
         requested = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
-        until("the prompt", lambda: client.query("a", **requested).get("vllm-0", {}).get("CPU") == 64)
+        wait_for("the prompt", lambda: client.query("a", **requested).get("vllm-0", {}).get("CPU") == 64)
         (found,) = client.query("a", **requested).values()
         service.exact("vllm-0", 1)
         # Both tenants have an instance of this name, and each waits for a live batch of its own.
@@ -982,7 +982,7 @@ def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> No
             service.confirm()
             return bool(client.query("a", **requested)["vllm-0"]["trust"] == {"1": "EXACT"})
 
-        until("trust", is_exact)
+        wait_for("trust", is_exact)
         assert {name: found[name] for name in ("longest_matched", "GPU", "DP", "CPU", "DISK")} == {
             "longest_matched": 64,
             "GPU": 32,
@@ -991,7 +991,7 @@ def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> No
             "DISK": 64,
         }
         # Tenants are separate, although they share instance, model and tokens. Dynamo ignores the field.
-        until("nothing held by the other tenant's", lambda: client.query("b", **requested) == {})
+        wait_for("nothing held by the other tenant's", lambda: client.query("b", **requested) == {})
         assert client.post("/query", tenant_id="c", **requested)[0] == 404
         assert client.query("a", **requested, instance_id="another") == {}
         assert client.query("a", **requested, instance_id="vllm-0") == client.query("a", **requested)
@@ -1009,11 +1009,11 @@ def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> No
 
 def test_routing_groups_are_separate(service: Service) -> None:
     tokens = prompt(22)
-    with engine(seed=40) as made, refusing() as nowhere:
+    with engine(seed=40) as made, refuse_connections() as nowhere:
         assert service.register("one", made.publisher, model_name="grouped", routing_group="one").status == 201
         assert service.register("two", nowhere, model_name="grouped", routing_group="two").status == 201
         made.store(tokens)
-        service.holds("one", tokens, model_name="grouped", routing_group="one")
+        service.wait_for_prefix("one", tokens, model_name="grouped", routing_group="one")
         assert service.held(tokens, model_name="grouped", routing_group="two") == {}
         rows = service.get("/workers?routing_group=one").json
         assert [row["instance_id"] for row in rows] == ["one"]
@@ -1022,7 +1022,7 @@ def test_routing_groups_are_separate(service: Service) -> None:
 
 
 def test_services_and_global_view_list_each_rank(service: Service) -> None:
-    with engine(seed=50) as made, refusing() as nowhere:
+    with engine(seed=50) as made, refuse_connections() as nowhere:
         for name, rank, where in (("x", 0, made.publisher), ("x", 1, nowhere), ("y", 0, nowhere)):
             assert service.register(name, where, rank, model_name="viewed", tenant_id="t").status == 201
         made.store(prompt(23, 2))

@@ -10,12 +10,12 @@ from pathlib import Path
 import zmq
 
 import paths
-from cli_cases import refusing
+from cli_cases import refuse_connections
 from kvevents.service.config import Probing
 from kvevents.service.reasons import REASON_OF_DOUBT, Reason
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint
-from service_cases import MODEL, Service, Stream, engine, serving, until, write
+from service_cases import MODEL, EventStream, Service, engine, serving, wait_for, write
 
 ROOT = paths.ROOT
 FAST_PROBES = """
@@ -79,7 +79,7 @@ def open_wrong_peers() -> Iterator[dict[str, tuple[str, str | None, Reason]]]:
             return endpoint
 
         one, two = stack.enter_context(engine(seed=1)), stack.enter_context(engine(seed=2))
-        nowhere = stack.enter_context(refusing())
+        nowhere = stack.enter_context(refuse_connections())
         unknown = "tcp://no-such-host.invalid:5557"
         assert two.replay_endpoint is not None
         yield {
@@ -109,7 +109,7 @@ def test_each_wrong_endpoint_is_reported_in_trust_metrics_and_log(tmp_path: Path
         for name, (endpoint, replay, _) in wrong.items():
             assert service.register(name, endpoint, replay_endpoint=replay).status == 201, name
         wanted = {name: str(reason) for name, (_, _, reason) in wrong.items()}
-        until("every reason", lambda: all(reason in read_reason_codes(service)[name] for name, reason in wanted.items()))
+        wait_for("every reason", lambda: all(reason in read_reason_codes(service)[name] for name, reason in wanted.items()))
         metrics = service.get("/metrics").body.decode()
         for name, (endpoint, replay, reason) in wrong.items():
             state, sentence = service.trust(name)
@@ -131,7 +131,7 @@ def test_swapped_ports_are_reported_as_swapped(tmp_path: Path) -> None:
     """Trust and log name the ROUTER socket at the event port."""
     with engine() as one, serving("--config", write(tmp_path / "c.toml", FAST_PROBES)) as service:
         assert service.register("a", str(one.replay_endpoint), replay_endpoint=one.endpoint).status == 201
-        until("a reason", lambda: "swapped" in service.trust("a")[1])
+        wait_for("a reason", lambda: "swapped" in service.trust("a")[1])
         assert "ROUTER" in service.trust("a")[1]
         assert len(service.log_lines("a rank 0: .*ROUTER")) == 1
 
@@ -142,20 +142,20 @@ def test_a_fault_that_has_ended_is_logged_once_and_no_longer_a_reason(tmp_path: 
     endpoint = f"tcp://127.0.0.1:{port}"
     with serving("--config", write(tmp_path / "c.toml", FAST_PROBES)) as service:
         assert service.register("late", endpoint).status == 201
-        until("a reason", lambda: read_reason_codes(service)["late"] >= {"refused"})
-        until("one sentence", lambda: service.trust("late")[1] == f"nothing listens at {endpoint}")
+        wait_for("a reason", lambda: read_reason_codes(service)["late"] >= {"refused"})
+        wait_for("one sentence", lambda: service.trust("late")[1] == f"nothing listens at {endpoint}")
         with engine(endpoint=f"tcp://*:{port}", replay_endpoint=None):
-            until("a connection", lambda: read_reason_codes(service)["late"] == {"no-replay"})
+            wait_for("a connection", lambda: read_reason_codes(service)["late"] == {"no-replay"})
             # There is one sentence and one line, although the subscriber detects the fault, too.
-            until("the log", lambda: service.log_lines("late rank 0: this fault has ended: nothing listens at"))
+            wait_for("the log", lambda: service.log_lines("late rank 0: this fault has ended: nothing listens at"))
             assert service.source("late")["fault"] is None
         assert len(service.log_lines("late rank 0: nothing listens")) == 1
         assert not service.log_lines("no connection")
 
 
 def test_events_report_another_reason_within_one_state(tmp_path: Path) -> None:
-    with refusing() as nowhere, serving("--config", write(tmp_path / "c.toml", FAST_PROBES)) as service:
-        with Stream(service) as stream:
+    with refuse_connections() as nowhere, serving("--config", write(tmp_path / "c.toml", FAST_PROBES)) as service:
+        with EventStream(service) as stream:
             assert service.register("a", nowhere).status == 201
             event = stream.next("state", lambda event: "refused" in event["trust"]["reason_codes"])
         assert event["was"] == "CONNECTING"
@@ -168,7 +168,7 @@ def test_an_engine_that_never_connects_is_reported(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
     table = f'{FAST_PROBES}[[sources]]\ninstance = "a"\nmodel = "{MODEL}"\nbind = true\nendpoint = "tcp://*:{port}"\n'
     with serving("--config", write(tmp_path / "c.toml", table)) as service:
-        until("a reason", lambda: read_reason_codes(service).get("a") == {"no-peer", "no-replay"})
+        wait_for("a reason", lambda: read_reason_codes(service).get("a") == {"no-peer", "no-replay"})
         assert "no engine has connected" in service.trust("a")[1]
 
 

@@ -19,7 +19,7 @@ from kvevents.service.service import Service
 from kvevents.service.state_store import StateStore
 from kvevents.settings import convert
 from kvevents.stream import Trust
-from service_cases import Client, engine, prompt, serving, until, write
+from service_cases import Client, engine, prompt, serving, wait_for, write
 
 
 class Clock:
@@ -183,10 +183,10 @@ def test_after_sigterm_a_service_answers_during_its_grace_period_and_is_not_read
         assert service.register("a", made.publisher).status == 201
         tokens = prompt(1)
         made.store(tokens)
-        service.holds("a", tokens)
-        until("ready", lambda: service.get("/readyz").status == 200)
+        service.wait_for_prefix("a", tokens)
+        wait_for("ready", lambda: service.get("/readyz").status == 200)
         service.program.process.send_signal(signal.SIGTERM)
-        until("not ready", lambda: service.get("/readyz").status == 503)
+        wait_for("not ready", lambda: service.get("/readyz").status == 503)
         other = Client(service.url)
         assert other.get("/readyz").json["why"] == "the service is ending"
         assert other.get("/livez").status == 200
@@ -198,4 +198,4 @@ def test_after_sigterm_a_service_answers_during_its_grace_period_and_is_not_read
 def test_a_service_ends_after_its_grace_period() -> None:
     with serving("--grace-seconds", 0.3) as service:
         assert service.end(signal.SIGTERM).code == 0
-        service.says("not ready any more; ending in 0.3 s")
+        service.wait_for_log("not ready any more; ending in 0.3 s")

@@ -15,8 +15,8 @@ from kvevents.plane.layout import Layout
 from kvevents.plane.records import ResetRecord
 from kvevents.plane.snapshots import Snapshots
 from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import Log, bridging, plane_at
-from service_cases import engine, engines, serving, until
+from plane_cases import Log, plane_at, run_bridge
+from service_cases import engine, engines, serving, wait_for
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
@@ -26,14 +26,14 @@ T = TypeVar("T")
 def test_a_replica_answers_like_a_service_that_follows_the_engines(server: NatsServer) -> None:
     """The replica has the blocks and the trust of all engines, also of those that publish later."""
     plane = plane_at(server.url, name="answers")
-    with engines(2) as (one, two), bridging(plane, watch_of("one", one), watch_of("two", two)):
+    with engines(2) as (one, two), run_bridge(plane, watch_of("one", one), watch_of("two", two)):
         one.store(range(64))
         with serving("--nats", server.url, "--plane", "answers") as service:
-            service.ready()
+            service.wait_until_ready()
             service.exact("one", blocks=4)
             service.exact("two", blocks=0)
             two.store(range(32))
-            service.holds("two", range(32))
+            service.wait_for_prefix("two", range(32))
             assert service.held(list(range(64))) == {"one": 64, "two": 32}
 
 
@@ -41,16 +41,16 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
     """The second snapshot purges the pages that the first one replaces. A replica that starts later has all blocks."""
     plane = plane_at(server.url, name="snapshots", partitions=1)
     flags = ("--nats", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
-    with engine() as one, bridging(plane, watch_of("one", one)):
+    with engine() as one, run_bridge(plane, watch_of("one", one)):
         with serving(*flags, "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
-            first = until("two snapshots", lambda: read_first_page(server, "KVEVENTS_snapshots_0") > 3)
+            first = wait_for("two snapshots", lambda: read_first_page(server, "KVEVENTS_snapshots_0") > 3)
             one.store(range(100, 132))
             service.exact("one", blocks=6)
         with serving(*flags, "--replica-name", "b") as service:
             service.exact("one", blocks=6)
-            service.says("begun with snapshot")
+            service.wait_for_log("begun with snapshot")
             assert service.held(list(range(64))) == {"one": 64}
             assert first
 
@@ -59,15 +59,15 @@ def test_a_replica_skips_a_damaged_snapshot_and_uses_the_previous_one(server: Na
     """A replica must not wait for chunks that the servers have lost. It reports the snapshot that it skips."""
     plane = plane_at(server.url, name="damaged", partitions=1)
     flags = ("--nats", server.url, "--plane", "damaged", "--snapshot-seconds")
-    with engine() as one, bridging(plane, watch_of("one", one)):
+    with engine() as one, run_bridge(plane, watch_of("one", one)):
         with serving(*flags, "0.3", "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
-            until("two snapshots", lambda: read_first_page(server, "KVEVENTS_damaged_0") > 3)
+            wait_for("two snapshots", lambda: read_first_page(server, "KVEVENTS_damaged_0") > 3)
         name = call_jetstream(server, lambda js: delete_chunks(js, Layout("damaged", 1)))
         with serving(*flags, "60", "--replica-name", "b") as service:
             service.exact("one", blocks=4)
-            service.says("begun with snapshot")
+            service.wait_for_log("begun with snapshot")
             assert any(name in warning for warning in service.get("/health").json["warnings"])
 
 
@@ -84,7 +84,7 @@ def test_replicas_of_one_plane_have_equal_blocks(server: NatsServer) -> None:
     flags = ("--nats", server.url, "--plane", "agree")
     with (
         engines(3) as found,
-        bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
+        run_bridge(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
         serving(*flags, "--replica-name", "a") as one,
         serving(*flags, "--replica-name", "b") as two,
     ):
@@ -100,24 +100,28 @@ def test_replicas_of_one_plane_have_equal_blocks(server: NatsServer) -> None:
 def test_the_index_is_rebuilt_after_a_partition_was_deleted(server: NatsServer) -> None:
     """The bridge writes the partition again from the replay of the engine, and the replica rebuilds its index."""
     plane = plane_at(server.url, name="deleted", partitions=1)
-    with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url, "--plane", "deleted") as service:
+    with (
+        engine() as one,
+        run_bridge(plane, watch_of("one", one)),
+        serving("--nats", server.url, "--plane", "deleted") as service,
+    ):
         one.store(range(64))
         service.exact("one", blocks=4)
         delete_stream(server, "KVEVENTS_deleted_0")
         one.store(range(100, 132))
         service.exact("one", blocks=6)
-        service.says("the index is rebuilt")
+        service.wait_for_log("the index is rebuilt")
 
 
 def test_sources_are_stale_while_the_nats_server_is_down(tmp_path: Path) -> None:
     """All blocks are there after the server has restarted."""
     with nats_server(tmp_path) as server:
         plane = plane_at(server.url, partitions=1)
-        with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url) as service:
+        with engine() as one, run_bridge(plane, watch_of("one", one)), serving("--nats", server.url) as service:
             one.store(range(64))
             service.exact("one", blocks=4)
             server.kill()
-            until("a stale source", lambda: service.trust("one")[0] == "STALE")
+            wait_for("a stale source", lambda: service.trust("one")[0] == "STALE")
             one.store(range(100, 132))
             server.start()
             service.exact("one", blocks=6)
@@ -133,21 +137,21 @@ def test_an_invalid_ca_file_is_reported_until_it_is_valid_again(tmp_path: Path) 
             assert service.get("/livez").status == 200
             return str(service.get("/readyz").json["why"])
 
-        until("a failed connection", lambda: "cannot use the NATS server" in read_why())
+        wait_for("a failed connection", lambda: "cannot use the NATS server" in read_why())
         authority.write_text("no certificate")
-        until("the invalid file", lambda: "is not a valid PEM file" in read_why())
+        wait_for("the invalid file", lambda: "is not a valid PEM file" in read_why())
         authority.write_text(right)
-        until("the valid file", lambda: "cannot use the NATS server" in read_why())
+        wait_for("the valid file", lambda: "cannot use the NATS server" in read_why())
 
 
 def test_no_source_is_exact_without_a_bridge(server: NatsServer) -> None:
     plane = plane_at(server.url, name="silent", partitions=1)
     with engine() as one, serving("--nats", server.url, "--plane", "silent") as service:
         assert service.get("/readyz").status == 503
-        with bridging(plane, watch_of("one", one)):
+        with run_bridge(plane, watch_of("one", one)):
             one.store(range(64))
             service.exact("one", blocks=4)
-        until("a stale source", lambda: service.trust("one")[0] == "STALE")
+        wait_for("a stale source", lambda: service.trust("one")[0] == "STALE")
         assert "no bridge" in service.trust("one")[1]
 
 
@@ -155,7 +159,7 @@ def test_an_engine_that_restarts_has_another_incarnation_in_a_replica(server: Na
     plane = plane_at(server.url, name="restart", partitions=1)
     with (
         engine() as one,
-        bridging(plane, watch_of("one", one)) as bridge,
+        run_bridge(plane, watch_of("one", one)) as bridge,
         serving("--nats", server.url, "--plane", "restart") as service,
     ):
         one.store(range(64))
@@ -180,23 +184,23 @@ def test_a_replica_with_missing_pages_is_not_ready_until_a_bridge_rewrites_them(
     """Without a snapshot, no process knows the content of the missing pages."""
     plane = plane_at(server.url, name="hole", partitions=1)
     with engine() as one:
-        with bridging(plane, watch_of("one", one)):
+        with run_bridge(plane, watch_of("one", one)):
             one.store(range(64))
-            until("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
+            wait_for("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
         call_jetstream(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
         with serving("--nats", server.url, "--plane", "hole") as service:
-            until("a reason", lambda: b"are missing" in service.get("/readyz").body)
+            wait_for("a reason", lambda: b"are missing" in service.get("/readyz").body)
             assert service.get("/readyz").status == 503
-            with bridging(plane, watch_of("one", one)):
+            with run_bridge(plane, watch_of("one", one)):
                 service.exact("one", blocks=4)
 
 
 def test_a_running_bridge_rewrites_a_purged_partition(server: NatsServer) -> None:
     """No replica has read the pages, and no snapshot replaces them. A new replica is EXACT without help of an operator."""
     plane = plane_at(server.url, name="purged", partitions=1)
-    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
+    with engine() as one, run_bridge(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
         one.store(range(64))
-        until("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
+        wait_for("pages", lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
         call_jetstream(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
         with serving("--nats", server.url, "--plane", "purged") as service:
             service.exact("one", blocks=4)
@@ -207,13 +211,13 @@ def test_a_purged_partition_with_a_snapshot_is_not_rewritten(server: NatsServer)
     """Its pages are purged because the snapshot replaces them."""
     plane = plane_at(server.url, name="held", partitions=1)
     flags = ("--nats", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
-    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, heartbeat_seconds=0.02):
+    with engine() as one, run_bridge(plane, watch_of("one", one), unreadable_seconds=0.2, heartbeat_seconds=0.02):
         one.store(range(64))
         with serving(*flags) as service:
             service.exact("one", blocks=4)
-            until("a snapshot", lambda: read_first_page(server, "KVEVENTS_held_0") > 1)
+            wait_for("a snapshot", lambda: read_first_page(server, "KVEVENTS_held_0") > 1)
         before = call_jetstream(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
-        until(
+        wait_for(
             "heartbeats",
             lambda: call_jetstream(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50,
         )
@@ -223,7 +227,7 @@ def test_a_purged_partition_with_a_snapshot_is_not_rewritten(server: NatsServer)
 def test_metrics_show_how_the_log_is_read(server: NatsServer) -> None:
     plane = plane_at(server.url, name="metrics", partitions=1)
     flags = ("--nats", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
-    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+    with engine() as one, run_bridge(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
@@ -233,7 +237,7 @@ def test_metrics_show_how_the_log_is_read(server: NatsServer) -> None:
             ]
             return {name: float(value) for name, value in lines if not name.startswith("#")}
 
-        until(
+        wait_for(
             "a snapshot",
             lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in read_partition_metrics(),
         )

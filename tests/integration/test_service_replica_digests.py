@@ -9,10 +9,10 @@ import pytest
 
 from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import Running, bridging, plane_at
-from service_cases import engine, until
+from plane_cases import ThreadRunner, plane_at, run_bridge
+from service_cases import engine, wait_for
 from service_replica_cases import watch_of
-from service_replica_digest_cases import Serving
+from service_replica_digest_cases import ReplicaRunner
 
 pytestmark = needs_nats
 READER = ReaderLimits(digest_pages=2)
@@ -21,18 +21,18 @@ KEY = ("default\x1fdefault\x1fone", 0)
 
 
 @contextmanager
-def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
+def replicas(plane: PlaneSettings, count: int) -> Iterator[list[ReplicaRunner]]:
     with ExitStack() as stack:
-        found = [Serving(plane, f"replica-{number}") for number in range(count)]
+        found = [ReplicaRunner(plane, f"replica-{number}") for number in range(count)]
         for each in found:
-            stack.callback(Running(each).end)
+            stack.callback(ThreadRunner(each).end)
 
         def are_exact() -> bool:
             for each in found:
                 each.confirm()
             return all(each.is_exact for each in found)
 
-        until("replicas", are_exact)
+        wait_for("replicas", are_exact)
         yield found
 
 
@@ -40,14 +40,14 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 def test_a_replica_that_differs_from_others_rebuilds_its_index(server: NatsServer, count: int) -> None:
     """Two other replicas outvote it. With one other replica, the two rebuild in turn. Then all have the right digest."""
     plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER, replicas=TIMERS)
-    with engine() as one, bridging(plane, watch_of("one", one)):
+    with engine() as one, run_bridge(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, count) as found:
-            right = until("the block", lambda: len({each.digest for each in found}) == 1 and found[0].digest)
-            found[0].spoil()
+            right = wait_for("the block", lambda: len({each.digest for each in found}) == 1 and found[0].digest)
+            found[0].corrupt_index()
             assert found[0].digest != right
-            until("another generation", lambda: found[0].replica.builds > 1)
-            until("agreement", lambda: {each.digest for each in found} == {right})
+            wait_for("another generation", lambda: found[0].replica.builds > 1)
+            wait_for("agreement", lambda: {each.digest for each in found} == {right})
             assert found[0].replica.disagreements >= 1
             if count == 3:
                 assert [each.replica.builds for each in found[1:]] == [1, 1]
@@ -56,11 +56,11 @@ def test_a_replica_that_differs_from_others_rebuilds_its_index(server: NatsServe
 def test_a_replica_that_differs_from_the_engine_rebuilds_its_index(server: NatsServer) -> None:
     """Heartbeats of the engine have digests, by which a single replica detects the difference."""
     plane = plane_at(server.url, name="heartbeat", partitions=1, reader=READER, replicas=TIMERS)
-    with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
+    with engine(heartbeat=0.1) as one, run_bridge(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, 1) as (only,):
-            right = until("the block", lambda: only.digest)
-            only.spoil()
-            until("a degraded source or another generation", lambda: not only.is_exact or only.replica.builds > 1)
-            until("another generation", lambda: only.replica.builds > 1)
-            until("what the engine holds", lambda: only.digest == right and only.is_exact)
+            right = wait_for("the block", lambda: only.digest)
+            only.corrupt_index()
+            wait_for("a degraded source or another generation", lambda: not only.is_exact or only.replica.builds > 1)
+            wait_for("another generation", lambda: only.replica.builds > 1)
+            wait_for("what the engine holds", lambda: only.digest == right and only.is_exact)

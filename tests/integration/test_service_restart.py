@@ -16,20 +16,20 @@ from random import Random
 import pytest
 
 from cli_cases import run
-from ports import quiet_port
+from ports import reserve_port
 from service_cases import (
     BLOCK,
     COMMAND,
     DEADLINE,
     Engine,
+    EventStream,
     Service,
-    Stream,
     engine,
     engines,
     hex_keys,
     prompt,
     serving,
-    until,
+    wait_for,
     write,
 )
 
@@ -84,7 +84,7 @@ def publish_meanwhile(streams: Sequence[PublishingEngine]) -> Iterator[None]:
 
 def check_blocks(service: Service, streams: dict[str, PublishingEngine]) -> None:
     for name, stream in streams.items():
-        until(f"keys of {name}: {len(stream.expected)} blocks", lambda n=name, s=stream: service.keys(n) == s.expected)  # type: ignore[misc]
+        wait_for(f"keys of {name}: {len(stream.expected)} blocks", lambda n=name, s=stream: service.keys(n) == s.expected)  # type: ignore[misc]
         service.exact(name)
 
 
@@ -101,7 +101,7 @@ def test_a_service_that_is_killed_at_any_moment_restarts_with_the_right_blocks(t
                 for name in streams:
                     service.exact(name)
                 known = time.time()
-                until("a snapshot of all three", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > known)
+                wait_for("a snapshot of all three", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > known)
                 service.kill()
         for _ in range(4):
             with serving("--state-dir", state, *FLAGS) as service, publish_meanwhile(list(streams.values())):
@@ -111,7 +111,7 @@ def test_a_service_that_is_killed_at_any_moment_restarts_with_the_right_blocks(t
                 threading.Event().wait(moments.random() * 0.4)
                 service.kill()
         with serving("--state-dir", state, *FLAGS) as service:
-            service.says("restored [1-9][0-9]* blocks of 3 streams")
+            service.wait_for_log("restored [1-9][0-9]* blocks of 3 streams")
             check_blocks(service, streams)
             assert [service.source(name)["lost"] for name in streams] == [0, 0, 0]
             assert [service.source(name)["resets"] for name in streams] == [0, 0, 0]
@@ -134,7 +134,7 @@ def test_an_engine_that_restarted_meanwhile_begins_with_a_reset(tmp_path: Path) 
             service.exact("e", blocks=2)
             assert service.keys("e") == {(key, "gpu") for key in hex_keys(prompt(2, 2))}
             assert service.source("e")["resets"] == 1
-            service.says("e rank 0: its blocks are removed: publisher restarted")
+            service.wait_for_log("e rank 0: its blocks are removed: publisher restarted")
             assert service.held(prompt(1)) == {}
 
 
@@ -145,7 +145,7 @@ def test_a_restored_stream_is_not_exact_before_its_engine_answers(tmp_path: Path
         service.exact("e", blocks=4)
         service.end()
     with serving("--state-dir", tmp_path) as service:  # the engine is gone
-        until("the reason", lambda: "nothing listens" in service.trust("e")[1])
+        wait_for("the reason", lambda: "nothing listens" in service.trust("e")[1])
         assert service.trust("e")[0] in {"CONNECTING", "STALE"}
         # Queries return the restored blocks with their trust.
         assert service.query(prompt(3))["instances"]["e"]["trust"]["0"] in {"CONNECTING", "STALE"}
@@ -169,7 +169,7 @@ def test_unreadable_files_are_set_aside_and_reported(tmp_path: Path, broken: str
         with serving("--state-dir", tmp_path, *FLAGS) as service:
             (warning,) = service.get("/health").json["warnings"]
             assert str(tmp_path) in warning
-            service.says(f"ERROR +{warning[:40]}")
+            service.wait_for_log(f"ERROR +{warning[:40]}")
             if broken == "registered":
                 assert (tmp_path / "registered.bad").read_bytes() == path.with_suffix(".bad").read_bytes()
                 assert service.sources() == {}
@@ -177,7 +177,7 @@ def test_unreadable_files_are_set_aside_and_reported(tmp_path: Path, broken: str
             service.exact("e", blocks=4)
             assert service.held(prompt(4)) == {"e": 64}
             # The warning stays after the next good snapshot, because an operator looks later.
-            until("a snapshot", lambda: service.get("/v1/stats").json["snapshot_at"])
+            wait_for("a snapshot", lambda: service.get("/v1/stats").json["snapshot_at"])
             assert service.get("/health").json["warnings"] == [warning]
             service.end()
         with serving("--state-dir", tmp_path) as service:
@@ -251,7 +251,7 @@ def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
             made.store(prompt(5, 100))
             service.exact("e", blocks=100)
 
-            until("the fault", lambda: has_snapshot_failed_metric(service, 1))
+            wait_for("the fault", lambda: has_snapshot_failed_metric(service, 1))
             fault = service.get("/v1/stats").json["snapshot_fault"]
             assert str(folder) in fault
             assert service.get("/health").json == {"status": "ok", "warnings": [fault]}
@@ -260,12 +260,12 @@ def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
         with serving("--state-dir", folder, *FLAGS, command=command) as service:
             assert service.register("e", made.publisher).status == 201
             service.exact("e", blocks=100)
-            until("the fault", lambda: has_snapshot_failed_metric(service, 1))
+            wait_for("the fault", lambda: has_snapshot_failed_metric(service, 1))
             make_room(service)
-            until("a snapshot", lambda: has_snapshot_failed_metric(service, 0))
+            wait_for("a snapshot", lambda: has_snapshot_failed_metric(service, 0))
             assert service.get("/health").json["warnings"] == []
             # Registrations from the time without room are stored, too.
-            until("registrations", (folder / "registered.json").exists)
+            wait_for("registrations", (folder / "registered.json").exists)
             assert len(service.log_lines("ERROR")) <= 3
             service.kill()
         with serving("--state-dir", folder) as service:
@@ -301,7 +301,7 @@ def test_sigterm_finishes_open_requests_and_stores_a_snapshot(tmp_path: Path) ->
         head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
             body
         )
-        with Stream(service) as stream, socket.create_connection((service.host, service.port), DEADLINE) as slow:
+        with EventStream(service) as stream, socket.create_connection((service.host, service.port), DEADLINE) as slow:
             slow.sendall(head + body[:10])
             assert service.get("/health").status == 200  # earlier bytes have arrived
             service.program.process.send_signal(signal.SIGTERM)
@@ -342,7 +342,7 @@ def test_a_refused_registration_keeps_the_restored_blocks(tmp_path: Path) -> Non
         with serving("--state-dir", tmp_path / "state") as service:
             assert service.register("e", made.publisher).status == 201
             # Replay has only two of three batches, so the first batch must be received live.
-            until("the subscription", lambda: made.publisher.stats().subscribers)
+            wait_for("the subscription", lambda: made.publisher.stats().subscribers)
             for number in range(3):
                 made.store(prompt(number + 1))
             service.exact("e", blocks=12)
@@ -362,13 +362,13 @@ def test_settings_of_a_registration_survive_a_restart(tmp_path: Path) -> None:
     """Tiers without removals are still inexact after a restart."""
     with engine() as made:
         with serving("--state-dir", tmp_path) as service:
-            load = f"http://127.0.0.1:{quiet_port()}"
+            load = f"http://127.0.0.1:{reserve_port()}"
             assert service.register("e", made.publisher, stores_only=["cpu", "NVME"], drafts=[1], load=load).status == 201
             before = service.exact("e")
             assert service.end().code == 0
         with serving("--state-dir", tmp_path) as service:
             after = service.exact("e")
-            until("a request", lambda: str(service.source("e")["load_fault"]).startswith(f"{load}/metrics does not answer"))
+            wait_for("a request", lambda: str(service.source("e")["load_fault"]).startswith(f"{load}/metrics does not answer"))
     assert before["stores_only"] == after["stores_only"] == ["cpu", "NVME"]
     assert before["drafts"] == after["drafts"] == [1]
     assert before["trust"]["reason_codes"] == after["trust"]["reason_codes"] == ["stores-only"]

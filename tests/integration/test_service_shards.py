@@ -16,8 +16,8 @@ import pytest
 from kvevents.plane.layout import Layout
 from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement, assigned_replicas
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import bridging, plane_at
-from service_cases import MODEL, Client, Engine, engines, until
+from plane_cases import plane_at, run_bridge
+from service_cases import MODEL, Client, Engine, engines, wait_for
 from service_replica_cases import watch_of
 from shard_cases import PACE, Replica
 
@@ -34,7 +34,7 @@ class Plane:
         self.server, self.name = server, name
         self.engines: list[Engine] = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(self.engines)]
-        stack.enter_context(bridging(plane_at(server.url, name=name, partitions=PARTITIONS), *watches))
+        stack.enter_context(run_bridge(plane_at(server.url, name=name, partitions=PARTITIONS), *watches))
         self._stack = stack
         # Each engine holds a prefix of another length.
         for at, each in enumerate(self.engines):
@@ -46,7 +46,7 @@ class Plane:
         for each in found:
             self._stack.callback(each.end)
         for each in found:
-            each.ready()
+            each.wait_until_ready()
         return found
 
     def whole(self) -> Replica:
@@ -89,7 +89,7 @@ def wait_for_shares(replicas: list[Replica], holders: int) -> None:
         others = {name: set(present[name].held) for name in names if name in present}
         return others | {replica.name: wanted[replica.name]}
 
-    until("every share", are_settled)
+    wait_for("every share", are_settled)
 
 
 def test_three_sharded_replicas_answer_like_an_unsharded_one(server: NatsServer) -> None:
@@ -101,16 +101,16 @@ def test_three_sharded_replicas_answer_like_an_unsharded_one(server: NatsServer)
         assert all(0 < len(each.served) < PARTITIONS for each in shares)
         assert sum(len(each.served) for each in shares) == PARTITIONS
         assert count_blocks(whole) == sum(range(1, ENGINES + 1))
-        until("released blocks to be dropped", lambda: sum(map(count_blocks, shares)) == count_blocks(whole))
-        until("members", lambda: all(read_sources(each) == read_sources(whole) for each in shares))
+        wait_for("released blocks to be dropped", lambda: sum(map(count_blocks, shares)) == count_blocks(whole))
+        wait_for("members", lambda: all(read_sources(each) == read_sources(whole) for each in shares))
         for each in shares:
             for request in REQUESTS:
                 # A bridge can pause for a moment, and replicas do not detect that at the same time.
-                until(f"the same response to {request}", lambda: post_sorted(each, *request) == post_sorted(whole, *request))  # noqa: B023
+                wait_for(f"the same response to {request}", lambda: post_sorted(each, *request) == post_sorted(whole, *request))  # noqa: B023
             assert each.post("/query", {"model_name": "unknown", "token_ids": PROMPT}).status == 404
             assert each.post("/query", {"model_name": MODEL, "token_ids": [-1]}).status == 422
             # The data plane answers probes from a copy that is refreshed every 0.25 s.
-            until("readiness", lambda: each.get("/readyz").json["sources"] == ENGINES)  # noqa: B023
+            wait_for("readiness", lambda: each.get("/readyz").json["sources"] == ENGINES)  # noqa: B023
 
 
 def count_blocks(client: Client) -> int:
@@ -159,8 +159,8 @@ def test_listings_of_sharded_replicas_contain_all_engines(server: NatsServer) ->
         whole, shares = plane.whole(), plane.start("a", "b")
         wait_for_shares(shares, 1)
         for path in ("/workers", "/services", "/global_view"):
-            until(path, lambda path=path: sort_values(shares[0].get(path).json) == sort_values(whole.get(path).json))  # type: ignore[misc]
-        until(
+            wait_for(path, lambda path=path: sort_values(shares[0].get(path).json) == sort_values(whole.get(path).json))  # type: ignore[misc]
+        wait_for(
             "hot prefixes",
             lambda: post_sorted(shares[0], *REQUESTS[0]) and shares[0].get(f"/v1/hot?model={MODEL}").json["prefixes"],
         )
@@ -238,9 +238,9 @@ def test_partitions_without_a_holder_are_reported_until_they_have_one(server: Na
         one, two = shares
         lost = own_instances(two)
         assert lost
-        until("members", lambda: len(read_sources(one)) == ENGINES)
+        wait_for("members", lambda: len(read_sources(one)) == ENGINES)
         two.end()
-        answer = until(
+        answer = wait_for(
             "an incomplete response", lambda: found if (found := one.post("/v1/match", BODY).json)["missing"] else None
         )
         assert "no replica answers for partition" in answer["missing"]
@@ -251,8 +251,8 @@ def test_partitions_without_a_holder_are_reported_until_they_have_one(server: Na
         stale = {instance for instance, state, _ in read_sources(one) if state == "STALE"}
         assert stale <= lost
         assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
-        until("the other's partitions", lambda: one.served == frozenset(range(PARTITIONS)))
-        until("a complete response", lambda: plane.is_complete(one))
+        wait_for("the other's partitions", lambda: one.served == frozenset(range(PARTITIONS)))
+        wait_for("a complete response", lambda: plane.is_complete(one))
         assert {state for _, state, _ in read_sources(one)} == {"EXACT"}
 
 
@@ -267,7 +267,7 @@ def test_a_replica_that_never_answers_is_skipped(server: NatsServer) -> None:
         ghosts = {f"ghost-{number}" for number in range(3)}  # one of the replicas with equal announcements is queried first
         for name in ghosts:
             announce(server, plane.name, name, ghost)
-        until("their announcements", lambda: ghosts <= set(shares[0].service.replica.present))  # type: ignore[union-attr]
+        wait_for("their announcements", lambda: ghosts <= set(shares[0].service.replica.present))  # type: ignore[union-attr]
         assert plane.is_complete(shares[0])
         assert shares[0].service.shards.peers.failures >= 1  # type: ignore[union-attr]
 
@@ -280,7 +280,7 @@ def test_a_replica_at_a_host_that_is_not_allowed_is_not_queried(server: NatsServ
         url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
         for number in range(3):
             announce(server, plane.name, f"evil-{number}", ShardAnnouncement(url, 1, list(range(PARTITIONS))))
-        until("the denied replicas", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
+        wait_for("the denied replicas", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
         for _ in range(20):
             assert plane.is_complete(one)
         assert one.served == frozenset(range(PARTITIONS))
@@ -310,7 +310,7 @@ def test_an_expectation_reaches_the_holder_of_the_engine(server: NatsServer) -> 
         shares = plane.start("a", "b")
         wait_for_shares(shares, 1)
         one, two = shares
-        until("members", lambda: len(read_sources(one)) == ENGINES)
+        wait_for("members", lambda: len(read_sources(one)) == ENGINES)
         theirs = min(own_instances(two))
         new = [9_000 + token for token in range(64)]
         body = {"model": MODEL, "tokens": new, "candidates": [{"instance": theirs}], "expect_seconds": 30}
@@ -320,7 +320,7 @@ def test_an_expectation_reaches_the_holder_of_the_engine(server: NatsServer) -> 
         def expects(client: Client) -> bool:
             return holders(client, expected) == [theirs]
 
-        until("the expectation", lambda: expects(one) and expects(two))
+        wait_for("the expectation", lambda: expects(one) and expects(two))
         assert holders(one, {**expected, "expected": False}) == []
 
 
@@ -337,7 +337,9 @@ def test_sharded_replicas_need_the_same_token(server: NatsServer, tmp_path: Any)
             for each in (good, bad):
                 each.token = right.read_text()
             wait_for_shares([good, bad], 1)
-            until("a complete response", lambda: good.post("/v1/match", BODY).json["missing"] == "" and plane.is_complete(good))
+            wait_for(
+                "a complete response", lambda: good.post("/v1/match", BODY).json["missing"] == "" and plane.is_complete(good)
+            )
             assert "no replica answers" in bad.post("/v1/match", BODY).json["missing"]
         finally:
             good.end()
@@ -350,11 +352,11 @@ def test_a_second_process_with_the_same_name_waits(server: NatsServer) -> None:
         (first,) = plane.start("a")
         second = Replica(server.url, plane.name, "a")
         try:
-            until("a fault", lambda: "give each process its own --replica-name" in second.get("/health").body.decode())
+            wait_for("a fault", lambda: "give each process its own --replica-name" in second.get("/health").body.decode())
             assert second.get("/readyz").status == 503
             assert second.served == frozenset()
             first.end()
-            second.ready()
+            second.wait_until_ready()
             assert plane.is_complete(second)
         finally:
             second.end()

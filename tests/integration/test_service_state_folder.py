@@ -13,7 +13,7 @@ from kvevents.index import PrefixIndex
 from kvevents.service.registration import Registration
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint
-from service_cases import DEADLINE, Client, engine, serving, until
+from service_cases import DEADLINE, Client, engine, serving, wait_for
 from service_cases import registration as registration_body
 
 THREADS = 16
@@ -112,4 +112,4 @@ def test_registrations_that_clients_send_at_once_survive_a_kill(tmp_path: Path) 
         assert service.get("/health").json["warnings"] == []
         service.kill()
     with serving("--state-dir", tmp_path) as service:
-        until("all of them", lambda: len(service.sources()) == len(names))
+        wait_for("all of them", lambda: len(service.sources()) == len(names))

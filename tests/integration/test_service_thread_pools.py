@@ -22,7 +22,7 @@ from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import BoundedLock, ThreadPool
 from kvevents.service.service import Service
-from service_cases import DEADLINE, Client, engines, prompt, serving, until, write
+from service_cases import DEADLINE, Client, engines, prompt, serving, wait_for, write
 
 
 async def test_a_pool_has_a_bounded_queue() -> None:
@@ -116,7 +116,7 @@ def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) 
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         unread.connect((service.host, service.port))
         unread.sendall(b"GET /dump HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        until("the response to begin", lambda: unread.recv(1))
+        wait_for("the response to begin", lambda: unread.recv(1))
         clients = [HTTPConnection(service.host, service.port, timeout=DEADLINE) for _ in range(6)]
         for each in clients:
             stack.callback(each.close)
@@ -134,7 +134,7 @@ def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) 
             finally:
                 other.close()
 
-        until("a dump of another client", can_dump)
+        wait_for("a dump of another client", can_dump)
 
 
 @pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli_cases import refusing
+from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
 from kvevents.service.event_bus import MAX_QUEUED, EventBus, LossEvent
-from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
+from service_cases import BLOCK, Engine, EventStream, Service, engine, engines, hex_keys, prompt, serving, wait_for, write
 
 NUMBERS = count(1)
 RAW = "application/octet-stream"
@@ -55,7 +55,7 @@ def test_a_prompt_in_three_encodings_has_equal_responses(service: Service, fresh
     tokens = prompt(1, 3)
     first = made.store(tokens[:32])
     made.store(tokens[32:], parent=first, medium="DISK")
-    service.holds(name, tokens, model_name=model)
+    service.wait_for_prefix(name, tokens, model_name=model)
     service.exact(name)
     body = {"model": model, "tokens": [*tokens, 1]}
     answers = [
@@ -81,7 +81,7 @@ def test_raw_prompts_have_all_other_fields_in_the_query_string(service: Service,
     name, model, made = fresh
     tokens = prompt(2)
     made.store(tokens, lora_name="ad")
-    service.holds(name, tokens, model_name=model, lora_name="ad")
+    service.wait_for_prefix(name, tokens, model_name=model, lora_name="ad")
     path = f"/v1/match?model={model}"
     for query, sent, held in (
         ("&lora=ad&whole_prompt=true", pack(tokens), 64),
@@ -169,7 +169,7 @@ def service_with_short_blocks(service: Service) -> Iterator[Service]:
     with engine(seed=77) as made:
         assert service.register("one", made.publisher, model_name="lift", block_size=1).status == 201
         made.store(STORED_TOKENS, block_size=1)
-        service.holds("one", STORED_TOKENS, model_name="lift")
+        service.wait_for_prefix("one", STORED_TOKENS, model_name="lift")
         service.exact("one")
         yield service
         service.post("/unregister", instance_id="one")
@@ -235,7 +235,7 @@ def test_workers_that_hold_nothing_are_listed_with_their_trust(service: Service,
     name, model, made = fresh
     tokens = prompt(30)
     made.store(tokens)
-    with engine(seed=903) as empty, refusing() as nowhere:
+    with engine(seed=903) as empty, refuse_connections() as nowhere:
         assert service.register("empty", empty.publisher, model_name=model).status == 201
         assert service.register("unknown", nowhere, model_name=model).status == 201
         service.exact(name, blocks=4)
@@ -303,7 +303,7 @@ def test_a_prompt_can_name_an_adapter_that_an_engine_lists() -> None:
         made.store(base)
         made.store(adapted, lora_name="adapter-0")
         with serving("--engine", web.url) as service:
-            name, _ = until("the engine", lambda: next(iter(service.sources()), None))
+            name, _ = wait_for("the engine", lambda: next(iter(service.sources()), None))
             service.exact(name, blocks=8)
 
             def held(model: str, tokens: list[int]) -> int:
@@ -352,16 +352,16 @@ def test_select_never_returns_a_disconnected_engine_while_another_is_connected(
     name, model, made = fresh
     tokens = prompt(24)
     made.store(prompt(25))
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         with engine(seed=902) as other:
             assert service.register("other", other.publisher, model_name=model).status == 201
             other.store(tokens)
             service.exact(name, blocks=4)
             service.exact("other", blocks=4)
-        until("stale", lambda: service.trust("other")[0] == "STALE")
+        wait_for("stale", lambda: service.trust("other")[0] == "STALE")
         assert service.register("refused", nowhere, model_name=model).status == 201
         # The service has probed both. Before that it does not know that an engine without a connection is dead.
-        until("refused", lambda: all("nothing listens at" in service.trust(dead)[1] for dead in ("other", "refused")))
+        wait_for("refused", lambda: all("nothing listens at" in service.trust(dead)[1] for dead in ("other", "refused")))
         body = {"model": model, "tokens": tokens, "explain": True}
         loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
         every: list[dict[str, Any]] = [
@@ -438,7 +438,7 @@ def test_sources_describe_each_source(service: Service, fresh: tuple[str, str, E
     name, model, made = fresh
     made.store(prompt(13))
     service.exact(name, blocks=4)
-    found = until("all its batches", lambda: row if (row := service.source(name))["last_seq"] == made.last_seq else None)
+    found = wait_for("all its batches", lambda: row if (row := service.source(name))["last_seq"] == made.last_seq else None)
     assert {part: found[part] for part in ("instance", "rank", "model", "tenant", "group", "endpoint", "origin", "fault")} == {
         "instance": name,
         "rank": 0,
@@ -465,7 +465,7 @@ def test_sources_describe_each_source(service: Service, fresh: tuple[str, str, E
 def test_stats_count_lookups_batches_and_blocks(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     service.exact(name)
-    until("all its batches", lambda: service.source(name)["last_seq"] == made.last_seq)
+    wait_for("all its batches", lambda: service.source(name)["last_seq"] == made.last_seq)
     before = service.get("/v1/stats").json
     made.store(prompt(14), medium="CPU")
     service.exact(name, blocks=4)
@@ -489,7 +489,7 @@ def test_blocks_are_listed_in_pages_of_one_snapshot(service: Service, fresh: tup
     hashes = made.store(tokens)
     made.store(tokens, medium="CPU", parent=())
     service.exact(name)
-    until("both tiers", lambda: service.get(f"/v1/blocks?instance={name}").json["total"] == 50)
+    wait_for("both tiers", lambda: service.get(f"/v1/blocks?instance={name}").json["total"] == 50)
     pages, cursor = [], ""
     while True:
         page = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={cursor}").json
@@ -497,7 +497,7 @@ def test_blocks_are_listed_in_pages_of_one_snapshot(service: Service, fresh: tup
         assert (page["total"], page["trust"]) == (50, exact)
         if len(pages) == 3:
             made.remove(hashes)
-            until("less", lambda: service.source(name)["blocks"] == 25)
+            wait_for("less", lambda: service.source(name)["blocks"] == 25)
         if page["next"] is None:
             break
         before, cursor = cursor, page["next"]
@@ -562,7 +562,7 @@ def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine
 
 
 def test_events_report_states_batches_and_losses(service: Service) -> None:
-    with Stream(service, "?instance=watched") as stream, Stream(service, "?instance=another") as silent:
+    with EventStream(service, "?instance=watched") as stream, EventStream(service, "?instance=another") as silent:
         with engine(seed=60) as made:
             assert service.register("watched", made.publisher).status == 201
             service.exact("watched")
@@ -588,10 +588,10 @@ def test_events_report_states_batches_and_losses(service: Service) -> None:
 
 def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path: Path) -> None:
     """An engine with more history than its buffer is EXACT, and nothing reports lost batches."""
-    with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, Stream(service) as stream:
+    with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, EventStream(service) as stream:
         for number in range(40):
             made.store(prompt(800 + number, 1))
-        until("all to be sent", lambda: made.publisher.stats().published == 40)
+        wait_for("all to be sent", lambda: made.publisher.stats().published == 40)
         assert service.register("old", made.publisher).status == 201
         snapshot = stream.next("snapshot")
         assert (snapshot["instance"], snapshot["first"]) == ("old", 0)
@@ -607,8 +607,8 @@ def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path:
 
 
 def test_listeners_are_limited_and_counted_until_they_leave(service: Service) -> None:
-    streams = [Stream(service) for _ in range(3)]
-    refused = Stream(service)
+    streams = [EventStream(service) for _ in range(3)]
+    refused = EventStream(service)
     assert refused.status == 503
     assert json.loads(refused.response.read())["reason"] == "too-many-listeners"
     for stream in [*streams, refused]:
@@ -617,7 +617,7 @@ def test_listeners_are_limited_and_counted_until_they_leave(service: Service) ->
     def has_no_clients() -> bool:
         return b"kvevents_event_stream_clients 0\n" in service.get("/metrics").body
 
-    until("the closed connections", has_no_clients)
+    wait_for("the closed connections", has_no_clients)
 
 
 def test_a_slow_client_receives_the_number_of_missed_events() -> None:
@@ -649,26 +649,26 @@ def test_a_slow_client_receives_the_number_of_missed_events() -> None:
 
 
 def test_readiness_waits_for_the_quorum_and_is_not_revoked(tmp_path: Path) -> None:
-    with engine(seed=70) as made, refusing() as nowhere:
+    with engine(seed=70) as made, refuse_connections() as nowhere:
         config = write(tmp_path / "service.toml", "ready = { quorum = 0.5, deadline_seconds = 3600 }\n")
         flags = ("--config", config, "--model", "m", "--worker")
         with serving(*flags, f"a={made.endpoint},{made.replay_endpoint}", "--worker", f"b={nowhere}") as service:
             service.exact("a")
-            ready = until("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
+            ready = wait_for("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
             assert ready["exact"] == 1
             assert (ready["ready"], ready["sources"], ready["quorum"]) == (True, 2, 0.5)
             # Later degraded reasons are in the trust of responses. A service that stops answering would be worse.
             made.publisher.shutdown()
-            until("stale", lambda: service.trust("a")[0] == "STALE")
+            wait_for("stale", lambda: service.trust("a")[0] == "STALE")
             assert service.get("/readyz").status == 200
 
 
 def test_a_service_is_ready_at_the_deadline(tmp_path: Path) -> None:
     """tests/integration/test_service_readiness.py tests with a virtual clock when a service is not ready."""
-    with refusing() as nowhere:
+    with refuse_connections() as nowhere:
         config = write(tmp_path / "service.toml", "ready = { deadline_seconds = 0.5 }\n")
         with serving("--config", config, "--model", "m", "--worker", f"b={nowhere}") as service:
-            late = until("the deadline", lambda: answer if (answer := service.get("/readyz")).status == 200 else None)
+            late = wait_for("the deadline", lambda: answer if (answer := service.get("/readyz")).status == 200 else None)
             assert late.json["why"] == "0 of 1 sources are EXACT; the deadline of 0.5 s has passed"
 
 

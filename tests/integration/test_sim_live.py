@@ -25,7 +25,7 @@ from kvevents.sim.settings import LiveTimers
 from kvevents.stream import RawBatch
 from publisher_cases import wait_until
 from sim_cases import conversations, request
-from sim_live_cases import opened, openings
+from sim_live_cases import count_resources, open_fleet
 
 TENANTS = (None, "one", "two")
 MAX_SECONDS = 8.0
@@ -42,7 +42,7 @@ class RunResult(NamedTuple):
 
 
 def run_fleet(requests: Sequence[Request], **given: Any) -> RunResult:
-    with opened(**given) as fleet:
+    with open_fleet(**given) as fleet:
         began = time.monotonic()
         result = fleet.run(requests)
         return RunResult(fleet, result, fleet.streams(), time.monotonic() - began)
@@ -96,7 +96,7 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
 def test_views_show_the_state_of_the_workers() -> None:
     seen: list[list[WorkerView]] = []
     requests = list(conversations(60, rate=60))
-    with opened(engines=2, ranks=2, pace=2) as fleet:
+    with open_fleet(engines=2, ranks=2, pace=2) as fleet:
         before = fleet.views()
         result = fleet.run(requests, look=lambda each: seen.append(each.views()))
         after = fleet.views()
@@ -120,12 +120,12 @@ def test_a_time_scale_that_is_too_fast_is_reported_and_changes_no_result() -> No
 
 @pytest.mark.parametrize("pace", [0, -1, float("inf"), float("nan")])
 def test_an_invalid_pace_is_refused(pace: float) -> None:
-    with pytest.raises(ConfigError, match=r"^invalid pace .*: expected a number above 0"), opened(pace=pace):
+    with pytest.raises(ConfigError, match=r"^invalid pace .*: expected a number above 0"), open_fleet(pace=pace):
         pass
 
 
 def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
-    with opened(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="has no field for salts"):
+    with open_fleet(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="has no field for salts"):
         fleet.run([request([1], salt="a")])
 
 
@@ -135,7 +135,7 @@ def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
 def test_all_consumers_receive_the_same_batches() -> None:
     """One consumer is a bare SUB socket from the beginning. The other one is a `Subscriber` that starts in the middle."""
     requests = list(conversations(60, rate=60))
-    with opened(dialect="vllm-0.24") as fleet, zmq.Context() as context, context.socket(zmq.SUB) as bare:
+    with open_fleet(dialect="vllm-0.24") as fleet, zmq.Context() as context, context.socket(zmq.SUB) as bare:
         bare.subscribe(b"")
         bare.set_hwm(0)
         for address in fleet.addresses:
@@ -189,7 +189,7 @@ def test_a_run_ends_at_once_if_another_thread_stops_it() -> None:
     has_begun = threading.Event()
     requests = [request([1, 2, 3]), request([1], at=1e7)]
     stopped: list[float] = []
-    with opened(engines=2, pace=1.0) as fleet:
+    with open_fleet(engines=2, pace=1.0) as fleet:
 
         def stop() -> None:
             assert has_begun.wait(20)
@@ -206,7 +206,7 @@ def test_a_run_ends_at_once_if_another_thread_stops_it() -> None:
 
 
 def test_a_run_that_was_stopped_before_it_began_sends_no_request() -> None:
-    with opened(engines=1) as fleet:
+    with open_fleet(engines=1) as fleet:
         fleet.stop()
         result = fleet.run(conversations(5))
     assert (result.requests, result.finished, result.checked) == (0, 0, 0)
@@ -231,7 +231,7 @@ def fail_consumer(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pyt
 @pytest.mark.parametrize("moment", ["at once", "at the end"])
 def test_a_failure_of_the_consumer_is_raised(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes a failure after all answers, while the fleet waits for the last events, which are delayed here."""
-    with opened(engines=2, wrong="delay:300ms") as fleet:
+    with open_fleet(engines=2, wrong="delay:300ms") as fleet:
         fail_consumer(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
         began = time.monotonic()
         with pytest.raises(IndexFailedError, match="no room left"):
@@ -247,7 +247,7 @@ def stop_soon(fleet: LiveFleet) -> None:
 
 
 def test_a_failure_of_the_consumer_while_the_run_is_stopped_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(engines=1, pace=1.0) as fleet:
+    with open_fleet(engines=1, pace=1.0) as fleet:
         closing, close = threading.Event(), fleet.follower.close
         fail_consumer(fleet, lambda: closing.wait(20), monkeypatch)
 
@@ -263,14 +263,14 @@ def test_a_failure_of_the_consumer_while_the_run_is_stopped_is_raised(monkeypatc
 @pytest.mark.parametrize("wrong", ["", "drop:1%"])
 def test_a_run_leaves_no_descriptors_and_threads(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds after a run, and after a run whose consumer failed."""
-    before = openings()
+    before = count_resources()
     run_fleet(list(conversations(10, rate=60)), wrong=wrong, engines=2)
-    wait_until(lambda: openings() == before, "everything to be closed after a run")
-    with opened(wrong=wrong, engines=2) as fleet:
+    wait_until(lambda: count_resources() == before, "everything to be closed after a run")
+    with open_fleet(wrong=wrong, engines=2) as fleet:
         fail_consumer(fleet, lambda: True, monkeypatch)
         with suppress(IndexFailedError):
             fleet.run(conversations(10, rate=60))
-    wait_until(lambda: openings() == before, "everything to be closed after a failure")
+    wait_until(lambda: count_resources() == before, "everything to be closed after a failure")
 
 
 @pytest.mark.parametrize("wrong", ["", "drop:1%"])
@@ -281,10 +281,10 @@ def test_a_port_in_use_is_an_error_that_leaves_nothing_open(behind: int, wrong: 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        before = openings()
-        with pytest.raises(EndpointError, match=r"127\.0\.0\.1:\d+"), opened(base_port=port - behind, wrong=wrong):
+        before = count_resources()
+        with pytest.raises(EndpointError, match=r"127\.0\.0\.1:\d+"), open_fleet(base_port=port - behind, wrong=wrong):
             pass
-        wait_until(lambda: openings() == before, "everything to be closed")
+        wait_until(lambda: count_resources() == before, "everything to be closed")
 
 
 # --- faults
@@ -325,7 +325,7 @@ def has_published(run: RunResult, stream: StreamResult) -> bool:
 
 def test_restarts_keep_the_ports_and_are_delivered_as_resets() -> None:
     requests = list(conversations(60, rate=60, seed=2))
-    with opened(wrong="restart:150ms", pace=2, engines=2) as fleet:
+    with open_fleet(wrong="restart:150ms", pace=2, engines=2) as fleet:
         before = fleet.addresses
         result = fleet.run(requests)
         streams = {(one.source, one.rank): one for one in fleet.streams()}
@@ -349,7 +349,7 @@ def test_a_stall_ends_no_other_fault() -> None:
     def dropped(each: LiveFleet) -> int:
         return sum(proxy.counts.down.dropped for proxy, _ in each.sockets.proxies.values())
 
-    with opened(engines=1, wrong="stall:400ms,drop:50%", pace=1.0, blocks=300) as fleet:
+    with open_fleet(engines=1, wrong="stall:400ms,drop:50%", pace=1.0, blocks=300) as fleet:
         result = fleet.run(conversations(60, rate=60), look=look)
         assert dropped_before
         assert dropped(fleet) > dropped_before[0] + 3
@@ -376,7 +376,7 @@ def test_the_router_receives_the_trust_of_the_streams(monkeypatch: pytest.Monkey
     seen: set[tuple[Worker, str]] = set()
     monkeypatch.setattr(live, "policy", lambda name, seed: RecordingPolicy(policy(name, seed), seen))
     first, second = ("engine-0", 0), ("engine-1", 0)
-    with opened(engines=2, wrong="delay:1ms", timers=LiveTimers(settle=0.0)) as fleet:
+    with open_fleet(engines=2, wrong="delay:1ms", timers=LiveTimers(settle=0.0)) as fleet:
         for proxy in fleet.sockets.proxies[first]:
             proxy.cut(refuse=True)
         wait_until(lambda: fleet.follower.trust[first] == "STALE", "the stream to be STALE")

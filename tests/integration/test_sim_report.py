@@ -381,7 +381,7 @@ def test_a_browser_shows_the_page_wide_and_narrow_light_and_dark(text: str, tmp_
     backgrounds = set()
     with Chromium() as browser:
         for width, dark in ((1_200, False), (400, True)):
-            browser.look(width, 900, dark=dark)
+            browser.set_viewport(width, 900, dark=dark)
             browser.open(file.as_uri())
             assert browser.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
             sizes = browser.run("[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().width)")
@@ -391,5 +391,5 @@ def test_a_browser_shows_the_page_wide_and_narrow_light_and_dark(text: str, tmp_
             assert background != color
             backgrounds.add(background)
         assert browser.console == []
-        assert {url.split(":")[0] for url in browser.requested} == {"file"}
+        assert {url.split(":")[0] for url in browser.requested_urls} == {"file"}
     assert len(backgrounds) == 2

@@ -23,8 +23,8 @@ from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
-from sim_live_cases import openings
-from sim_socket_cases import TWO, four_free_ports, opened
+from sim_live_cases import count_resources
+from sim_socket_cases import TWO_RANKS, find_four_free_ports, open_sockets
 
 FIRST, SECOND = ("engine-0", 0), ("engine-0", 1)
 
@@ -47,8 +47,8 @@ def subscribe_to(endpoint: str) -> Iterator[Any]:
 
 def test_workers_use_consecutive_ports_from_the_base_port_on() -> None:
     """Each worker has two ports: for live events, then for replay."""
-    port = four_free_ports()
-    with opened(base_port=port) as sockets:
+    port = find_four_free_ports()
+    with open_sockets(base_port=port) as sockets:
         endpoints = [(one.worker, one.endpoint, one.replay_endpoint) for one in sockets.addresses.values()]
     assert endpoints == [
         (FIRST, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"),
@@ -57,7 +57,7 @@ def test_workers_use_consecutive_ports_from_the_base_port_on() -> None:
 
 
 def test_without_a_base_port_the_system_chooses_ports() -> None:
-    with opened() as sockets:
+    with open_sockets() as sockets:
         endpoints = [end for one in sockets.addresses.values() for end in (one.endpoint, one.replay_endpoint)]
         assert len(set(endpoints)) == 4
         assert [one.source for one in sockets.addresses.values()] == [
@@ -67,18 +67,18 @@ def test_without_a_base_port_the_system_chooses_ports() -> None:
 
 
 def test_ports_out_of_range_are_reported_before_anything_is_opened() -> None:
-    before = openings()
+    before = count_resources()
     with pytest.raises(
         ConfigError, match=f"^invalid base port {HIGHEST_PORT - 2}: 2 workers would need port {HIGHEST_PORT + 1}; "
     ):
-        Sockets(TWO, base_port=HIGHEST_PORT - 2)
-    assert openings() == before
+        Sockets(TWO_RANKS, base_port=HIGHEST_PORT - 2)
+    assert count_resources() == before
 
 
 def test_proxies_are_between_the_publisher_and_its_consumers() -> None:
     """The proxies listen at the requested ports, and stay through restarts."""
-    port = four_free_ports()
-    with opened(proxied=True, base_port=port) as sockets:
+    port = find_four_free_ports()
+    with open_sockets(proxied=True, base_port=port) as sockets:
         address = sockets.addresses[FIRST]
         assert (address.endpoint, address.replay_endpoint) == (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
         live, replay = sockets.proxies[FIRST]
@@ -106,7 +106,7 @@ def publish_and_poll(sockets: Sockets, sub: Any) -> bool:
 def test_batches_have_the_dialects_encoding_and_are_numbered_from_0_in_every_incarnation(dialect: str) -> None:
     settings = FleetSettings(engines=1, blocks=10, block_size=4, dialect=dialect)
     encode = batch_encoder(resolve_dialect(dialect))
-    with opened(settings) as sockets:
+    with open_sockets(settings) as sockets:
         for _ in range(2):
             with subscribe_to(sockets.addresses[FIRST].endpoint) as sub:
                 wait_until(lambda: sockets.subscribers() == 1, "the consumer to be subscribed")
@@ -122,7 +122,7 @@ def test_batches_have_the_dialects_encoding_and_are_numbered_from_0_in_every_inc
 
 
 def test_subscribers_is_the_lowest_number_of_any_worker() -> None:
-    with opened() as sockets:
+    with open_sockets() as sockets:
         assert sockets.subscribers() == 0
         with subscribe_to(sockets.addresses[FIRST].endpoint) as sub:
             sub.connect(sockets.addresses[SECOND].endpoint)
@@ -141,7 +141,7 @@ def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.Monkey
     """Batches belong to an incarnation from the moment at which it was opened."""
     now = iter([100.0, 100.0, 200.0, 300.0])
     monkeypatch.setattr(network, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic, sleep=time.sleep))
-    with opened() as sockets:
+    with open_sockets() as sockets:
         for _ in range(2):
             sockets.close(FIRST)
             sockets.open(FIRST)
@@ -150,7 +150,7 @@ def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.Monkey
 
 
 def test_an_incarnation_has_the_endpoints_of_the_previous_one() -> None:
-    with opened() as sockets:
+    with open_sockets() as sockets:
         address = sockets.addresses[FIRST]
         for _ in range(5):
             sockets.publish(FIRST, batch(0))
@@ -162,7 +162,7 @@ def test_an_incarnation_has_the_endpoints_of_the_previous_one() -> None:
 
 
 def test_open_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened() as sockets, socket.socket() as blocker:
+    with open_sockets() as sockets, socket.socket() as blocker:
         sockets.close(FIRST)
         take_port(blocker, sockets.addresses[FIRST].endpoint)
         # The first pause frees the port.
@@ -173,7 +173,7 @@ def test_open_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_stays_in_use_is_an_error() -> None:
-    with opened(rebind_seconds=0.02) as sockets, socket.socket() as blocker:
+    with open_sockets(rebind_seconds=0.02) as sockets, socket.socket() as blocker:
         endpoint = sockets.addresses[FIRST].endpoint
         sockets.close(FIRST)
         take_port(blocker, endpoint)
@@ -202,11 +202,11 @@ def take_port(blocker: socket.socket, endpoint: str) -> None:
 
 @pytest.mark.parametrize("proxied", [False, True])
 def test_sockets_leave_nothing_open(proxied: bool) -> None:
-    before = openings()
-    with opened(proxied=proxied) as sockets:
-        assert openings() > before
+    before = count_resources()
+    with open_sockets(proxied=proxied) as sockets:
+        assert count_resources() > before
         sockets.close(FIRST)
-    wait_until(lambda: openings() <= before, "everything to be closed")
+    wait_until(lambda: count_resources() <= before, "everything to be closed")
 
 
 def test_nothing_is_left_open_if_a_proxy_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,8 @@ def test_nothing_is_left_open_if_a_proxy_cannot_be_created(monkeypatch: pytest.M
         made.append(FaultProxy(*given, **keywords))
         return made[-1]
 
-    before = openings()
+    before = count_resources()
     monkeypatch.setattr(network, "FaultProxy", make_proxy)
-    with pytest.raises(EndpointError, match="Too many open files"), opened(proxied=True):
+    with pytest.raises(EndpointError, match="Too many open files"), open_sockets(proxied=True):
         pass
-    wait_until(lambda: openings() <= before, "everything to be closed")
+    wait_until(lambda: count_resources() <= before, "everything to be closed")

@@ -25,7 +25,7 @@ from publisher_cases import (  # noqa: F401 - fixtures
     Socket,
     consumers_context,
     open_consumer,
-    publishing,
+    run_publisher,
     subscribe,
     wait_until,
 )
@@ -40,7 +40,7 @@ def serving(
 ) -> AbstractContextManager[ZmqEventPublisher]:
     """Return a publisher that serves snapshots as often as they are requested."""
     settings = replace(QUICK, snapshots=replace(snapshots or SnapshotServerSettings(), min_interval=0.0))
-    return publishing(*args, snapshot_endpoint=ANY, settings=settings, **kwargs)
+    return run_publisher(*args, snapshot_endpoint=ANY, settings=settings, **kwargs)
 
 
 def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> None:

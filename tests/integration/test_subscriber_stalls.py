@@ -69,7 +69,7 @@ def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(stalls:
         engine: RealEngine = rig.engine()
         reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
         rig.connect(engine, reader)
-        reader.until(lambda: reader.recorder.log == ["up"])
+        reader.read_until(lambda: reader.recorder.log == ["up"])
         for _ in range(20):
             clock.advance(3.0)
             reader()
@@ -77,7 +77,7 @@ def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(stalls:
         engine.cut()
         rig.settle(reader.connection)
         clock.advance(60.0 if stalls else 0.0)
-        reader.until(lambda: "down" in reader.recorder.log)
+        reader.read_until(lambda: "down" in reader.recorder.log)
         assert reader.recorder.log == ["up", *([] if stalls else range(3)), "down"]
     finally:
         rig.close()

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 import publisher_cases
-from certificate_pairs import make_pair, put
+from certificate_pairs import make_pair, write_new_pair
 from kvevents import zap
 from kvevents.config import KVEventsConfig
 from kvevents.errors import ConfigError
@@ -28,13 +28,13 @@ from publisher_cases import (  # noqa: F401 - the fixtures, used by being here
     ANY,
     QUICK,
     Socket,
-    ask,
     batch,
     consumers_context,
     numbers,
     open_consumer,
     read_reply,
     receive,
+    request_replay,
     wait_until,
 )
 
@@ -53,10 +53,10 @@ def server(allowed: tuple[str, ...] | str | None) -> Curve:
     return Curve(public_key=SERVER.public, secret_key=SERVER.secret, allowed=allowed)
 
 
-def publishing(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
+def run_publisher(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
     """Return a publisher that closes refused connections soon, so that their clients retry soon."""
     settings = replace(QUICK, security=SecuritySettings(handshake_timeout=0.1))
-    return publisher_cases.publishing(settings=settings, **kwargs)
+    return publisher_cases.run_publisher(settings=settings, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def check_gets_everything(context: Context, publisher: ZmqEventPublisher, curve:
     publisher.publish(batch(number))
     assert receive(live)[0] == number
     replay = connect(context, zmq.DEALER, publisher.replay_endpoint, curve)
-    ask(replay, 0)
+    request_replay(replay, 0)
     assert numbers(read_reply(replay)) == list(range(number + 1))
 
 
@@ -107,10 +107,10 @@ def is_exact(subscriber: Subscriber) -> bool:
 
 def test_an_allowed_key_gets_everything_and_others_nothing(context: Context) -> None:
     """A client with an unknown key is refused on both sockets at each attempt, while an allowed one subscribes and requests."""
-    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         live = connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         replay = connect(context, zmq.DEALER, publisher.replay_endpoint, client(STRANGER))
-        ask(replay, 0)
+        request_replay(replay, 0)
         wait_until(lambda: publisher.connections_refused >= 4, "two attempts at each socket")
         check_gets_everything(context, publisher, client(FRIEND))
         refused = publisher.connections_refused
@@ -128,7 +128,7 @@ def test_an_allowed_key_gets_everything_and_others_nothing(context: Context) -> 
 )
 def test_a_client_without_the_server_key_is_disconnected(context: Context, keys: Curve | None, kind: int) -> None:
     """Without the server's key the handshake fails before the allow-list is used."""
-    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         stranger = open_consumer(context, kind)
         if keys is not None:
             keys.apply(stranger)
@@ -137,7 +137,7 @@ def test_a_client_without_the_server_key_is_disconnected(context: Context, keys:
             if kind == zmq.SUB:
                 stranger.subscribe(b"")
             else:
-                ask(stranger, 0)
+                request_replay(stranger, 0)
             assert monitor_socket.poll(20_000), "the stranger was not disconnected"
             check_gets_everything(context, publisher, client(FRIEND))
             assert publisher.connections_refused == 0
@@ -146,14 +146,14 @@ def test_a_client_without_the_server_key_is_disconnected(context: Context, keys:
 
 
 def test_without_an_allow_list_the_server_key_is_enough(context: Context) -> None:
-    with publishing(replay_endpoint=ANY, curve=server(None)) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server(None)) as publisher:
         check_gets_everything(context, publisher, client(STRANGER))
         assert not zap._registry.handlers
 
 
 def test_a_key_that_is_added_to_an_empty_folder_is_accepted(context: Context, tmp_path: Path) -> None:
     """The refused client connects by itself when its key is added, without a restart."""
-    with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
         pair = make_pair()
         live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
         wait_until(lambda: publisher.connections_refused, "a refusal")
@@ -166,8 +166,8 @@ def test_a_key_that_is_added_to_an_empty_folder_is_accepted(context: Context, tm
 
 def test_a_removed_key_is_refused_at_the_next_connection(context: Context, tmp_path: Path) -> None:
     """The existing connection stays; a new one is refused."""
-    pair, other = put(tmp_path, "leaving"), put(tmp_path, "staying")
-    with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
+    pair, other = write_new_pair(tmp_path, "leaving"), write_new_pair(tmp_path, "staying")
+    with run_publisher(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
         live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
         wait_until(lambda: publisher.stats().subscribers == 1, "the subscription")
         (tmp_path / "leaving.key").unlink()
@@ -206,7 +206,7 @@ def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.L
 
 def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """The first record has the refused key. A later one, at the latest at the end, has the number of further refusals."""
-    with caplog.at_level(logging.WARNING, "kvevents.zap"), publishing(curve=server((FRIEND.public,))) as publisher:
+    with caplog.at_level(logging.WARNING, "kvevents.zap"), run_publisher(curve=server((FRIEND.public,))) as publisher:
         connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
         (line,) = [record.getMessage() for record in caplog.records]
@@ -219,10 +219,10 @@ def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.L
 
 
 def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pair = put(tmp_path, "friend")
+    pair = write_new_pair(tmp_path, "friend")
     with (
         caplog.at_level(logging.WARNING, "kvevents.zap"),
-        publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
+        run_publisher(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
     ):
         (tmp_path / "torn.key").write_text("public-")
         check_gets_everything(context, publisher, client(pair))
@@ -247,10 +247,10 @@ def test_allow_lists_in_one_context_are_separate(context: Context) -> None:
     other = make_pair()
     with zmq.Context() as shared:
         with (
-            publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as one,
-            publishing(replay_endpoint=ANY, context=shared, curve=server(None)) as free,
+            run_publisher(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as one,
+            run_publisher(replay_endpoint=ANY, context=shared, curve=server(None)) as free,
         ):
-            with publishing(replay_endpoint=ANY, context=shared, curve=server((other.public,))) as two:
+            with run_publisher(replay_endpoint=ANY, context=shared, curve=server((other.public,))) as two:
                 assert len(zap._registry.handlers) == 1
                 check_gets_everything(context, two, client(other))
                 connect(context, zmq.SUB, two.endpoint, client(FRIEND))
@@ -259,7 +259,7 @@ def test_allow_lists_in_one_context_are_separate(context: Context) -> None:
             check_gets_everything(context, free, client(STRANGER))
             assert one.connections_refused == free.connections_refused == 0
         assert not zap._registry.handlers
-        with publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as again:
+        with run_publisher(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as again:
             check_gets_everything(context, again, client(FRIEND))
 
 
@@ -299,7 +299,7 @@ def test_terminating_a_context_ends_its_handler(context: Context) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_stop_its_parents_handler(context: Context) -> None:
     """Closing the allow-list in the child does not stop the thread in the parent."""
-    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+    with run_publisher(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         allow_list = publisher._server.security
         assert allow_list is not None
         child = os.fork()
@@ -314,9 +314,9 @@ def test_a_forked_child_does_not_stop_its_parents_handler(context: Context) -> N
 
 def test_an_engine_configuration_names_key_files(context: Context, tmp_path: Path) -> None:
     """The JSON of an engine names key files, so that no secret is on a command line or in a deployment."""
-    put(tmp_path, "engine")
+    write_new_pair(tmp_path, "engine")
     (tmp_path / "clients").mkdir()
-    pair = put(tmp_path / "clients", "router")
+    pair = write_new_pair(tmp_path / "clients", "router")
     keys = f'{{"key_file": "{tmp_path}/engine.key_secret", "allowed": "{tmp_path}/clients"}}'
     config = KVEventsConfig.from_json(
         f'{{"publisher": "zmq", "endpoint": "{ANY}", "replay_endpoint": "{ANY}", "curve": {keys}}}'
@@ -338,6 +338,6 @@ def test_an_engine_configuration_names_key_files(context: Context, tmp_path: Pat
     ],
 )
 def test_settings_that_cannot_work_are_rejected(tmp_path: Path, wrong: Callable[[str], Curve], message: str) -> None:
-    put(tmp_path, "e")
+    write_new_pair(tmp_path, "e")
     with pytest.raises(ConfigError, match=message):
         wrong(str(tmp_path / "e.key_secret"))

@@ -40,7 +40,7 @@ def publish_batch(line: PeerConnection) -> None:
     complete_handshake(line)
     line.frame()
     line.send(batch(7))
-    line.stays()
+    line.stay_open()
 
 
 def close_after_handshake(line: PeerConnection) -> None:
@@ -128,7 +128,7 @@ def act_as_xpub(line: PeerConnection) -> None:
 
 def test_a_replay_request_that_cannot_be_sent_takes_a_new_connection(peer: Callable[..., Peer]) -> None:
     """A DEALER accepts no more messages when libzmq has given up its connection, so the transport opens a new one."""
-    replay_peer = peer(act_as_xpub, PeerConnection.stays)
+    replay_peer = peer(act_as_xpub, PeerConnection.stay_open)
     zmq_transport = ZmqTransport(options=OPTIONS)
     connection = zmq_transport.open(Source("tcp://127.0.0.1:1", replay_peer.endpoint))
     try:
@@ -163,7 +163,7 @@ def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable
         line.send(zmtp.command(b"SUBSCRIBE", b""))
         assert line.read(1)
         received.set()
-        line.stays()
+        line.stay_open()
 
     endpoint = peer(act_as_router, act_as_router, router).endpoint
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False, settings=PublisherSettings(reconnect_delay=0.05))

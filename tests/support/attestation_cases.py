@@ -22,9 +22,9 @@ class AttestingEngine:
         self.publisher = EnginePublisher(0, **given)
         self.cache: Counter[tuple[int, int]] = Counter()
         """Copies on the device, by hash and group."""
-        self.elsewhere: Counter[int] = Counter()
+        self.other_tiers: Counter[int] = Counter()
         """Copies on other tiers, by hash."""
-        self.secret = 0
+        self.digest_offset = 0
         """A number added to the attested digest, as if the cache held a block that was not announced."""
         self._record()
 
@@ -33,24 +33,24 @@ class AttestingEngine:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.cache.clear()
-                self.elsewhere.clear()
+                self.other_tiers.clear()
                 continue
             change = Counter.update if isinstance(event, BlockStored) else Counter.subtract
             if tier_of(event.medium) == "gpu":
                 change(self.cache, [(each, event.group_idx or 0) for each in event.block_hashes])
             else:
-                change(self.elsewhere, event.block_hashes)
-        self.cache, self.elsewhere = +self.cache, +self.elsewhere
+                change(self.other_tiers, event.block_hashes)
+        self.cache, self.other_tiers = +self.cache, +self.other_tiers
         self.publisher.publish(EventBatch(1.0, list(events)))
         self._record()
 
     def _record(self) -> None:
-        digest = sum(count * attestation_term(*block) for block, count in self.cache.items()) + self.secret
+        digest = sum(count * attestation_term(*block) for block, count in self.cache.items()) + self.digest_offset
         self.publisher.record_cache(digest & ATTESTATION_MASK, is_batch_pending=False)
 
-    def keep_a_secret(self, number: int) -> None:
+    def falsify_attestation(self, number: int) -> None:
         """Attest a digest that is `number` higher than that of the announced blocks; 0 attests the correct digest."""
-        self.secret = number
+        self.digest_offset = number
         self._record()
 
     @property

@@ -56,7 +56,7 @@ class Truth:
         return self._index.digest((self.name, 0))
 
 
-class TalkingEngine:
+class PublishingEngine:
     """An engine that stores and removes blocks; a context manager. Options are those of `ZmqEventPublisher`."""
 
     def __init__(self, name: str = "engine", **options: Any) -> None:
@@ -88,7 +88,7 @@ class TalkingEngine:
     def watch(self) -> Watch:
         return Watch(self.source, self.registration)
 
-    def say(self, count: int = 1) -> None:
+    def publish_next(self, count: int = 1) -> None:
         """Publish `count` batches."""
         for _ in range(count):
             self.publish(EventBatch(float(self.truth.count), self._engine.events()))
@@ -109,13 +109,13 @@ class TalkingEngine:
             self._begin()
 
     @contextmanager
-    def talking(self, pace: float = PACE) -> Iterator[None]:
+    def publish_continuously(self, pace: float = PACE) -> Iterator[None]:
         """Publish a batch every `pace` seconds from a thread while the context is open."""
         over = threading.Event()
 
         def publish_until_over() -> None:
             while not over.wait(pace):
-                self.say()
+                self.publish_next()
 
         thread = threading.Thread(target=publish_until_over)
         thread.start()
@@ -126,7 +126,7 @@ class TalkingEngine:
             thread.join()
 
 
-def holds(log: Log, *engines: TalkingEngine) -> bool:
+def holds(log: Log, *engines: PublishingEngine) -> bool:
     """Return whether the state in the log equals that of the engines, up to their newest batches."""
     for engine in engines:
         stream = log.states[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
@@ -139,11 +139,11 @@ def holds(log: Log, *engines: TalkingEngine) -> bool:
     return True
 
 
-def settled(log: Log, *engines: TalkingEngine) -> Log:
+def wait_until_complete(log: Log, *engines: PublishingEngine) -> Log:
     """Wait until the log equals the engines, and check that it has each batch of their last incarnations once, in order."""
-    log.until("the state of the engines in the log", lambda log: holds(log, *engines))
+    log.wait_for("the state of the engines in the log", lambda log: holds(log, *engines))
     for engine in engines:
-        batch_numbers = numbers_of_last_life(log, engine.name)
+        batch_numbers = numbers_of_last_incarnation(log, engine.name)
         assert batch_numbers == list(range(batch_numbers[0], engine.truth.count)), (
             batch_numbers[0],
             len(batch_numbers),
@@ -153,7 +153,7 @@ def settled(log: Log, *engines: TalkingEngine) -> Log:
     return log
 
 
-def numbers_of_last_life(log: Log, name: str) -> list[int]:
+def numbers_of_last_incarnation(log: Log, name: str) -> list[int]:
     batches = [each for each in log.events if isinstance(each, RawBatch) and each.source == name]
     return [each.seq for each in batches if each.incarnation == batches[-1].incarnation]
 
@@ -164,7 +164,7 @@ def reports_by_bridge(log: Log, name: str = "engine") -> dict[str, TrustReport]:
     return {} if stream is None else {bridge_name(bridge): report for bridge, report in stream.trust_reports.items()}
 
 
-def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
+def run_with_jetstream(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
     """Return the result of `work` with JetStream on a new connection."""
 
     async def main() -> T:
@@ -189,7 +189,7 @@ class BridgeProcess(Program):
     def __init__(
         self,
         plane: PlaneSettings,
-        *engines: TalkingEngine,
+        *engines: PublishingEngine,
         name: str = "bridge",
         command: Sequence[str] = (),
         ping: float = ConnectionLimits().ping_seconds,

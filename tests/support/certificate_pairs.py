@@ -13,7 +13,7 @@ def make_pair() -> KeyPair:
     return KeyPair(*(key.decode() for key in zmq.curve_keypair()))
 
 
-def put(folder: Path, name: str) -> KeyPair:
+def write_new_pair(folder: Path, name: str) -> KeyPair:
     pair = make_pair()
     write_pair(folder / name, pair, "A test's.", replace=True)
     return pair

@@ -53,7 +53,7 @@ class Chromium:
     def __init__(self) -> None:
         self.console: list[str] = []
         """Errors and warnings that the page has logged, with exceptions and violations of its security policy."""
-        self.requested: list[str] = []
+        self.requested_urls: list[str] = []
         """Every URL that the page has requested."""
         self.dialogs: list[str] = []
         """Messages that scripts have shown by `alert`, `confirm` or `prompt`."""
@@ -144,7 +144,7 @@ class Chromium:
     def _record_event(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Network.requestWillBeSent":
-            self.requested.append(params["request"]["url"])
+            self.requested_urls.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.console.append(str(params["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
@@ -166,10 +166,10 @@ class Chromium:
         """Block requests for these URL patterns until the next call."""
         self.call("Network.setBlockedURLs", urls=patterns)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Unblock all requests, and remove everything that was recorded."""
         self.block()
-        for records in (self.console, self.requested, self.dialogs):
+        for records in (self.console, self.requested_urls, self.dialogs):
             records.clear()
 
     def run(self, script: str) -> Any:
@@ -205,7 +205,7 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=codes[key], **more)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes[key])
 
-    def look(self, width: int, height: int, *, dark: bool = False) -> None:
+    def set_viewport(self, width: int, height: int, *, dark: bool = False) -> None:
         """Set the size of the window and the preferred colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features: Sequence[dict[str, str]] = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]

@@ -21,7 +21,7 @@ from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.playlist import Tape
-from ports import quiet_port
+from ports import reserve_port
 
 KVEVENTS = (sys.executable, "-m", "kvevents")
 
@@ -36,7 +36,7 @@ SECONDS = 60.0
 """Deadline of every wait. Only a failing test waits that long."""
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """The exit code and the output of a process that has ended."""
 
     code: int
@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}} | more
 
 
-def run(*args: object, stdin: bytes = b"") -> Ended:
+def run(*args: object, stdin: bytes = b"") -> ProcessResult:
     """Run `kvevents` with these arguments until it ends."""
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
@@ -57,7 +57,7 @@ def run(*args: object, stdin: bytes = b"") -> Ended:
         code = command_server().run([*map(str, args)], (given, out, err), environment(), SECONDS)
         out.seek(0)
         err.seek(0)
-        return Ended(code, out.read().decode(), err.read().decode())
+        return ProcessResult(code, out.read().decode(), err.read().decode())
 
 
 class Lines:
@@ -129,28 +129,28 @@ class Program:
         self.process.stdin.write(line + b"\n")
         self.process.stdin.flush()
 
-    def interrupt(self, number: signal.Signals = signal.SIGINT) -> Ended:
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> ProcessResult:
         """Send a signal and wait until the process has ended."""
         self.process.send_signal(number)
         return self.end()
 
-    def end(self) -> Ended:
+    def end(self) -> ProcessResult:
         """Wait until the process has ended, and return its result."""
         code = self.process.wait(SECONDS)
         for stream in (self.out, self.err):
             stream.close()
         if self.process.stdin:
             self.process.stdin.close()
-        return Ended(code, "\n".join(self.out.all), "\n".join(self.err.all))
+        return ProcessResult(code, "\n".join(self.out.all), "\n".join(self.err.all))
 
 
 @contextmanager
-def adjacent(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterator[list[TapePlayer]]:
+def play_on_adjacent_ports(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterator[list[TapePlayer]]:
     """Play a tape for each rank of an engine: live endpoints at consecutive ports, then replay endpoints at the next ones."""
     for _ in range(50):
         players: list[TapePlayer] = []
         try:
-            base = quiet_port()
+            base = reserve_port()
             for rank in range(ranks):
                 endpoints = [f"tcp://127.0.0.1:{base + rank}", f"tcp://127.0.0.1:{base + ranks + rank}"]
                 source = RECORDING if tape is None else tape
@@ -171,7 +171,7 @@ def close_all(players: list[TapePlayer]) -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[str]:
+def refuse_connections() -> Iterator[str]:
     """Yield an endpoint that refuses connections. Its port stays reserved, so that nothing listens there later."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from cli_cases import SECONDS, Ended
+from cli_cases import SECONDS, ProcessResult
 from kvevents.cli.doctor import CheckResult
 
 
-def findings(ended: Ended) -> dict[str, dict[str, str]]:
+def findings(ended: ProcessResult) -> dict[str, dict[str, str]]:
     """Return the worst finding of each check, after verifying that the exit code agrees with the findings."""
     assert ended.out, ended
     report = json.loads(ended.out)
@@ -28,7 +28,7 @@ def findings(ended: Ended) -> dict[str, dict[str, str]]:
 
 
 @contextmanager
-def server(reply: bytes | None) -> Iterator[str]:
+def serve_reply(reply: bytes | None) -> Iterator[str]:
     """Yield the endpoint of a server that answers each connection with `reply` and closes it; without one, it sends nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

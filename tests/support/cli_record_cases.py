@@ -6,7 +6,7 @@ import re
 
 from cli_cases import Program
 
-ANYWHERE = "tcp://127.0.0.1:*"
+ANY_PORT = "tcp://127.0.0.1:*"
 
 
 def serving(program: Program) -> tuple[str, str]:

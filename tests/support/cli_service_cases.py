@@ -31,7 +31,7 @@ TOKEN: Final = "a token of thirty-two characters".replace(" ", "-")
 LISTENING: Final = r"listening at (https?://\S+)"
 
 
-class Served:
+class RunningService:
     """A running service, and requests of tests to its API."""
 
     def __init__(self, program: Program) -> None:
@@ -64,7 +64,7 @@ class Served:
 
     def wait(self, name: str, test: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until a source passes `test`."""
-        until(lambda: name in self.sources() and test(self.sources()[name]), lambda: self.sources().get(name))
+        wait_until(lambda: name in self.sources() and test(self.sources()[name]), lambda: self.sources().get(name))
 
     def wait_exact(self, name: str, blocks: int) -> None:
         """Wait until a source is EXACT with `blocks` blocks.
@@ -80,7 +80,7 @@ class Served:
         self.wait(name, is_exact)
 
 
-def until(test: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:
+def wait_until(test: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:
     """Call `test` until it returns True; fail with the result of `why` after the deadline."""
     deadline = time.monotonic() + SECONDS
     pause = threading.Event()
@@ -90,9 +90,9 @@ def until(test: Callable[[], bool], why: Callable[[], object] = lambda: "") -> N
 
 
 @contextmanager
-def serving(*args: object, **env: str) -> Iterator[Served]:
+def serving(*args: object, **env: str) -> Iterator[RunningService]:
     with Program("serve", "--port", 0, *args, **env) as program:
-        yield Served(program)
+        yield RunningService(program)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -
 
 
 @contextmanager
-def guarded(tmp_path: Path, settings: str = "") -> Iterator[tuple[str, Program]]:
+def run_guarded_service(tmp_path: Path, settings: str = "") -> Iterator[tuple[str, Program]]:
     """Yield the URL and the process of a service that requires a token."""
     config = tmp_path / "fleet.toml"
     config.write_text(f'{settings}\n[[access.tokens]]\nrole = "read"\ntoken = "{TOKEN}"\n')

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from cli_cases import SECONDS, Program
-from ports import lease
+from ports import reserve_ports
 
 PORTS: Final[tuple[int, ...]] = (*range(5557, 5570), *range(6557, 6570), 8090, *range(9464, 9467))
 """The ports that manifests, examples and tests name."""
@@ -31,7 +31,7 @@ class Cluster:
         """Return the port of this machine that replaces a port of a manifest."""
         return number + self._port_offset
 
-    def local(self, text: str, **names: str) -> str:
+    def localize(self, text: str, **names: str) -> str:
         """Replace ports, folders and host names in an argument or a file by those of this machine.
 
         `names` maps names of the cluster to their replacements.
@@ -49,13 +49,13 @@ class Cluster:
 
     def write(self, place: str, text: str, **names: str) -> None:
         """Write a file of a ConfigMap at the path where its volume is mounted."""
-        path = Path(self.local(place))
+        path = Path(self.localize(place))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.local(text, **names))
+        path.write_text(self.localize(text, **names))
 
     def run(self, arguments: Sequence[str], **names: str) -> Program:
         """Start a kvevents command of a container."""
-        return Program(*(self.local(arg, **names) for arg in arguments))
+        return Program(*(self.localize(arg, **names) for arg in arguments))
 
     def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         """Return the status and body of an HTTP request; the status is 0 if nothing listens at the port yet."""
@@ -74,7 +74,7 @@ class Cluster:
 def _find_free_distance() -> int:
     for _ in range(200):
         distance = random.SystemRandom().randrange(10_000, 20_000)
-        if lease(*(port + distance for port in PORTS)):
+        if reserve_ports(*(port + distance for port in PORTS)):
             return distance
     raise AssertionError("no offset at which all ports are free was found")
 
@@ -87,7 +87,7 @@ def cluster_fixture(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def until(done: Callable[[], object], *programs: Program) -> None:
+def poll_for(done: Callable[[], object], *programs: Program) -> None:
     """Wait until a condition is true; fail if one of the programs ends before."""
     end = time.monotonic() + SECONDS
     while not done():

@@ -28,7 +28,7 @@ from kvevents.wire import (
     replay_batch_frames,
     replay_end_frames,
 )
-from ports import LOOPBACK, quiet_port
+from ports import LOOPBACK, reserve_port
 
 DEADLINE: Final = 20.0
 """Seconds after which a test fails."""
@@ -114,13 +114,13 @@ class RealEngine:
     """A publisher of plain TCP sockets, and a ROUTER: the test decides which bytes are sent when."""
 
     def __init__(self) -> None:
-        self._port = quiet_port()
+        self._port = reserve_port()
         self._connections: queue.Queue[socket.socket] = queue.Queue()
         """Connections that are up, in the order in which they were accepted."""
         self._current: socket.socket | None = None
         self._server: socket.socket | None = None
         self._threads: list[threading.Thread] = []
-        self.greeted = 0
+        self.subscription_count = 0
         """Number of connections that have subscribed, which libzmq does only when its socket is used."""
         self.received = b""
         """Bytes that subscribers have sent after their subscription."""
@@ -155,7 +155,7 @@ class RealEngine:
             connection.recv(zmtp.GREETING_BYTES, socket.MSG_WAITALL)
             for expected in ("READY", "SUBSCRIBE"):
                 if expected == "SUBSCRIBE":
-                    self.greeted += 1
+                    self.subscription_count += 1
                 flags_and_size = connection.recv(2, socket.MSG_WAITALL)
                 if len(flags_and_size) < 2:
                     return  # the subscriber has closed
@@ -238,7 +238,7 @@ class RealRig:
     def connect_unread(self, engine: RealEngine, count: int) -> None:
         """Wait until libzmq has connected `count` times, without reading from it."""
         end = time.monotonic() + DEADLINE
-        while engine.greeted < count:
+        while engine.subscription_count < count:
             assert time.monotonic() < end, "no subscriber came"
             time.sleep(0.001)
 
@@ -313,7 +313,7 @@ RIGS: Final[dict[str, Callable[..., Rig]]] = {
 }
 
 
-def descriptors() -> int:
+def count_descriptors() -> int:
     """Return how many descriptors this process has open, after the threads of libzmq have closed theirs."""
     count, end = 0, time.monotonic() + DEADLINE
     while count != (count := len(list(Path("/proc/self/fd").iterdir()))) and time.monotonic() < end:
@@ -347,13 +347,13 @@ class Reader:
         self._more = True
         self()
 
-    def until(self, reached: Callable[[], bool]) -> None:
+    def read_until(self, reached: Callable[[], bool]) -> None:
         end = time.monotonic() + DEADLINE
         while not reached():
             assert time.monotonic() < end, self.recorder.log
             self()
 
-    def quiet(self, rounds: int = 10) -> None:
+    def read_until_quiet(self, rounds: int = 10) -> None:
         """Read until nothing has arrived for some rounds."""
         for _ in range(rounds):
             self()

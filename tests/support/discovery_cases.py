@@ -14,8 +14,8 @@ T = TypeVar("T")
 DEADLINE = 60.0
 
 
-class Steps:
-    """A clock that a test advances: `paused` waits until a task sleeps, `go` ends that sleep."""
+class ManualClock:
+    """A clock that a test advances: `wait_for_sleep` waits until a task sleeps, `end_sleep` ends that sleep."""
 
     def __init__(self, random: float = 0.0) -> None:
         self.time = 0.0
@@ -28,11 +28,11 @@ class Steps:
         self._sleeps.put_nowait((seconds, over))
         await over
 
-    async def paused(self) -> float:
+    async def wait_for_sleep(self) -> float:
         self._current = await asyncio.wait_for(self._sleeps.get(), DEADLINE)
         return self._current[0]
 
-    def go(self) -> None:
+    def end_sleep(self) -> None:
         assert self._current is not None
         seconds, over = self._current
         self.time += seconds
@@ -40,12 +40,12 @@ class Steps:
             over.set_result(None)
 
     async def step(self) -> float:
-        seconds = await self.paused()
-        self.go()
+        seconds = await self.wait_for_sleep()
+        self.end_sleep()
         return seconds
 
 
-def soon(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
+def start_next(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
     """Start a task that returns the next item of `found`; it fails after the deadline."""
 
     async def next_one() -> T:
@@ -54,5 +54,5 @@ def soon(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
     return asyncio.create_task(next_one())
 
 
-async def within(what: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+async def await_in_time(what: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
     return await asyncio.wait_for(what, DEADLINE)

@@ -17,7 +17,7 @@ class Engine:
     def __init__(self, pages: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.pages = pages if pages is not None else {}
         self.status = 200
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
         self.hosts: list[str | None] = []
         self.hold = threading.Event()
         self.reached = threading.Event()
@@ -35,7 +35,7 @@ class Engine:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                engine.asked.append(self.path)
+                engine.requested_paths.append(self.path)
                 engine.hosts.append(self.headers["Host"])
                 engine.serve(self)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 import paths
 from cli_cases import SECONDS, Program
-from service_cases import Client, until
+from service_cases import Client, wait_for
 
 SHELLS = ("sh", "console", "")
 """Languages of blocks with commands. In the last two a command begins with `$ `, and other lines are its output."""
@@ -89,7 +89,7 @@ def _is_open(command: str) -> bool:
     return False
 
 
-class Reader:
+class CommandRunner:
     """Runs the commands of one document in a folder, one after the other. Servers keep running until the context ends.
 
     `places` maps addresses and files of the document to their replacements.
@@ -121,7 +121,7 @@ class Reader:
         if words[0] == "kvevents" and ready and not set(FINITE) & set(words):
             return self._start(words[1:], ready)
         if words[:3] == ["kvevents", "plane", "status"]:  # it fails until the bridge and the replica have registered
-            until("a plane without faults", lambda: self._run(text).returncode == 0)
+            wait_for("a plane without faults", lambda: self._run(text).returncode == 0)
         done = self._run(text)
         assert done.returncode == 0, (text, done.stdout, done.stderr)
         return done.stdout
@@ -159,7 +159,7 @@ class Reader:
             self._places["http://127.0.0.1:8090"] = self._places["http://HOST:8090"] = found[1]
             if "--worker" in words or "--nats" in words:  # its engines are running
                 with closing(Client(found[1])) as client:
-                    until("the service to be ready", lambda: client.get("/readyz").status == 200)
+                    wait_for("the service to be ready", lambda: client.get("/readyz").status == 200)
         return ""
 
     def stop(self) -> None:
@@ -173,7 +173,7 @@ class Reader:
         self._running.clear()
 
 
-def same_shape(shown: str, printed: str) -> bool:
+def has_same_shape(shown: str, printed: str) -> bool:
     """Return whether two outputs are equal except for numbers. `...` in the shown one stands for any further lines."""
     expected, found = (
         [re.sub(r"\d[\d,.]*", "N", line).split() for line in text.strip().splitlines()] for text in (shown, printed)
@@ -184,7 +184,7 @@ def same_shape(shown: str, printed: str) -> bool:
     return expected == found
 
 
-def documents() -> list[Path]:
+def list_documents() -> list[Path]:
     """Return all documents for users, except the changelog and the ADRs."""
     root = paths.ROOT
     names = (

@@ -52,15 +52,15 @@ OPEN: Final = "replica.insecure=true"
 Object = dict[str, Any]
 
 
-def helm(*args: object) -> subprocess.CompletedProcess[str]:
+def run_helm(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([HELM, *map(str, args)], capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 @cache
-def rendered(*settings: str, chart: Path = CHART, version: str = "1.30") -> list[Object]:
+def render_chart(*settings: str, chart: Path = CHART, version: str = "1.30") -> list[Object]:
     has_tokens = any(setting.startswith("replica.config.secretName=") for setting in settings)
     flags = [part for setting in (*settings, *(() if has_tokens else (OPEN,))) for part in ("--set", setting)]
-    done = helm("template", "plane", chart, "--namespace", "kv", "--kube-version", version, *flags)
+    done = run_helm("template", "plane", chart, "--namespace", "kv", "--kube-version", version, *flags)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.safe_load_all(done.stdout) if found]
 

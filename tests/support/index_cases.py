@@ -70,7 +70,7 @@ def namespace(scope: Scope) -> Namespace:
 LEVELS = ("gpu", "cpu", "disk", "other")
 
 
-def answer(match: Match) -> dict[Worker, tuple[int, ...]]:
+def tokens_by_level(match: Match) -> dict[Worker, tuple[int, ...]]:
     """Return the matched tokens of each worker up to each level, as `Oracle.match` does.
 
     `Match.tiers` may omit "other" if it adds nothing.
@@ -97,17 +97,17 @@ def blocks_of(index: PrefixIndex, worker: Worker) -> list[tuple[int, int, str, i
     return sorted((block.key, block.hash, block.tier, block.group, block.copies) for block in index.blocks(worker))
 
 
-def count_of(oracle: Oracle, worker: Worker) -> int:
+def count_blocks(oracle: Oracle, worker: Worker) -> int:
     """Return the number of blocks of a stream; a block on several planes counts once."""
     return len(oracle.streams[worker].all) if worker in oracle.streams else 0
 
 
-def waiting_of(index: PrefixIndex) -> int:
+def count_orphans(index: PrefixIndex) -> int:
     """Return the number of orphans and of hashes without tokens."""
     return index.stats().orphans
 
 
-def refused_of(index: PrefixIndex) -> int:
+def count_rejected(index: PrefixIndex) -> int:
     """Return how many stores the index has rejected, because of an unknown kind of cache or lengths that do not agree."""
     return sum(index.stats().rejected.values())
 
@@ -147,14 +147,14 @@ class Choices:
         self._data, self._at = data, 0
 
     @property
-    def over(self) -> bool:
+    def is_used_up(self) -> bool:
         return self._at >= len(self._data)
 
     def byte(self) -> int:
         self._at += 1
         return 0 if self._at > len(self._data) else self._data[self._at - 1]
 
-    def of(self, options: Sequence[T]) -> T:
+    def choose(self, options: Sequence[T]) -> T:
         return options[self.byte() % len(options)]
 
     def chance(self, percent: int) -> bool:
@@ -229,30 +229,30 @@ class Adversary:
         self.streams = [self._stream(worker) for worker in (("a", 0), ("a", 1), ("b", 0))]
 
     def _stream(self, worker: Worker) -> Stream:
-        of = self.choices.of
-        style = of(("old", "vllm", "vllm", "sglang", "groups", "groups"))
-        size = of((1, 2, 2, 2, 3, 4))
+        choose = self.choices.choose
+        style = choose(("old", "vllm", "vllm", "sglang", "groups", "groups"))
+        size = choose((1, 2, 2, 2, 3, 4))
         return Stream(
             worker,
             size,
-            eagle=style in {"old", "sglang"} and of((False, False, True)),
-            hashing=of(("opaque", "opaque", "opaque", "page", "chaos")),
+            eagle=style in {"old", "sglang"} and choose((False, False, True)),
+            hashing=choose(("opaque", "opaque", "opaque", "page", "chaos")),
             style=style,
-            window=of((1, 2, 4, 5, 7)),
-            digests=style != "sglang" and of((False, False, False, True)),
-            keyed=style != "old" and of((False, True)),
+            window=choose((1, 2, 4, 5, 7)),
+            digests=style != "sglang" and choose((False, False, False, True)),
+            keyed=style != "old" and choose((False, True)),
         )
 
     def steps(self) -> Iterator[Step]:
         """Yield steps until the bytes are used up."""
-        while not self.choices.over:
-            stream = self.choices.of(self.streams)
+        while not self.choices.is_used_up:
+            stream = self.choices.choose(self.streams)
             yield from self._step(stream, self.choices.byte())
 
     def prompt(self) -> tuple[list[int], Scope]:
         """Return a prompt that probably matches some blocks."""
-        stream = self.choices.of(self.streams)
-        path = self.choices.of(stream.paths) if stream.paths else Path()
+        stream = self.choices.choose(self.streams)
+        path = self.choices.choose(stream.paths) if stream.paths else Path()
         tokens = [token for page in path.pages for token in page.tokens[: stream.size]]
         items = [
             (name, at * stream.size + start, 1)
@@ -260,15 +260,15 @@ class Adversary:
             for name, start in page.items
             if 0 <= start < stream.size
         ]
-        tokens += [self.choices.of((1, 2, 3)) for _ in range(self.choices.of((0, 1, 1, 2, 4)))]
-        model = self.choices.of((None, None, None, "m"))
+        tokens += [self.choices.choose((1, 2, 3)) for _ in range(self.choices.choose((0, 1, 1, 2, 4)))]
+        model = self.choices.choose((None, None, None, "m"))
         return tokens, Scope(model, path.scope.lora, path.scope.salt, tuple(items))
 
     def _step(self, stream: Stream, what: int) -> Iterator[Step]:
         if what < 224:
             yield self._batch(stream, [self._event(stream) for _ in range(1 + what % 3)])
         elif what < 230 and stream.sent:
-            yield self.choices.of(stream.sent)
+            yield self.choices.choose(stream.sent)
         elif what < 234:
             lost = self._batch(stream, [self._event(stream)])  # it may still be delivered later
             yield Gap(*stream.worker, lost.seq, lost.seq, stream.incarnation)
@@ -283,7 +283,7 @@ class Adversary:
         elif what < 250:
             yield Admit(stream.worker)
         elif what < 253:
-            yield Label(stream.worker[0], self.choices.of((None, "m")))
+            yield Label(stream.worker[0], self.choices.choose((None, "m")))
 
     def _batch(self, stream: Stream, events: list[KVEvent]) -> Batch:
         batch = Batch(*stream.worker, stream.incarnation, stream.seq, 1.0, events, False)
@@ -296,33 +296,35 @@ class Adversary:
         if what < 136 or not stream.hashes:
             return self._store(stream, self._choose_path(stream))
         if what < 146:
-            return self._store(stream, self.choices.of(stream.paths))
+            return self._store(stream, self.choices.choose(stream.paths))
         if what < 206:
             return self._remove(stream, 1 + what % 2)
         return self._choose_rare_event(stream, what)
 
     def _choose_rare_event(self, stream: Stream, what: int) -> KVEvent:
         if what < 230 and stream.style == "groups":
-            return self._store_sparsely(stream, self.choices.of(stream.paths))
+            return self._store_sparsely(stream, self.choices.choose(stream.paths))
         if what < 240 and stream.style != "old":
             return self._store_without_tokens(stream)
         if what < 248:
             return self._store_invalid(stream)
         scopes: list[dict[str, Any]] = [{}, {"medium": "cpu"}, {"group_idx": 1}, {"medium": "GPU", "group_idx": 0}]
-        return cleared(**self.choices.of(scopes if stream.style != "old" else scopes[:1]))
+        return cleared(**self.choices.choose(scopes if stream.style != "old" else scopes[:1]))
 
     def _remove(self, stream: Stream, count: int) -> KVEvent:
-        hashes = [self.choices.of(stream.hashes[-12:]) for _ in range(count)]
+        hashes = [self.choices.choose(stream.hashes[-12:]) for _ in range(count)]
         return self._with_byte_hashes(
             stream, removal(*hashes, **self._choose_placement(stream, dense_only=False)), hashes, None
         )
 
     def _choose_path(self, stream: Stream) -> Path:
         """Return a chain to announce: a new one, one that continues an announced chain, or one with a gap behind it."""
-        path = self.choices.of(stream.paths) if stream.paths and self.choices.chance(70) else Path(self._choose_scope(stream))
+        path = (
+            self.choices.choose(stream.paths) if stream.paths and self.choices.chance(70) else Path(self._choose_scope(stream))
+        )
         if len(path.pages) > 3:
-            path = Path(path.scope, path.pages[: self.choices.of((1, 2, 3))])
-        for _ in range(self.choices.of((1, 1, 1, 2, 2, 3))):
+            path = Path(path.scope, path.pages[: self.choices.choose((1, 2, 3))])
+        for _ in range(self.choices.choose((1, 1, 1, 2, 2, 3))):
             path = Path(path.scope, (*path.pages, self._choose_page(stream, path)))
         return path
 
@@ -330,20 +332,22 @@ class Adversary:
         lora: str | int | None = None
         if self.choices.chance(15):
             lora = 7 if stream.style == "old" or self.choices.chance(30) else "adapter"
-        salt = self.choices.of(("s1", "s2")) if stream.style != "old" and self.choices.chance(25) else None
+        salt = self.choices.choose(("s1", "s2")) if stream.style != "old" and self.choices.chance(25) else None
         return Scope(None, lora, salt)
 
     def _choose_page(self, stream: Stream, path: Path) -> Page:
-        first, step = self.choices.of((1, 1, 2, 3)), self.choices.of((0, 0, 1))
+        first, step = self.choices.choose((1, 1, 2, 3)), self.choices.choose((0, 0, 1))
         if stream.eagle and path.pages:
             first = path.pages[-1].tokens[-1]
         tokens = [first + step * (at % 2) for at in range(stream.size)]
         if stream.eagle:
-            tokens.append(self.choices.of((1, 2)))
+            tokens.append(self.choices.choose((1, 2)))
         items: list[Item] = []
         if stream.style in {"vllm", "groups"} and self.choices.chance(12):
             names: tuple[str | int, ...] = ("image", "aB" * 32, 7)
-            items = [(self.choices.of(names), self.choices.of((0, 0, 1, -1))) for _ in range(self.choices.of((1, 2)))]
+            items = [
+                (self.choices.choose(names), self.choices.choose((0, 0, 1, -1))) for _ in range(self.choices.choose((1, 2)))
+            ]
         unseen: str | bytes | None = None
         if stream.style == "vllm" and self.choices.chance(3):
             unseen = "bare" if path.pages and self.choices.chance(50) else b"\x07" * 32
@@ -352,27 +356,29 @@ class Adversary:
     def _hash_path(self, stream: Stream, path: Path) -> int:
         """Return the engine's hash of the last block of a path, which may be any number."""
         if stream.hashing == "chaos":
-            return self.choices.of(range(8))
+            return self.choices.choose(range(8))
         what = path if stream.hashing == "opaque" else path.pages[-1].tokens
         return xxh3(repr((what, stream.worker)).encode())
 
     def _choose_placement(self, stream: Stream, *, dense_only: bool = True) -> dict[str, Any]:
         if stream.style == "old":
             return {"medium": None}
-        plane: dict[str, Any] = {"medium": self.choices.of(("GPU", "GPU", "GPU", "GPU", "gpu", None, "CPU", "DISK", "tape"))}
+        plane: dict[str, Any] = {
+            "medium": self.choices.choose(("GPU", "GPU", "GPU", "GPU", "gpu", None, "CPU", "DISK", "tape"))
+        }
         if stream.style == "vllm" and self.choices.chance(6):
             plane |= {
-                "medium": self.choices.of(("GPU", "STORAGE")),
+                "medium": self.choices.choose(("GPU", "STORAGE")),
                 "locality": "REMOTE",
-                "ownership": self.choices.of((None, "fs")),
+                "ownership": self.choices.choose((None, "fs")),
             }
         if stream.style == "groups":
-            plane["group_idx"] = self.choices.of((0, 0, 0, 3)) if dense_only else self.choices.of((0, 0, 1, 1, 2, 3))
+            plane["group_idx"] = self.choices.choose((0, 0, 0, 3)) if dense_only else self.choices.choose((0, 0, 1, 1, 2, 3))
         return plane
 
     def _store(self, stream: Stream, path: Path) -> KVEvent:
         """Return a store of the last pages of `path`, or of all of them. The parent's hash identifies the others."""
-        count = min(self.choices.of((1, 1, 2, 3, 8)), len(path.pages))
+        count = min(self.choices.choose((1, 1, 2, 3, 8)), len(path.pages))
         chain = [Path(path.scope, path.pages[: at + 1]) for at in range(len(path.pages))]
         hashes = [self._hash_path(stream, part) for part in chain]
         stream.paths.append(path)
@@ -391,7 +397,7 @@ class Adversary:
     def _make_keys(self, path: Path) -> list[int]:
         """Return keys of a path as a relay sends them: correct ones, or random numbers."""
         if self.choices.chance(15):
-            return [self.choices.of(range(4)) for _ in path.pages]
+            return [self.choices.choose(range(4)) for _ in path.pages]
         seed, keys = seed_of(path.scope.lora, salt_term(path.scope.salt)), list[int]()
         for page in path.pages:
             unseen = [] if page.unseen is None else [page.unseen.encode() if isinstance(page.unseen, str) else page.unseen]
@@ -433,30 +439,30 @@ class Adversary:
             "kv_cache_spec_sliding_window": stream.window,
             "group_idx": 1,
         }
-        medium = self.choices.of(("GPU", "GPU", "GPU", "CPU"))
+        medium = self.choices.choose(("GPU", "GPU", "GPU", "CPU"))
         return self._with_byte_hashes(
             stream, store(kept, self._encode_tokens(stream, path.pages), stream.size, medium=medium, **kind), kept, None
         )
 
     def _store_without_tokens(self, stream: Stream) -> KVEvent:
         """Return a store without tokens: a move between tiers, sometimes of a hash that is announced later or never."""
-        path = self.choices.of(stream.paths)
+        path = self.choices.choose(stream.paths)
         hashes = [
-            self.choices.of(stream.hashes),
+            self.choices.choose(stream.hashes),
             self._hash_path(stream, Path(path.scope, (*path.pages, Page((1,) * stream.size)))),
         ]
-        count = self.choices.of((1, 1, 2))
+        count = self.choices.choose((1, 1, 2))
         return self._with_byte_hashes(
             stream, store(hashes[:count], [], 0, **self._choose_placement(stream)), hashes[:count], None
         )
 
     def _store_invalid(self, stream: Stream) -> KVEvent:
         """Return a store that the index rejects: an unknown kind of cache in a separate group, or lengths that do not agree."""
-        value = self.choices.of(stream.hashes)
+        value = self.choices.choose(stream.hashes)
         if stream.style == "groups" and self.choices.chance(50):
             return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="chunked_local_attention")
         if stream.keyed and self.choices.chance(50):
-            tokens, size, keys = self.choices.of(
+            tokens, size, keys = self.choices.choose(
                 (([], 0, [1]), ([], stream.size, [1, 2]), ([1] * stream.size, stream.size, [1]))
             )
             return store([value], tokens, size, block_keys=keys)
@@ -499,7 +505,7 @@ class Engine:
         self.seed, self.size, self.windows = seed, size, tuple(windows)
         self.free: list[int] = list(range(blocks))
         self.users = [0] * blocks
-        self.named: list[tuple[int, int] | None] = [None] * blocks
+        self.contents: list[tuple[int, int] | None] = [None] * blocks
         """(hash, group) of each block of the pool; None for a block without contents."""
         self.events: list[KVEvent] = []
 
@@ -559,14 +565,14 @@ class Engine:
     def reset(self) -> None:
         """Clear the cache, which is allowed only while no request runs."""
         assert not any(self.users)
-        self.named = [None] * len(self.named)
+        self.contents = [None] * len(self.contents)
         self.events.append(AllBlocksCleared())
 
     def _blocks_of_window(self, window: int) -> int:
         return -(-(window - 1) // self.size)
 
     def _find_block(self, value: int, group: int) -> int | None:
-        return self.named.index((value, group)) if (value, group) in self.named else None
+        return self.contents.index((value, group)) if (value, group) in self.contents else None
 
     def _touch(self, block: int) -> None:
         if not self.users[block]:
@@ -575,7 +581,7 @@ class Engine:
 
     def _allocate(self) -> int:
         block = self.free.pop(0)
-        name, self.named[block] = self.named[block], None
+        name, self.contents[block] = self.contents[block], None
         self.users[block] = 1
         if name is not None:
             self.events.append(removal(name[0], group_idx=name[1]))
@@ -605,7 +611,7 @@ class Engine:
         for group, window in enumerate(self.windows):
             here = [(at, block) for at, block in enumerate(request.tables[group][first:end]) if block is not None]
             for at, block in here:
-                self.named[block] = (hashes[first + at], group)
+                self.contents[block] = (hashes[first + at], group)
             kind = "full_attention" if window is None else "sliding_window"
             event = store([hashes[first + at] for at, _ in here], tokens, self.size, parent, group_idx=group)
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = kind, window
@@ -637,15 +643,15 @@ class Traffic:
 
     def arrive(self) -> tuple[list[int], str | None]:
         """Return the next prompt and its salt: one of a few prefixes, followed by random tokens."""
-        topic, salt = self.choices.of(range(4)), self.choices.of(self.salts)
+        topic, salt = self.choices.choose(range(4)), self.choices.choose(self.salts)
         shared = [10 + topic + at % 7 for at in range(min(self.choices.byte() % self.longest, self.longest))]
-        return shared + [30 + self.choices.of(range(2)) for _ in range(1 + self.choices.of(range(8)))], salt
+        return shared + [30 + self.choices.choose(range(2)) for _ in range(1 + self.choices.choose(range(8)))], salt
 
     def admit(self, tokens: list[int], salt: str | None, most: int = 2) -> None:
         while len(self.running) >= most:
             self.step()
-        request = self.engine.admit(tokens, salt, self.choices.of((0, 0, 3, 9)))
-        self.running.append((request, self.choices.of((4, 16, 64))))
+        request = self.engine.admit(tokens, salt, self.choices.choose((0, 0, 3, 9)))
+        self.running.append((request, self.choices.choose((4, 16, 64))))
         self.step()
 
     def step(self) -> None:

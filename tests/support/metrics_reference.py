@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import paths
 
 PAGE: Final = paths.ROOT / "docs" / "reference" / "metrics.md"
-OF_SOURCES: Final = frozenset({"engine", "rank", "model", "tenant", "group"})
+SOURCE_LABELS: Final = frozenset({"engine", "rank", "model", "tenant", "group"})
 """Labels that the page lists once for all metrics of sources."""
 
 
@@ -19,7 +19,7 @@ class Metric(NamedTuple):
     labels: frozenset[str]
 
 
-def listed(section: str) -> dict[str, Metric]:
+def read_documented(section: str) -> dict[str, Metric]:
     """Return the metrics of a section of the page, by name."""
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(kvevents_\w+)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
@@ -33,6 +33,6 @@ def exported(page: str) -> dict[str, Metric]:
     for sample, labels in re.findall(r"^(kvevents_\w+)\{(.*)\} ", page, re.MULTILINE):
         name = sample if sample in found else re.sub(r"_(bucket|count|sum)$", "", sample)
         if name in found:
-            names = frozenset(re.findall(r'(\w+)="', labels)) - OF_SOURCES
+            names = frozenset(re.findall(r'(\w+)="', labels)) - SOURCE_LABELS
             found[name] = Metric(found[name].meaning, found[name].labels | names)
     return found

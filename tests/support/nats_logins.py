@@ -33,7 +33,7 @@ class Key(NamedTuple):
         seed = bytes(nkeys.encode_seed(os.urandom(32), kind))
         return cls(seed.decode(), nkeys.from_seed(bytearray(seed)).public_key.decode())
 
-    def signed(self, about: Key, name: str, nats: dict[str, Any], **claims: Any) -> str:
+    def sign_jwt(self, about: Key, name: str, nats: dict[str, Any], **claims: Any) -> str:
         """Return a JWT that is signed with this key and contains claims about the owner of another key."""
         claims |= {"jti": name, "iat": int(time.time()), "iss": self.public, "name": name, "sub": about.public, "nats": nats}
         parts = [_base64(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, claims)]
@@ -54,12 +54,12 @@ class Operator:
         system = {"type": "account", "version": 2, "limits": limits | dict.fromkeys(_NO_LIMIT[-4:], 0)}
         account = {"type": "account", "version": 2, "limits": limits}
         return {
-            "operator": self._key.signed(self._key, "tests", {"type": "operator", "version": 2}),
+            "operator": self._key.sign_jwt(self._key, "tests", {"type": "operator", "version": 2}),
             "system_account": self._system.public,
             "resolver": "MEMORY",
             "resolver_preload": {
-                self._system.public: self._key.signed(self._system, "SYS", system),
-                self.account.public: self._key.signed(self.account, "PLANE", account),
+                self._system.public: self._key.sign_jwt(self._system, "SYS", system),
+                self.account.public: self._key.sign_jwt(self.account, "PLANE", account),
             },
         }
 
@@ -70,7 +70,7 @@ class Operator:
         user = Key.new()
         granted = {"pub": permissions["publish"], "sub": permissions["subscribe"]}
         nats = {"type": "user", "version": 2, **granted, **dict.fromkeys(("subs", "data", "payload"), -1)}
-        jwt = self.account.signed(user, name, nats, **claims)
+        jwt = self.account.sign_jwt(user, name, nats, **claims)
         path.write_text(
             f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
             f"-----BEGIN USER NKEY SEED-----\n{user.seed}\n------END USER NKEY SEED------\n"

@@ -21,8 +21,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from ports import quiet_port
-from service_cases import suspend, until
+from ports import reserve_port
+from service_cases import suspend, wait_for
 from tools.nats_process import find_server
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class NatsServer:
         home.mkdir(parents=True, exist_ok=True)
         self.name, self.host = name, host
         self._command = command
-        self.port, self.monitor_port = quiet_port(), quiet_port()
+        self.port, self.monitor_port = reserve_port(), reserve_port()
         self.home = home
         self.store = home / "store"
         """The folder in which JetStream stores its streams."""
@@ -98,7 +98,7 @@ class NatsServer:
     def start(self) -> Self:
         """Start the server and wait until it accepts clients. Raise `PortTakenError` if another process took a port."""
         self.launch()
-        until(f"{self} to answer", self._is_answering, SECONDS)
+        wait_for(f"{self} to answer", self._is_answering, SECONDS)
         return self
 
     def launch(self) -> None:
@@ -143,7 +143,7 @@ class NatsServer:
             assert self._process
             before = self.read("varz")["config_load_time"]
             self._process.send_signal(signal.SIGHUP)
-            until(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before, SECONDS)
+            wait_for(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before, SECONDS)
 
     # --- status ------------------------------------------------------------------------------------------------------------
 
@@ -152,15 +152,15 @@ class NatsServer:
         with urlopen(f"http://{self.host}:{self.monitor_port}/{page}", timeout=SECONDS) as answer:
             return json.load(answer)
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         """Return the text of the server's log."""
         return self.log.read_text(errors="replace")
 
     def _is_answering(self) -> bool:
         if not self.is_running:
-            if "address already in use" in self.said():
+            if "address already in use" in self.read_log():
                 raise PortTakenError
-            raise AssertionError(f"{self} ended:\n{self.said()[-4000:]}")
+            raise AssertionError(f"{self} ended:\n{self.read_log()[-4000:]}")
         try:
             self.read("varz")
             with socket.create_connection((self.host, self.port), SECONDS) as probe:
@@ -197,7 +197,7 @@ class NatsCluster:
 
     def __init__(self, home: Path, *, each: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
         of = {name: {"host": HOST, **options, **(each or {}).get(name, {})} for name in self.NAMES}
-        ports = {name: quiet_port() for name in self.NAMES}
+        ports = {name: reserve_port() for name in self.NAMES}
         self.nodes: dict[str, NatsServer] = {}
         for name, port in ports.items():
             routes = [f"nats://{of[other]['host']}:{ports[other]}" for other in self.NAMES if other != name]
@@ -210,7 +210,7 @@ class NatsCluster:
                 undo.callback(node.kill)
                 node.launch()
             for node in self.nodes.values():
-                until(f"{node} to answer", node._is_answering, SECONDS)
+                wait_for(f"{node} to answer", node._is_answering, SECONDS)
             self.settle()
             undo.pop_all()
         return self
@@ -236,9 +236,9 @@ class NatsCluster:
 
     def settle(self) -> None:
         """Wait until one of the running servers is the leader, and each of them is up to date."""
-        until("the cluster to have a leader", self.leader, SECONDS)
+        wait_for("the cluster to have a leader", self.leader, SECONDS)
         for node in self.running:
-            until(f"{node} to be up to date", partial(self._is_healthy, node), SECONDS)
+            wait_for(f"{node} to be up to date", partial(self._is_healthy, node), SECONDS)
 
     def leader(self) -> str | None:
         """Return the leader of the cluster; None unless the running servers agree on one of them."""
@@ -248,7 +248,7 @@ class NatsCluster:
 
     def leader_of(self, stream: str) -> str:
         """Wait until a running server is the leader of a stream in any account, and return its name."""
-        return until(f"a leader of {stream}", lambda: self._leader_of(stream), SECONDS)
+        return wait_for(f"a leader of {stream}", lambda: self._leader_of(stream), SECONDS)
 
     def _leader_of(self, stream: str) -> str | None:
         running = {node.name for node in self.running}

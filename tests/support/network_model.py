@@ -41,21 +41,21 @@ TOPIC = b"kv"
 RESIDENT = 12
 """Number of batches whose blocks a publisher holds; each batch implies that the blocks of all older ones are removed."""
 EVERY = 10_000.0
-Word: TypeAlias = Literal["EXACT", "lie", "DEGRADED", "STALE"]
+Claim: TypeAlias = Literal["EXACT", "lie", "DEGRADED", "STALE"]
 """The trust state in a heartbeat, whose digest is correct. A "lie" has the state EXACT and a wrong digest."""
 Held: TypeAlias = frozenset[tuple[int, int]]
 """Incarnation and number of each batch whose blocks are held."""
 
 
-def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
-    ts = float(life * 1_000_000 + seq)
+def payload_of(true_incarnation: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
+    ts = float(true_incarnation * 1_000_000 + seq)
     if unreadable:
         return msgspec.msgpack.encode([ts, [["Unknown", seq], *([["AllBlocksCleared"]] if clear else [])]])
-    event = AllBlocksCleared() if clear else BlockStored([life * 1_000_000 + seq], None, [seq], 1)
+    event = AllBlocksCleared() if clear else BlockStored([true_incarnation * 1_000_000 + seq], None, [seq], 1)
     return encode_batch(KVEventBatch(ts, [event]))
 
 
-def resident(held: Held, newest: int) -> Held:
+def keep_resident(held: Held, newest: int) -> Held:
     """Return what is held after batch number `newest`."""
     return frozenset(each for each in held if each[1] > newest - RESIDENT)
 
@@ -65,7 +65,7 @@ def digest_of(held: Held) -> str:
 
 
 @dataclass
-class Life:
+class Incarnation:
     number: int
     buffer: deque[tuple[int, bytes]]
     next_seq: int = 0
@@ -76,46 +76,48 @@ class Life:
         """Return what the publisher holds after number `last`."""
         sent = [seq for seq in self.payloads if seq <= last]
         first = max((seq for seq in self.clears if seq <= last), default=0)
-        return resident(frozenset((self.number, seq) for seq in sent if seq >= first), max(sent, default=-1))
+        return keep_resident(frozenset((self.number, seq) for seq in sent if seq >= first), max(sent, default=-1))
 
 
 class Publisher:
     def __init__(self, buffer_steps: int) -> None:
         self.buffer_steps = buffer_steps
-        self.lives: list[Life] = []
+        self.true_incarnations: list[Incarnation] = []
         self.restart()
 
     @property
-    def life(self) -> Life:
-        return self.lives[-1]
+    def true_incarnation(self) -> Incarnation:
+        return self.true_incarnations[-1]
 
     def restart(self) -> None:
-        self.lives.append(Life(len(self.lives), deque(maxlen=self.buffer_steps)))
+        self.true_incarnations.append(Incarnation(len(self.true_incarnations), deque(maxlen=self.buffer_steps)))
 
     def publish(
-        self, *, burnt: bool = False, clear: bool = False, unreadable: bool = False, says: Word | None = None
+        self, *, skipped: bool = False, clear: bool = False, unreadable: bool = False, claim: Claim | None = None
     ) -> tuple[int, bytes] | None:
-        life = self.life
-        seq = life.next_seq
-        life.next_seq += 1
-        if burnt:
+        true_incarnation = self.true_incarnation
+        seq = true_incarnation.next_seq
+        true_incarnation.next_seq += 1
+        if skipped:
             return None
-        payload = payload_of(life.number, seq, clear=clear, unreadable=unreadable)
-        life.payloads[seq] = payload
+        payload = payload_of(true_incarnation.number, seq, clear=clear, unreadable=unreadable)
+        true_incarnation.payloads[seq] = payload
         if clear:
-            life.clears.add(seq)
-        if says is not None:
-            payload = life.payloads[seq] = self._heartbeat(life, seq, says)
-        life.buffer.append((seq, payload))
+            true_incarnation.clears.add(seq)
+        if claim is not None:
+            payload = true_incarnation.payloads[seq] = self._heartbeat(true_incarnation, seq, claim)
+        true_incarnation.buffer.append((seq, payload))
         return seq, payload
 
-    def _heartbeat(self, life: Life, seq: int, says: Word) -> bytes:
-        digest = "f" * 32 if says == "lie" else digest_of(life.holds(seq))
-        heartbeat = Heartbeat(digest, EVERY, "EXACT" if says == "lie" else says, incarnation=life.number)
-        return encode_batch(KVEventBatch(float(life.number * 1_000_000 + seq), [BlockRemoved([], heartbeat=heartbeat)]))
+    def _heartbeat(self, true_incarnation: Incarnation, seq: int, claim: Claim) -> bytes:
+        digest = "f" * 32 if claim == "lie" else digest_of(true_incarnation.holds(seq))
+        heartbeat = Heartbeat(digest, EVERY, "EXACT" if claim == "lie" else claim, incarnation=true_incarnation.number)
+        return encode_batch(
+            KVEventBatch(float(true_incarnation.number * 1_000_000 + seq), [BlockRemoved([], heartbeat=heartbeat)])
+        )
 
     def reply(self, start: int) -> list[list[bytes]]:
-        return [replay_batch_frames(TOPIC, seq, payload) for seq, payload in self.life.buffer if seq >= start]
+        return [replay_batch_frames(TOPIC, seq, payload) for seq, payload in self.true_incarnation.buffer if seq >= start]
 
 
 class Observer:
@@ -129,7 +131,7 @@ class Observer:
         self.publisher = publisher
         self.knows_incarnations = knows_incarnations
         self.incarnation = 0
-        self.life = 0
+        self.true_incarnation = 0
         self.next_seq = 0
         self.known = False
         self.batches = 0
@@ -145,7 +147,7 @@ class Observer:
         self.unreadable_since_clear = False
         self.spoilt = False
         """Whether the state is wrong in a way that the stream cannot know of yet."""
-        self.said: str | None = None
+        self.reported_trust: str | None = None
         """The trust state in the newest heartbeat of the publisher."""
 
     def resume(self, incarnation: int, next_seq: int) -> None:
@@ -186,33 +188,35 @@ class Observer:
     def _batch(self, batch: Batch) -> BatchReport | None:
         assert batch.seq == self.next_seq, f"{batch.seq} was delivered, but {self.next_seq} is next"
         assert batch.incarnation == self.incarnation
-        life, seq = divmod(int(batch.ts), 1_000_000)
+        true_incarnation, seq = divmod(int(batch.ts), 1_000_000)
         assert seq == batch.seq
         if self.known and self.knows_incarnations:
-            assert life == self.life, f"a batch of incarnation {life} was delivered in {self.life}"
-        assert life >= self.life, "a batch of an older incarnation was delivered"
-        self.life, self.known = life, True
-        assert batch.payload == self.publisher.lives[life].payloads[seq]
+            assert true_incarnation == self.true_incarnation, (
+                f"a batch of incarnation {true_incarnation} was delivered in {self.true_incarnation}"
+            )
+        assert true_incarnation >= self.true_incarnation, "a batch of an older incarnation was delivered"
+        self.true_incarnation, self.known = true_incarnation, True
+        assert batch.payload == self.publisher.true_incarnations[true_incarnation].payloads[seq]
         self.next_seq = seq + 1
         found = inspect_events(batch.events, batch.rejected)
         if seq <= self.applied:
             return found
-        self._apply(life, batch)
+        self._apply(true_incarnation, batch)
         return found if found is None or found.heartbeat is None else self._compare(found.heartbeat, found)
 
-    def _apply(self, life: int, batch: Batch) -> None:
+    def _apply(self, true_incarnation: int, batch: Batch) -> None:
         self.applied = batch.seq
         self.batches += 1
-        if batch.seq in self.publisher.lives[life].clears:
+        if batch.seq in self.publisher.true_incarnations[true_incarnation].clears:
             self._confirm_all()
             self.held = self.unread = frozenset()
-        self.held = resident(self.held | {(life, batch.seq)}, batch.seq)
+        self.held = keep_resident(self.held | {(true_incarnation, batch.seq)}, batch.seq)
         if batch.rejected:
             self.unreadable_since_clear = True
-            self.unread |= {(life, batch.seq)}
+            self.unread |= {(true_incarnation, batch.seq)}
 
     def _compare(self, heartbeat: Heartbeat, found: BatchReport) -> BatchReport:
-        self.said = heartbeat.trust
+        self.reported_trust = heartbeat.trust
         agrees = digest_of(self.held - self.unread) == heartbeat.digest
         if agrees:
             self._confirm_all()
@@ -223,14 +227,14 @@ class Observer:
 
     def holds_everything(self) -> bool:
         """Return whether the state equals that of an application that has followed from the start to its newest batch."""
-        return self.held == self.publisher.lives[self.life].holds(max(self.applied, self.next_seq - 1))
+        return self.held == self.publisher.true_incarnations[self.true_incarnation].holds(max(self.applied, self.next_seq - 1))
 
 
 def clears(batch: Batch) -> bool:
     return any(isinstance(event, AllBlocksCleared) for event in batch.events)
 
 
-class Twins:
+class StreamPair:
     """Two streams with the same input: one delivers raw batches, one decodes them. Tests decide when reports about raw batches
     are passed to the first one.
 
@@ -355,30 +359,30 @@ class Saved:
 class Network:
     """Passes frames between one publisher and one stream. The test controls every fault."""
 
-    def __init__(self, publisher: Publisher, stream: Stream | Twins) -> None:
+    def __init__(self, publisher: Publisher, stream: Stream | StreamPair) -> None:
         self.publisher = publisher
         self.stream = stream
         # Without replay, a new incarnation that has already passed the old number cannot be distinguished from the old one.
         self.observer = Observer(publisher, knows_incarnations=stream.source.replay_endpoint is not None)
         self.now = 0.0
-        self.up = False
-        self.ever_up = False
+        self.is_up = False
+        self.was_up = False
         self.announce = False
         self.live: deque[list[bytes]] = deque()
         self.replies: deque[list[bytes]] = deque()
         self.reply_limit: int | None = None
         self.lose_marker = False
-        self.mute = False
-        self.asked: list[int] = []
+        self.is_silent = False
+        self.requested_starts: list[int] = []
         self.saved: list[Saved] = []
         self._current_checkpoints = stream.position()
         self._before = (self._current_checkpoints, copy(self.observer))
         self._delivered: list[Batch | Gap | Reset] = []
         self.unreported: list[tuple[Batch, BatchReport]] = []
         self.reports_at_once = True
-        self.moved = False
+        self.has_delivered = False
         """Whether anything was delivered since the last call of `quiesce`."""
-        self.honest = True
+        self.is_consistent = True
         """Whether all digests were correct, and the application's state equals what was delivered."""
 
     # --- the publisher's side
@@ -387,14 +391,14 @@ class Network:
         self,
         *,
         drop: bool = False,
-        burnt: bool = False,
+        skipped: bool = False,
         clear: bool = False,
         unreadable: bool = False,
-        says: Word | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        self.honest = self.honest and says != "lie"
-        published = self.publisher.publish(burnt=burnt, clear=clear, unreadable=unreadable, says=says)
-        if published is not None and self.up and not drop:
+        self.is_consistent = self.is_consistent and claim != "lie"
+        published = self.publisher.publish(skipped=skipped, clear=clear, unreadable=unreadable, claim=claim)
+        if published is not None and self.is_up and not drop:
             self.live.append(live_frames(TOPIC, *published))
 
     def cut(self) -> None:
@@ -402,8 +406,8 @@ class Network:
 
         Frames that were sent before are still read, and the subscriber notices the end before anything newer.
         """
-        if self.up:
-            self.up = False
+        if self.is_up:
+            self.is_up = False
             self.announce = False
             self.replies.clear()
             self.stream.disconnected()
@@ -414,12 +418,12 @@ class Network:
         self.publisher.restart()
 
     def connect(self) -> None:
-        if not self.up:
-            self.up = True
-            if self.ever_up:
+        if not self.is_up:
+            self.is_up = True
+            if self.was_up:
                 self.announce = True
             else:
-                self.ever_up = True
+                self.was_up = True
                 self.stream.connected(self.now)
                 self._settle()
 
@@ -463,7 +467,7 @@ class Network:
         if (newest.incarnation, newest.last_seq) <= (checkpoint.incarnation, checkpoint.last_seq):
             self.saved.append(Saved(checkpoint, state))
 
-    def resubscribe(self, stream: Stream | Twins, which: int, newer: int) -> None:
+    def resubscribe(self, stream: Stream | StreamPair, which: int, newer: int) -> None:
         """Restart the subscriber's process with an older checkpoint, and the state that was saved `newer` checkpoints later."""
         self.cut()
         older = which % len(self.saved)
@@ -476,7 +480,7 @@ class Network:
         assert stream.trust == Trust.STALE
         self.stream, self.observer = stream, copy(kept.state)
         self.observer.resume(checkpoint.incarnation, checkpoint.last_seq + 1)
-        self.ever_up = False
+        self.was_up = False
         self.live.clear()
         self.unreported.clear()
         self._delivered, self._current_checkpoints = [], stream.position()
@@ -485,7 +489,7 @@ class Network:
     def spoil(self) -> None:
         """Make the application's state wrong."""
         self.observer.spoil()
-        self.honest = False
+        self.is_consistent = False
 
     def report(self, which: int = 0) -> None:
         """Have the application pass one of its pending reports about heartbeats to the stream."""
@@ -503,7 +507,7 @@ class Network:
         before = copy(self.observer)
         deliveries = self.stream.deliveries()
         if deliveries:
-            self.moved = True
+            self.has_delivered = True
             self._before = (self._current_checkpoints, before)
             self._delivered = deliveries
         self.unreported += [each for each in self.observer.take(deliveries) if each[1].heartbeat is not None]
@@ -517,10 +521,10 @@ class Network:
         self.check_exact()
 
     def _answer(self, request: FetchRequest) -> None:
-        self.asked.append(request.start)
+        self.requested_starts.append(request.start)
         if request.new_connection:
             self.replies.clear()
-        if not self.up or self.mute:
+        if not self.is_up or self.is_silent:
             return
         reply = self.publisher.reply(request.start)
         if self.reply_limit is not None:
@@ -533,19 +537,21 @@ class Network:
         """Check that a stream in state EXACT has no gap, and that no batch before the newest delivered one is missing."""
         if self.stream.trust == Trust.EXACT and not self.observer.spoilt:
             assert not self.observer.gap_since_clear, "EXACT after a gap"
-            assert self.observer.said in {None, "EXACT"}, "EXACT although its publisher is not"
-            assert isinstance(self.stream, Twins) or not self.observer.unreadable_since_clear, "EXACT after an unreadable event"
+            assert self.observer.reported_trust in {None, "EXACT"}, "EXACT although its publisher is not"
+            assert isinstance(self.stream, StreamPair) or not self.observer.unreadable_since_clear, (
+                "EXACT after an unreadable event"
+            )
             assert self.stream.waiting == 0, "EXACT while batches are waiting"
             assert self.stream.last_seq + 1 == self.observer.next_seq
             assert self.observer.holds_everything(), "EXACT with a state that differs from the publisher's"
 
     def quiesce(self) -> None:
         """End all faults, and run until nothing changes any more."""
-        self.reply_limit, self.lose_marker, self.mute = None, False, False
+        self.reply_limit, self.lose_marker, self.is_silent = None, False, False
         self.connect()
         self._settle()
         for _ in range(60):
             self.read_live()
             self.read_replies()
             self.advance(1.0)
-        self.moved = False
+        self.has_delivered = False

@@ -96,7 +96,7 @@ class Network:
         for host in hosts:
             _ip("link", "set", self._port(host), "master", self._switches[1])
 
-    def heal(self) -> None:
+    def reconnect(self) -> None:
         """Connect all hosts."""
         for host in self.addresses:
             _ip("link", "set", self._port(host), "master", self._switches[0])

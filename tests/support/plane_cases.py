@@ -19,7 +19,7 @@ from kvevents.plane.records import Page, decode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap, RawBatch, Reset, Source
-from service_cases import until
+from service_cases import wait_for
 
 SECONDS = 60.0
 
@@ -28,7 +28,7 @@ def plane_at(*urls: str, partitions: int = 2, **more: Any) -> PlaneSettings:
     return PlaneSettings(servers=urls, partitions=partitions, partition_bytes=64 << 20, **more)
 
 
-class Running:
+class ThreadRunner:
     """An object whose `run(stop)` runs in a thread with an event loop."""
 
     def __init__(self, what: Any) -> None:
@@ -70,11 +70,11 @@ class Running:
 
 
 @contextmanager
-def bridging(plane: PlaneSettings, *watches: Watch, name: str = "bridge", **more: Any) -> Iterator[Bridge]:
+def run_bridge(plane: PlaneSettings, *watches: Watch, name: str = "bridge", **more: Any) -> Iterator[Bridge]:
     bridge = Bridge(BridgeSettings(plane=plane, name=name, **{"heartbeat_seconds": 0.2, **more}), watches)
-    running = Running(bridge)
+    running = ThreadRunner(bridge)
     try:
-        until("the bridge", lambda: bridge.ready.is_set() or running.error is not None, SECONDS)
+        wait_for("the bridge", lambda: bridge.ready.is_set() or running.error is not None, SECONDS)
         yield bridge
     finally:
         running.end()
@@ -148,6 +148,6 @@ class Log:
             state.invalid_records for state in self.states.values()
         )
 
-    def until(self, what: str, found: Any) -> Self:
-        until(what, lambda: found(self.read()), SECONDS)
+    def wait_for(self, what: str, found: Any) -> Self:
+        wait_for(what, lambda: found(self.read()), SECONDS)
         return self

@@ -20,5 +20,5 @@ def subscriber(partitions: int = 1) -> LogSubscriber:
     return found
 
 
-def pushed(position: int, *records: Record, pending: int = 0) -> ReceivedMessage:
+def make_message(position: int, *records: Record, pending: int = 0) -> ReceivedMessage:
     return ReceivedMessage(position, encode_page(Page(VERSION, "bridge", 0.0, list(records))), pending)

@@ -22,14 +22,14 @@ _leased: Final[set[int]] = set()
 """Ports that this process has reserved; its own locks do not prevent that it locks them again."""
 
 
-def quiet_port() -> int:
+def reserve_port() -> int:
     """Return a port at which nothing listens, which no other test gets, and which is not an ephemeral port."""
-    while not lease(port := _CHOICE.choice(_PORTS)):
+    while not reserve_ports(port := _CHOICE.choice(_PORTS)):
         pass
     return port
 
 
-def lease(*ports: int) -> bool:
+def reserve_ports(*ports: int) -> bool:
     """Reserve these ports for this process. Return False, and reserve none, if one of them is in use or reserved already."""
     if not all(port not in _leased and _is_free(port) for port in ports):
         return False

@@ -43,6 +43,6 @@ class Prometheus:
         return [alert["labels"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"]
 
 
-def scraped(prometheus: Prometheus) -> int:
+def count_scrapes(prometheus: Prometheus) -> int:
     found = prometheus.query("count_over_time(up[1m]) and up == 1")
     return int(found[0]["value"][1]) if found else 0

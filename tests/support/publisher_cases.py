@@ -42,7 +42,7 @@ def consumers_context() -> Iterator[zmq.Context[Socket]]:
 
 
 @contextmanager
-def publishing(*args: Any, **kwargs: Any) -> Iterator[ZmqEventPublisher]:
+def run_publisher(*args: Any, **kwargs: Any) -> Iterator[ZmqEventPublisher]:
     """Yield a publisher with `QUICK` settings, by default on a port that the OS chooses."""
     kwargs.setdefault("endpoint", ANY)
     kwargs.setdefault("settings", QUICK)
@@ -79,14 +79,14 @@ def subscribe(context: zmq.Context[Socket], publisher: ZmqEventPublisher, topic:
     return socket
 
 
-def dealer(context: zmq.Context[Socket], publisher: ZmqEventPublisher) -> Socket:
+def connect_dealer(context: zmq.Context[Socket], publisher: ZmqEventPublisher) -> Socket:
     socket = open_consumer(context, zmq.DEALER)
     assert publisher.replay_endpoint is not None
     socket.connect(publisher.replay_endpoint)
     return socket
 
 
-def ask(socket: Socket, start: int) -> None:
+def request_replay(socket: Socket, start: int) -> None:
     socket.send_multipart([b"", start.to_bytes(8, "big")])
 
 
@@ -132,7 +132,7 @@ class Gate:
 
 
 @contextmanager
-def held(publisher: ZmqEventPublisher) -> Iterator[Gate]:
+def hold_publisher(publisher: ZmqEventPublisher) -> Iterator[Gate]:
     """Block the publisher's thread while it encodes a batch. The batch uses one sequence number."""
     gate = Gate()
     publisher.publish(gate)

@@ -57,7 +57,7 @@ class Upstream:
         self.held_at: dict[float, Held] = {}
         """What it held after each batch, by the time of the batch, which is unique."""
 
-    def say(self, *events: KVEvent, lost: bool = False) -> int:
+    def publish_events(self, *events: KVEvent, lost: bool = False) -> int:
         """Publish a batch. With `lost` the live message is lost, so that only replay has the batch."""
         self._note(*events)
         seq = self.engine.publish(*events, lost=lost)
@@ -65,7 +65,7 @@ class Upstream:
             self.engine._buffer[-1] = (seq, encode_batch(KVEventBatch(FOREIGN, [block(50 + seq)])))
         return seq
 
-    def fail_to_say(self, *events: KVEvent, payload: bytes | None = None) -> None:
+    def fail_to_publish(self, *events: KVEvent, payload: bytes | None = None) -> None:
         """Lose a batch, or replace it with bytes that cannot be decoded."""
         self._note(*events)
         if payload is None:
@@ -74,25 +74,25 @@ class Upstream:
             self.engine.publish_payload(payload)
 
     def store(self, *numbers: int, medium: str = "GPU", lost: bool = False, **fields: Any) -> int:
-        return self.say(*(block(number, medium=medium, **fields) for number in numbers), lost=lost)
+        return self.publish_events(*(block(number, medium=medium, **fields) for number in numbers), lost=lost)
 
     def remove(self, *numbers: int, medium: str = "GPU", lost: bool = False) -> int:
-        return self.say(BlockRemoved(list(numbers), medium), lost=lost)
+        return self.publish_events(BlockRemoved(list(numbers), medium), lost=lost)
 
     def clear(self) -> int:
-        return self.say(AllBlocksCleared())
+        return self.publish_events(AllBlocksCleared())
 
     def restart(self, *unseen: KVEvent) -> None:
         """Begin another incarnation, which publishes events before consumers are connected again."""
         self.held.clear()
         self.engine.disconnect()
-        self.forget()
+        self.clear_replay_buffer()
         self.engine._next_seq = 0
         for event in unseen:
-            self.say(event)
+            self.publish_events(event)
         self.engine.reconnect()
 
-    def forget(self) -> None:
+    def clear_replay_buffer(self) -> None:
         """Empty its replay buffer."""
         self.engine._buffer.clear()
 
@@ -140,10 +140,12 @@ class FakeEventServer:
 
     endpoint, replay_endpoint, barrier_requested, subscribers = "fake://relay", None, False, 0
 
-    def __init__(self, station: RelayEndpoint, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
+    def __init__(
+        self, relay_endpoint: RelayEndpoint, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]
+    ) -> None:
         self.incarnation = buffer.incarnation = incarnation
         self.sent: list[SequencedPayload] = []
-        self._station, self._buffer, self._step = station, buffer, step
+        self._station, self._buffer, self._step = relay_endpoint, buffer, step
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
         self._step("keep")
@@ -167,12 +169,12 @@ class FakeEventServer:
 class Consumer:
     """A subscriber of the relay with an index."""
 
-    def __init__(self, station: RelayEndpoint, transport: FakeTransport, *, reads_heartbeats: bool = True) -> None:
+    def __init__(self, relay_endpoint: RelayEndpoint, transport: FakeTransport, *, reads_heartbeats: bool = True) -> None:
         self.index = PrefixIndex()
         self.seen: list[Batch | RawBatch | Reset | Gap] = []
         self.applied: list[ApplyResult] = []
         self.reads_heartbeats = reads_heartbeats
-        source = Source(station.endpoint, station.replay_endpoint, name="relay")
+        source = Source(relay_endpoint.endpoint, relay_endpoint.replay_endpoint, name="relay")
         self._subscriber = Subscriber(source, transport=transport, clock=transport.clock, decode=False)
 
     def turn(self) -> None:
@@ -234,10 +236,10 @@ class World:
             Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps), self.clock)
             for at in range(count)
         ]
-        self.station = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
-        self._above._engines[self.station.endpoint] = self.station
-        self.station.buffer = ReplayBuffer(1)
-        self.station.disconnect()
+        self.relay_endpoint = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
+        self._above._engines[self.relay_endpoint.endpoint] = self.relay_endpoint
+        self.relay_endpoint.buffer = ReplayBuffer(1)
+        self.relay_endpoint.disconnect()
         self.relay: Relay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
@@ -267,8 +269,8 @@ class World:
         )
         if self.relay._journal is not None:
             self._stack.callback(crash, self.relay._journal)  # so that its files do not stay open after the test
-        self.station.buffer = self.relay._buffer
-        self.station.reconnect()
+        self.relay_endpoint.buffer = self.relay._buffer
+        self.relay_endpoint.reconnect()
         return self.relay
 
     def _transport(self) -> FakeTransport:
@@ -278,7 +280,7 @@ class World:
         return made
 
     def make_event_server(self, buffer: ReplayBuffer, incarnation: int) -> FakeEventServer:
-        self.event_server = FakeEventServer(self.station, buffer, incarnation, self._step)
+        self.event_server = FakeEventServer(self.relay_endpoint, buffer, incarnation, self._step)
         return self.event_server
 
     def _step(self, name: str) -> None:
@@ -289,7 +291,7 @@ class World:
 
     def kill(self) -> None:
         """Kill the relay: everything in memory is lost."""
-        self.station.disconnect()
+        self.relay_endpoint.disconnect()
         self.relay._upstreams.close()
         if self.relay._journal is not None:
             crash(self.relay._journal)
@@ -297,10 +299,10 @@ class World:
     def end(self) -> None:
         """Close the relay."""
         self.relay.close()
-        self.station.disconnect()
+        self.relay_endpoint.disconnect()
 
     def consumer(self, *, reads_heartbeats: bool = True) -> Consumer:
-        made = Consumer(self.station, self._above_transport(), reads_heartbeats=reads_heartbeats)
+        made = Consumer(self.relay_endpoint, self._above_transport(), reads_heartbeats=reads_heartbeats)
         self._stack.callback(made.close)
         self._consumers.append(made)
         return made
@@ -325,7 +327,7 @@ class World:
         self.settle()
         for each in self.upstreams:
             if each.engine.is_up:
-                each.say()
+                each.publish_events()
         self.settle()
 
     @property

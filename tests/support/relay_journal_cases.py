@@ -165,7 +165,7 @@ class Model:
     def _behind(self, number: int) -> list[ForwardedBatch | SkippedNumbers]:
         return [each for each in self.records if (each.last if isinstance(each, SkippedNumbers) else each.number) > number]
 
-    def is_in(self, found: Recovered) -> bool:
+    def matches(self, found: Recovered) -> bool:
         """Return whether a recovered journal equals this. A snapshot does not hold the upstreams of batches."""
         number = found.snapshot_number
         return (

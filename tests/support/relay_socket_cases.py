@@ -43,7 +43,7 @@ class Truth:
         self._index = PrefixIndex()
         self._seq = 0
 
-    def say(self, *events: KVEvent) -> None:
+    def publish_events(self, *events: KVEvent) -> None:
         self._publisher.publish(EventBatch(float(self._seq), list(events)))
         self._apply(events)
 

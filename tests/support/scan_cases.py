@@ -13,7 +13,7 @@ MUTATIONS = st.lists(
 )
 
 
-def mutated(payload: bytes, mutations: list[tuple[str, int, int]]) -> bytes:
+def mutate(payload: bytes, mutations: list[tuple[str, int, int]]) -> bytes:
     for kind, place, value in mutations:
         at = place % (len(payload) + 1)
         head, tail = payload[:at], payload[at:]

@@ -21,13 +21,13 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from cli_cases import Ended, Program
+from cli_cases import ProcessResult, Program
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.schemas import Problem
 from kvevents.stream import DegradedReason
-from publisher_cases import ANY, last_endpoint, publishing
+from publisher_cases import ANY, last_endpoint, run_publisher
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def suspend(process: subprocess.Popen[Any]) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
-def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
+def wait_for(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
     """Call `look` until its result is true, and return the result. Fail after the deadline."""
     end = monotonic() + seconds
     pause = threading.Event()
@@ -119,15 +119,15 @@ class Client:
         for source in self.get("/v1/sources").json["sources"]:
             confirm(source)
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the service is ready, and live batches of engines from `engine` have confirmed replayed batches."""
 
         def look() -> bool:
             self.confirm()
             is_ready = self.get("/readyz").status == 200
-            return is_ready and not any(map(is_unproven, self.get("/v1/sources").json["sources"]))
+            return is_ready and not any(map(is_unconfirmed, self.get("/v1/sources").json["sources"]))
 
-        until(f"{self.host}:{self.port} to be ready", look)
+        wait_for(f"{self.host}:{self.port} to be ready", look)
 
     def close(self) -> None:
         self._connection.close()
@@ -148,7 +148,7 @@ class Service(Client):
         """The lines that the service has written to stderr so far."""
         return self.program.err.all
 
-    def says(self, pattern: str) -> None:
+    def wait_for_log(self, pattern: str) -> None:
         """Wait until a line of the log matches. A test may read a line later than an answer that was sent after it."""
         self.program.err.wait(pattern)
 
@@ -188,7 +188,7 @@ class Service(Client):
             fits = found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
             return found if fits else None
 
-        return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
+        return wait_for(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
 
     def query(self, tokens: Sequence[int], **more: Any) -> Any:
         """Return the answer of Dynamo's API for a prompt, including the block of the last token."""
@@ -201,10 +201,10 @@ class Service(Client):
         found = self.query(tokens, **more)["instances"].items()
         return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
 
-    def holds(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
+    def wait_for_prefix(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
         """Wait until an instance holds `length` tokens of a prompt; all of them by default."""
         wanted = len(tokens) if length is None else length
-        until(f"{instance} to hold {wanted} tokens", lambda: self.held(tokens, **more).get(str(instance)) == wanted)
+        wait_for(f"{instance} to hold {wanted} tokens", lambda: self.held(tokens, **more).get(str(instance)) == wanted)
 
     def keys(self, instance: int | str, rank: int = 0) -> set[tuple[str, str]]:
         """Return the key and the tier of every block of a source, read page by page."""
@@ -219,7 +219,7 @@ class Service(Client):
 
     # --- the end of the process
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> Ended:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> ProcessResult:
         """Send a signal, SIGTERM by default, and wait until the process has ended."""
         self.close()
         return self.program.interrupt(number)
@@ -295,7 +295,7 @@ class Engine:
 def engine(*, seed: int = 1, **options: Any) -> Iterator[Engine]:
     """Yield one rank of an engine on real sockets, by default with replay."""
     options.setdefault("replay_endpoint", ANY)
-    with publishing(**options) as publisher:
+    with run_publisher(**options) as publisher:
         made = _ENGINES[publisher.endpoint] = Engine(publisher, seed)
         yield made
         if _ENGINES.get(publisher.endpoint) is made:  # a newer engine may have the same endpoint
@@ -306,7 +306,7 @@ _ENGINES: dict[str, Engine] = {}
 """The running engines by endpoint."""
 
 
-def is_unproven(source: Mapping[str, Any]) -> bool:
+def is_unconfirmed(source: Mapping[str, Any]) -> bool:
     """Return whether no live batch has confirmed the replayed ones yet. Replicas report this as text, without a code."""
     return DegradedReason.REPLAY_UNPROVEN.value in source["trust"]["reason"]
 
@@ -318,7 +318,7 @@ def confirm(source: Mapping[str, Any]) -> None:
     calls publish one batch in most cases.
     """
     made = _ENGINES.get(source["endpoint"])
-    if made is not None and is_unproven(source) and source["last_seq"] >= made.last_seq:
+    if made is not None and is_unconfirmed(source) and source["last_seq"] >= made.last_seq:
         made.publish()
 
 
@@ -344,7 +344,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-class Stream:
+class EventStream:
     """A client of `/v1/events`. When it is created, the service has accepted it and sends events to it."""
 
     def __init__(self, service: Client, query: str = "") -> None:
@@ -395,7 +395,7 @@ class Stream:
         self.close()
 
 
-class Wire:
+class RawPublisher:
     """An engine that sends given bytes and has no replay endpoint."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -426,10 +426,10 @@ class Wire:
 
 
 @contextmanager
-def wire() -> Iterator[Wire]:
+def run_raw_publisher() -> Iterator[RawPublisher]:
     """Yield an engine that sends given bytes on a real socket."""
     with zmq.Context() as context:
-        made = Wire(context)
+        made = RawPublisher(context)
         try:
             yield made
         finally:

@@ -13,7 +13,7 @@ from kvevents.stream import Trust
 from service_cases import confirm
 
 
-class Serving:
+class ReplicaRunner:
     """A replica with a fleet and no HTTP."""
 
     def __init__(self, plane: PlaneSettings, name: str) -> None:
@@ -50,7 +50,7 @@ class Serving:
                 trust, endpoint = member.status.trust, member.registration.endpoint
                 confirm({"endpoint": endpoint, "trust": {"reason": trust.reason}, "last_seq": member.status.last_seq})
 
-    def spoil(self) -> None:
+    def corrupt_index(self) -> None:
         """Remove all blocks from the index, as a bug or a fault of the memory would."""
         index = self.fleet.index
         index.remove_worker(self.key)

@@ -12,7 +12,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
 from kvevents.settings import convert
-from ports import quiet_port
+from ports import reserve_port
 from service_cases import Client
 
 SECONDS = 20.0
@@ -40,7 +40,7 @@ class Replica(Client):
     """One service, and a client of it."""
 
     def __init__(self, server_url: str, plane: str, name: str, *, holders: int | None = 1, **more: Any) -> None:
-        self.name, self._port = name, quiet_port()
+        self.name, self._port = name, reserve_port()
         self.url = f"http://127.0.0.1:{self._port}"
         tables: dict[str, Any] = {
             "plane": {"servers": [server_url], "name": plane},
@@ -87,8 +87,8 @@ class Replica(Client):
     def served(self) -> frozenset[int]:
         return self.service.replica.served if self.service.replica is not None else frozenset()
 
-    def ready(self) -> None:
-        super().ready()
+    def wait_until_ready(self) -> None:
+        super().wait_until_ready()
         assert self.error is None
 
     def end(self) -> None:

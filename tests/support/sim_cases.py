@@ -18,7 +18,7 @@ from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Job, SimulatedEngine, StepLimits, StepResult
 from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
-from sim_model import Mirror, contents
+from sim_model import EventState, contents
 
 SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=0.00002, reload=0.0001)
 
@@ -80,7 +80,7 @@ class Run:
         self.costs = Recorder()
         # Only `seconds` and `reload` of a cost model are used here.
         self.engine = SimulatedEngine(self.size, self.costs, self.step_limits, seed="a")  # type: ignore[arg-type]
-        self.mirror = Mirror()
+        self.mirror = EventState()
         self.prefilled = 0
 
     def submit(self, requests: Iterable[Request]) -> list[Job]:

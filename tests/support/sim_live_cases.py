@@ -17,13 +17,13 @@ SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_s
 
 
 @contextmanager
-def opened(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
+def open_fleet(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
     options = {key: given.pop(key) for key in ("host", "base_port", "timers") if key in given}
     options.setdefault("timers", LiveTimers(down=0.05, stall=0.1))
     with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, requested=parse_faults(wrong), **options) as fleet:
         yield fleet
 
 
-def openings() -> tuple[int, int]:
+def count_resources() -> tuple[int, int]:
     """Return the numbers of open descriptors and of threads of this process."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - only the number of names is needed

@@ -93,7 +93,7 @@ class PlainCache:
 
 
 @dataclass
-class Mirror:
+class EventState:
     """The state that events describe. If it is strict, it accepts no removal of an unknown block."""
 
     strict: bool = True
@@ -123,7 +123,7 @@ class Mirror:
         return 0
 
 
-def waiting(pool: Pool) -> list[int]:
+def list_free_blocks(pool: Pool) -> list[int]:
     """Return the free blocks, the next one first. Each is at the last of its positions in the queue."""
     last = {block: place for place, block in enumerate(pool._queue)}
     return [block for place, block in enumerate(pool._queue) if last[block] == place and not pool.uses[block]]
@@ -140,7 +140,7 @@ def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
     return found
 
 
-def plainly(events: Sequence[KVEvent]) -> list[tuple[object, ...]]:
+def simplify_events(events: Sequence[KVEvent]) -> list[tuple[object, ...]]:
     """Return events in the form of `PlainCache`."""
     found: list[tuple[object, ...]] = []
     for event in events:

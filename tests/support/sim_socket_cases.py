@@ -9,25 +9,25 @@ from typing import Any
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
-from ports import quiet_port
+from ports import reserve_port
 
-TWO = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)
+TWO_RANKS = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)
 
 
 @contextmanager
-def opened(settings: FleetSettings = TWO, **given: Any) -> Iterator[Sockets]:
+def open_sockets(settings: FleetSettings = TWO_RANKS, **given: Any) -> Iterator[Sockets]:
     with Sockets(settings, **given) as sockets:
         for worker in settings.workers:
             sockets.open(worker)
         yield sockets
 
 
-def four_free_ports() -> int:
+def find_four_free_ports() -> int:
     """Return the first of four consecutive free ports."""
     for _ in range(100):
-        port = quiet_port()
+        port = reserve_port()
         try:
-            with opened(base_port=port):
+            with open_sockets(base_port=port):
                 return port
         except (EndpointError, ConfigError):
             continue

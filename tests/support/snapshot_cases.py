@@ -23,7 +23,7 @@ from kvevents.index import PrefixIndex
 FRAME = 1 << 20
 
 
-def take(index: PrefixIndex, step: Step) -> None:
+def apply_step(index: PrefixIndex, step: Step) -> None:
     if isinstance(step, Remove):
         index.remove_worker(step.worker)
     elif isinstance(step, Admit):
@@ -34,13 +34,13 @@ def take(index: PrefixIndex, step: Step) -> None:
         index.apply(step)
 
 
-def saved(index: PrefixIndex) -> bytes:
+def take_snapshot(index: PrefixIndex) -> bytes:
     file = io.BytesIO()
     index.snapshot(file)
     return file.getvalue()
 
 
-def restored(content: bytes, index: PrefixIndex | None = None) -> PrefixIndex:
+def restore_snapshot(content: bytes, index: PrefixIndex | None = None) -> PrefixIndex:
     index = index or PrefixIndex()
     index.restore(io.BytesIO(content))
     return index
@@ -53,7 +53,7 @@ def state(index: PrefixIndex) -> list[Any]:
     return [(info, blocks_of(index, info[:2]), index.digest(info[:2])) for info in infos]
 
 
-def unframed(content: bytes) -> bytes:
+def remove_frames(content: bytes) -> bytes:
     at, payloads = 12, []
     while length := struct.unpack_from("<I", content, at)[0]:
         payloads.append(content[at + 12 : at + 12 + length])
@@ -61,7 +61,7 @@ def unframed(content: bytes) -> bytes:
     return b"".join(payloads)
 
 
-def framed(content: bytes, head: bytes) -> bytes:
+def add_frames(content: bytes, head: bytes) -> bytes:
     total, found = xxh3(head), [head]
     for piece in [content[at : at + FRAME] for at in range(0, len(content), FRAME)] + [b""]:
         total = xxh3(piece, (total + len(piece)) & (1 << 64) - 1)
@@ -69,13 +69,13 @@ def framed(content: bytes, head: bytes) -> bytes:
     return b"".join(found)
 
 
-def furnished() -> bytes:
+def make_full_snapshot() -> bytes:
     """Return the longest of some snapshots, so that it has every kind of item."""
     found = []
     for seed in range(40):
         index = PrefixIndex()
         for step in Adversary(Choices(random.Random(seed).randbytes(800))).steps():
-            take(index, step)
+            apply_step(index, step)
         if index.stats().orphans and index.stats().copies:
-            found.append(saved(index))
+            found.append(take_snapshot(index))
     return max(found, key=len)

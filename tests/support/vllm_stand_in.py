@@ -47,14 +47,14 @@ class BlockPool:
 
     def store(self, block_hash: int, block: int, group: int = 0) -> None:
         self.cached_block_hash_to_block.insert(key_of(block_hash, group), block)
-        self.queue.append(stored(block_hash, group))
+        self.queue.append(make_store(block_hash, group))
 
     def evict(self, block_hash: int, block: int, group: int = 0) -> None:
         assert self.cached_block_hash_to_block.pop(key_of(block_hash, group), block) is not None
         self.queue.append(compat.BlockRemoved([block_hash], "GPU", group))
 
     def emit_cached_block_events(self, block_hash: int) -> None:
-        self.queue.append(stored(block_hash, 0))
+        self.queue.append(make_store(block_hash, 0))
 
     def reset_prefix_cache(self) -> bool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -74,7 +74,7 @@ class KVCacheManager:
         return self.block_pool.take_events()
 
 
-def stored(block_hash: int, group: int) -> compat.BlockStored:
+def make_store(block_hash: int, group: int) -> compat.BlockStored:
     """Return the event of one block at the start of a prompt, with tokens that depend on its hash."""
     tokens = [block_hash & 0xFFFF_FFFF, block_hash >> 32, 3, 4]
     return compat.BlockStored([block_hash], None, tokens, 4, None, "GPU", None, group_idx=group)
@@ -146,7 +146,7 @@ class Vllm:
 
 
 @contextmanager
-def installed() -> Iterator[Vllm]:
+def install_stand_in() -> Iterator[Vllm]:
     """Make the stand-in importable under vLLM's names."""
     vllm = Vllm()
     before = {name: sys.modules.get(name) for name in vllm.modules}
@@ -164,7 +164,7 @@ def installed() -> Iterator[Vllm]:
 @pytest.fixture(name="engine")
 def installed_engine() -> Iterator[Vllm]:
     """Yield the stand-in, which is importable during the test."""
-    with installed() as found:
+    with install_stand_in() as found:
         yield found
 
 

@@ -61,7 +61,7 @@ class Golden:
             ts, events, rank = (self.decoded[name] for name in ("ts", "events", "data_parallel_rank"))
         else:
             ts, events, rank = [*self.decoded, None][:3]
-        return KVEventBatch(ts, [canonical(event) for event in events], rank)
+        return KVEventBatch(ts, [canonicalize_event(event) for event in events], rank)
 
 
 def _frames(row: dict[str, Any], name: str) -> list[bytes]:
@@ -87,7 +87,7 @@ RELEASES = list({(golden.engine, golden.release): golden for golden in GOLDENS}.
 """One golden of each release, for tests that depend on the release only."""
 
 
-def canonical(event: Any) -> KVEvent:
+def canonicalize_event(event: Any) -> KVEvent:
     """Return an event of `decoded_json` in our form.
 
     It has unsigned hashes, shortened byte hashes together with their bytes, and extra keys as tuples.
@@ -98,12 +98,12 @@ def canonical(event: Any) -> KVEvent:
         tag, fields = event["type"], {name: value for name, value in event.items() if name != "type"}
     hashes = fields.get("block_hashes")
     if hashes is not None:
-        fields["block_hashes"] = [unsigned(value) for value in hashes]
+        fields["block_hashes"] = [make_unsigned(value) for value in hashes]
         if hashes and all(isinstance(value, bytes) for value in hashes):
             fields["block_digests"] = hashes
     if tag == "BlockStored":
         parent = fields["parent_block_hash"]
-        fields["parent_block_hash"] = None if parent is None else unsigned(parent)
+        fields["parent_block_hash"] = None if parent is None else make_unsigned(parent)
         fields["parent_block_digest"] = parent if isinstance(parent, bytes) else None
         fields["token_ids"] = [tuple(token) if isinstance(token, list) else token for token in fields["token_ids"]]
         fields["lora_id"] = fields.get("lora_id")
@@ -113,7 +113,7 @@ def canonical(event: Any) -> KVEvent:
     return built
 
 
-def unsigned(value: int | bytes) -> int:
+def make_unsigned(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value % 2**64
 
 
@@ -126,14 +126,14 @@ def batch_of(*events: Any, rank: int | None = 0) -> bytes:
     return pack([1700000000.25, list(events), rank])
 
 
-def stored(**fields: Any) -> dict[str, Any]:
+def make_store(**fields: Any) -> dict[str, Any]:
     """Return a small BlockStored as vLLM sends it, with additional `fields`."""
     default = {"type": "BlockStored", "block_hashes": [11], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
     return {**default, "lora_id": None, "medium": "GPU", "lora_name": None} | fields
 
 
 GOOD = BlockStored([11], None, [1, 2], 2, None, "GPU", None)
-"""The event that `stored()` is decoded to."""
+"""The event that `make_store()` is decoded to."""
 
 # --- generators ------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ def batches_of(row: Dialect) -> st.SearchStrategy[KVEventBatch]:
     return st.builds(KVEventBatch, st.floats(0, 1e11), st.lists(events_of(row), max_size=4), rank)
 
 
-def worded_as(native: Sequence[Rejected], python: Sequence[Rejected]) -> tuple[Rejected, ...]:
+def adopt_details(native: Sequence[Rejected], python: Sequence[Rejected]) -> tuple[Rejected, ...]:
     """Return Python's rejections, with the native decoder's details where those of Python quote msgspec or the peer."""
     found = []
     for ours, theirs in zip_longest(native, python):

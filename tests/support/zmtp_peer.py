@@ -64,7 +64,7 @@ class PeerConnection:
         self.connection = connection
         self._done = done
 
-    def stays(self) -> None:
+    def stay_open(self) -> None:
         """Stay open until the test is over."""
         assert self._done.wait(DEADLINE)
 

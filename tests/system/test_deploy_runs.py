@@ -21,9 +21,9 @@ from cli_cases import SECONDS, Program
 from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by name
     Cluster,
     cluster_fixture,
-    until,
+    poll_for,
 )
-from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, rendered
+from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart
 from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
 from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
 from kvevents.publisher import EventPublisher
@@ -47,7 +47,7 @@ def containers_by_name(each: Object) -> dict[str, Object]:
 def run_vllm_publisher(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPublisher]:
     """Run vLLM's publisher with the configuration of the container: it listens only at endpoints with a `*`."""
     [config] = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--kv-events-config=")]
-    settings = KVEventsConfig(**json.loads(cluster.local(config)))
+    settings = KVEventsConfig(**json.loads(cluster.localize(config)))
     publisher = EventPublisherFactory.create(settings, rank)
     try:
         stored = BlockStored([rank + 1], None, PROMPT, len(PROMPT), medium="GPU")
@@ -87,7 +87,7 @@ def check_probes(cluster: Cluster, container: Object, *programs: Program) -> Non
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         if name in container:
             probe = container[name]["httpGet"]
-            until(lambda probe=probe: cluster.get(ports[probe["port"]], probe["path"])[0] == 200, *programs)  # type: ignore[misc]
+            poll_for(lambda probe=probe: cluster.get(ports[probe["port"]], probe["path"])[0] == 200, *programs)  # type: ignore[misc]
 
 
 def test_the_relay_of_the_example_forwards_the_events_of_the_engine_beside_it(cluster: Cluster) -> None:
@@ -107,7 +107,7 @@ def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: C
     settings = ["engines.model=llama", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB", OPEN]
     if ranks > 1:
         settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
-    objects = rendered(*settings)
+    objects = render_chart(*settings)
     relays = render_relays(settings, cluster.folder)
     bridge = containers_of_workload(objects, "plane-kvevents-bridge-active")["bridge"]
     replica = containers_of_workload(objects, "plane-kvevents-replica")["replica"]
@@ -120,7 +120,7 @@ def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: C
         publishers = [stack.enter_context(run_vllm_publisher(cluster, engine, rank)) for rank in range(ranks)]
         names = {"nats://nats:4222": nats.url}
         programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*relays, bridge, replica)]
-        until(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
+        poll_for(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
         for rank, publisher in enumerate(publishers):
             publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what was replayed
         check_probes(cluster, replica, *programs)
@@ -140,7 +140,7 @@ def render_relays(settings: Sequence[str], folder: Path) -> list[Object]:
         "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
         '        {{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}\n'
     )
-    objects = rendered(*(f"kvevents.{setting}" for setting in settings), chart=chart)
+    objects = render_chart(*(f"kvevents.{setting}" for setting in settings), chart=chart)
     return list(containers_of_workload(objects, "engine").values())
 
 
@@ -162,9 +162,9 @@ def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluste
     assert {port["port"] for port in headless["spec"]["ports"]} <= ports
     [model] = [arg.partition("=")[2] for arg in containers_by_name(engine)["engine"]["args"] if arg.startswith("--model=")]
     with run_vllm_publisher(cluster, containers_by_name(engine)["engine"]) as publisher, cluster.run(serve["args"]) as program:
-        until(lambda: find_workers(cluster, model), program)
+        poll_for(lambda: find_workers(cluster, model), program)
         publisher.publish(KVEventBatch(time.time(), [BlockStored([7], None, [7] * 16, 16, medium="GPU")], 0))
-        until(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
+        poll_for(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
         check_probes(cluster, serve, program)
 
 

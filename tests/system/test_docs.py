@@ -21,7 +21,7 @@ import pytest
 
 import paths
 from cli_cases import Program
-from doc_blocks import documents
+from doc_blocks import list_documents
 from kvevents import KVEventBatch, RawBatch, Source, Subscriber
 from kvevents.cli.program import make_parser
 from kvevents.compat import sglang, vllm
@@ -31,7 +31,7 @@ from kvevents.plane import records, snapshots
 from kvevents.relay import journal_format
 from kvevents.stream import TRANSITIONS, Checkpoint
 from kvevents.wire import encode_batch
-from ports import quiet_port
+from ports import reserve_port
 from service_cases import engine, prompt
 
 DOCS = paths.ROOT / "docs"
@@ -140,7 +140,7 @@ def snippet(path: Path, heading: str, *replaced: tuple[str, str]) -> list[str]:
 @pytest.fixture
 def ports() -> tuple[tuple[str, str], ...]:
     """Return the ports that documents name, each with a free port to replace it."""
-    return tuple((f":{port}", f":{quiet_port()}") for port in (5557, 5558))
+    return tuple((f":{port}", f":{reserve_port()}") for port in (5557, 5558))
 
 
 def test_the_snippet_of_the_readme_prints_the_output_shown_below_it(ports: tuple[tuple[str, str], ...]) -> None:
@@ -203,7 +203,7 @@ def test_codespell_finds_no_misspelt_word() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-every_document = pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(DOCS.parent)))
+every_document = pytest.mark.parametrize("path", list_documents(), ids=lambda path: str(path.relative_to(DOCS.parent)))
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -238,7 +238,7 @@ def test_the_program_accepts_the_commands_of_documents(path: Path, capsys: pytes
 
 
 def test_documents_have_at_least_40_commands() -> None:
-    assert sum(len(commands(path)) for path in documents()) >= 40
+    assert sum(len(commands(path)) for path in list_documents()) >= 40
 
 
 @every_document

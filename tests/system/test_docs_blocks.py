@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import paths
 from cli_cases import RECORDING, run
-from doc_blocks import SHELLS, Block, Reader, ShellCommand, blocks_of, commands_of, documents, same_shape
+from doc_blocks import SHELLS, Block, CommandRunner, ShellCommand, blocks_of, commands_of, has_same_shape, list_documents
 from kvevents.sim.workloads import SAMPLE
 from nats_logins import Operator
 from nats_servers import nats_server
-from ports import quiet_port
+from ports import reserve_port
 from service_cases import Engine, engine, prompt, serving
 
 DOCS = paths.ROOT / "docs"
@@ -125,7 +125,7 @@ def is_executed(path: Path, block: Block) -> bool:
 def test_every_block_is_executed_or_has_a_reason() -> None:
     missing = [
         f"{relative_name(path)}:{block.line} {block.language}"
-        for path in documents()
+        for path in list_documents()
         for block in blocks_of(path)
         if not is_executed(path, block)
     ]
@@ -140,9 +140,9 @@ def test_no_reason_is_out_of_date() -> None:
             assert (paths.ROOT / document).is_file()
             assert f"def {test}(" in tests, test
     assert {test for _, test in RUN_BY_OTHER_TESTS.values()} <= set(JSON.values())
-    used = {command.program for path in documents() for command in shell_commands(path)}
+    used = {command.program for path in list_documents() for command in shell_commands(path)}
     assert set(REASONS_BY_PROGRAM) <= used
-    texts = [f"{command.text.split('#')[0].strip()}\n" for path in documents() for command in shell_commands(path)]
+    texts = [f"{command.text.split('#')[0].strip()}\n" for path in list_documents() for command in shell_commands(path)]
     assert [each for each in REASONS_BY_COMMAND if not any(text.startswith(each) for text in texts)] == []
 
 
@@ -213,7 +213,7 @@ def write_files(folder: Path, addresses: Addresses) -> None:
 
 
 def pages_with_commands() -> list[Path]:
-    return [path for path in documents() if any(not has_reason(path, command) for command in shell_commands(path))]
+    return [path for path in list_documents() if any(not has_reason(path, command) for command in shell_commands(path))]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def checked() -> set[str]:
     return set()
 
 
-def run_commands(path: Path, reader: Reader, checked: set[str]) -> None:
+def run_commands(path: Path, reader: CommandRunner, checked: set[str]) -> None:
     """Run the commands of a document, and compare their output with what the document shows."""
     for command in shell_commands(path):
         words = command.text.split("#")[0].strip()
@@ -232,7 +232,7 @@ def run_commands(path: Path, reader: Reader, checked: set[str]) -> None:
             checked.add(words)
         printed = reader.run(command)
         if printed and command.output.strip():
-            assert same_shape(command.output, printed), (command.text, printed)
+            assert has_same_shape(command.output, printed), (command.text, printed)
     reader.stop()
 
 
@@ -242,7 +242,7 @@ def run_commands(path: Path, reader: Reader, checked: set[str]) -> None:
 def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, checked: set[str], tmp_path: Path) -> None:
     write_files(tmp_path, addresses)
     replaced = substitutes(addresses, tmp_path)
-    replaced |= {f"127.0.0.1:{port}": f"127.0.0.1:{quiet_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
+    replaced |= {f"127.0.0.1:{port}": f"127.0.0.1:{reserve_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
     if relative_name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
         replaced["--wait-for-subscriber"] = (
@@ -250,7 +250,7 @@ def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, check
         )
     if relative_name(path) == "docs/operations/sizing.md":
         replaced["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
-    with Reader(tmp_path, replaced) as reader:
+    with CommandRunner(tmp_path, replaced) as reader:
         run_commands(path, reader, checked)
 
 
@@ -258,7 +258,7 @@ def test_the_commands_for_a_plane_work(addresses: Addresses, checked: set[str], 
     path = DOCS / "guides" / "plane.md"
     with (
         nats_server(tmp_path / "nats") as server,
-        Reader(tmp_path, substitutes(addresses, tmp_path) | {"nats://127.0.0.1:4222": server.url}) as reader,
+        CommandRunner(tmp_path, substitutes(addresses, tmp_path) | {"nats://127.0.0.1:4222": server.url}) as reader,
     ):
         run_commands(path, reader, checked)
 

@@ -16,17 +16,17 @@ import pytest
 import yaml
 
 import paths
-from cli_cases import SECONDS, Ended, Program, tape_of
+from cli_cases import SECONDS, ProcessResult, Program, tape_of
 from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by name
     Cluster,
     cluster_fixture,
-    until,
+    poll_for,
 )
 from kvevents.engines.plugin import VARIABLE, EngineSettings, read_settings
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import encode_batch
 from nats_servers import nats_server, needs_nats
-from ports import quiet_port
+from ports import reserve_port
 
 EXAMPLES = paths.ROOT / "examples"
 
@@ -72,7 +72,7 @@ def test_the_router_chooses_the_engine_that_holds_the_prompt() -> None:
         assert router.process.stdin
         for first in (1, 2):
             req = f"{','.join([str(first)] * 16)},9\n".encode()
-            until(lambda req=req, first=first: answers(router, req, rf"chose engine-{first - 1} .* holds 16 of 17 tokens"))  # type: ignore[misc]
+            poll_for(lambda req=req, first=first: answers(router, req, rf"chose engine-{first - 1} .* holds 16 of 17 tokens"))  # type: ignore[misc]
         assert answers(router, b"one,two\n", "^not a prompt: invalid literal")
         ended = router.interrupt()
     assert ended.code == 0, ended
@@ -105,8 +105,8 @@ def test_a_service_names_the_engine_for_a_prompt() -> None:
         url = re.search(r"http://[\d.]+:\d+", service.err.wait("http://"))
         assert url
         prompt = ",".join(["1"] * 16 + ["9"])
-        until(lambda: "engine-0: " in query_service("m", prompt, url[0]).out, service)
-        until(lambda: "holds 16 of 17 tokens" in query_service("m", prompt, url[0]).out, service)
+        poll_for(lambda: "engine-0: " in query_service("m", prompt, url[0]).out, service)
+        poll_for(lambda: "holds 16 of 17 tokens" in query_service("m", prompt, url[0]).out, service)
         unknown = query_service("other", prompt, url[0])
         assert unknown.code == 1
         assert re.search(r"^query_service.py: http://.* answered 404: .*other", unknown.err)
@@ -115,7 +115,7 @@ def test_a_service_names_the_engine_for_a_prompt() -> None:
     assert "argument tokens: invalid token_ids value: '1,x'" in query_service("m", "1,x", "http://127.0.0.1:9").err
 
 
-def query_service(model: str, prompt: str, url: str) -> Ended:
+def query_service(model: str, prompt: str, url: str) -> ProcessResult:
     with start_example("query_service.py", model, prompt, "--service", url) as query:
         return query.end()
 
@@ -152,7 +152,7 @@ def run_fake_engine() -> Iterator[str]:
 
 def test_the_openai_endpoint_sends_a_prompt_to_the_engine_that_has_it_cached() -> None:
     """The engine's answer is returned to the client; the router answers 502 for an engine that stopped."""
-    port = quiet_port()
+    port = reserve_port()
     with ExitStack() as stack:
         tapes = [stack.enter_context(tape_of(encode_block_of(first))) for first in (1, 2)]
         engines = ExitStack()
@@ -163,7 +163,7 @@ def test_the_openai_endpoint_sends_a_prompt_to_the_engine_that_has_it_cached() -
         arguments = [f"{url},{tape.endpoint},{tape.replay_endpoint}" for url, tape in zip(urls, tapes, strict=True)]
         router = stack.enter_context(start_example("fastapi_router.py", *arguments, "--port", port))
         for first in (1, 2):
-            until(lambda first=first: complete(port, first) == (200, f"engine-{first - 1}", "16"), router)  # type: ignore[misc]
+            poll_for(lambda first=first: complete(port, first) == (200, f"engine-{first - 1}", "16"), router)  # type: ignore[misc]
         engines.close()
         assert complete(port, 1)[0] == 502
         ended = router.interrupt()
@@ -233,7 +233,7 @@ def test_the_index_shows_how_much_of_a_prompt_each_worker_holds() -> None:
     prompt = ",".join(["1"] * 16 + ["2"] * 16 + ["1"])
     with start_example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
         endpoints = ",".join(publisher.out.wait("tcp://").split())
-        with start_example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{quiet_port()}") as index:
+        with start_example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{reserve_port()}") as index:
             index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
             ended = index.interrupt()
     assert ended.code == 0
@@ -319,7 +319,7 @@ def count_exact(cluster: Cluster) -> int:
 def test_the_relay_of_the_compose_file_forwards_the_events_of_the_engine(cluster: Cluster) -> None:
     with ExitStack() as stack:
         programs = start(stack, cluster, compose("relay.yaml")["services"])
-        until(lambda: count_exact(cluster) == 1, *programs)
+        poll_for(lambda: count_exact(cluster) == 1, *programs)
 
 
 @needs_nats
@@ -328,14 +328,14 @@ def test_the_plane_of_the_compose_file_carries_the_events_of_both_engines(cluste
         services = compose("plane.yaml")["services"]
         assert services["nats"]["command"][0] == "--jetstream"
         programs = start(stack, cluster, services, **{"nats://nats:4222": nats.url})
-        until(lambda: count_exact(cluster) == 2, *programs)
+        poll_for(lambda: count_exact(cluster) == 2, *programs)
 
 
 def test_the_prometheus_of_the_compose_file_scrapes_the_service_and_has_the_alerts(cluster: Cluster) -> None:
     found = compose("grafana.yaml")
     with ExitStack() as stack:
         programs = start(stack, cluster, found["services"])
-        until(lambda: count_exact(cluster) == 2, *programs)
+        poll_for(lambda: count_exact(cluster) == 2, *programs)
         settings = yaml.safe_load(found["configs"]["prometheus"]["content"])
         [[target]] = [config["targets"] for config in settings["scrape_configs"][0]["static_configs"]]
         assert target == "service:8090"

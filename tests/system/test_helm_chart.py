@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cli_cases import run
-from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, helm, needs_helm, needs_schemas, rendered
+from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart, run_helm
 from kvevents.cli.options import engine
 from kvevents.cli.program import make_parser as parser
 from kvevents.package_metadata import version
@@ -71,7 +71,7 @@ def pods_of(objects: list[Object]) -> list[Object]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_rendered_objects_match_the_schemas_of_kubernetes(settings: tuple[str, ...], version: str) -> None:
     """Objects of the Prometheus operator are skipped, because there are no schemas for them."""
-    objects = [each for each in rendered(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
+    objects = [each for each in render_chart(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
     kinds = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
     assert {each["kind"] for each in objects} == kinds | ({"StatefulSet"} if settings is EVERYTHING else set())
     for each in objects:
@@ -82,7 +82,7 @@ def test_rendered_objects_match_the_schemas_of_kubernetes(settings: tuple[str, .
 @needs_schemas
 def test_the_schemas_reject_an_unknown_field() -> None:
     """The schemas are strict, so the test above can fail."""
-    wrong = json.loads(json.dumps(find_object(rendered(MODEL), "Deployment", "plane-kvevents-replica")))
+    wrong = json.loads(json.dumps(find_object(render_chart(MODEL), "Deployment", "plane-kvevents-replica")))
     wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     assert "redinessProbe" in str(faults_of(wrong, "1.30"))
 
@@ -93,7 +93,7 @@ def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
     text = (ROOT / "deploy" / "README.md").read_text().replace("\\\n", " ")
     [line] = re.findall(r"^helm install .*$", text, re.MULTILINE)
     _, _, release, chart, *settings = shlex.split(line)
-    done = helm("template", release, ROOT / chart, *settings)
+    done = run_helm("template", release, ROOT / chart, *settings)
     assert done.returncode == 0, done.stderr
     objects = [found for found in yaml.safe_load_all(done.stdout) if found]
     secrets = dict(re.findall(r"^kubectl create secret generic (\S+) --from-file=(\S+)", text, re.MULTILINE))
@@ -114,7 +114,7 @@ def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
 
 @needs_helm
 def test_helm_lint_accepts_the_chart() -> None:
-    done = helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
+    done = run_helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -129,7 +129,7 @@ def containers_of(objects: list[Object]) -> list[Object]:
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
 def test_the_program_accepts_the_rendered_arguments(settings: tuple[str, ...]) -> None:
     """The program parses each container's arguments: the command, the port and the pod's name are as rendered."""
-    for each in containers_of(rendered(*settings)):
+    for each in containers_of(render_chart(*settings)):
         args = parser().parse_args([arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]])
         command, port, name = {
             "bridge": ("bridge", "bridge.metrics_port", "bridge.name"),
@@ -143,7 +143,7 @@ def test_the_program_accepts_the_rendered_arguments(settings: tuple[str, ...]) -
 @needs_helm
 def test_the_service_accepts_the_rendered_shards_with_tokens(tmp_path: Path) -> None:
     """Files are in the folders where the Secrets are mounted; other replicas reach a replica by its pod's name."""
-    objects = rendered(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
+    objects = render_chart(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
     replica = find_object(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
     [each] = replica["template"]["spec"]["containers"]
     [place] = [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "config"]
@@ -166,7 +166,7 @@ def test_the_service_accepts_the_rendered_shards_with_tokens(tmp_path: Path) -> 
 
 @needs_helm
 def test_bridges_find_engines_behind_the_headless_service() -> None:
-    objects = rendered(*EVERYTHING)
+    objects = render_chart(*EVERYTHING)
     service = find_object(objects, "Service", "plane-kvevents-engines")
     assert service["spec"]["clusterIP"] == "None"
     tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
@@ -174,7 +174,7 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
     [dns] = config.dns
     assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
     assert (dns.model, dns.block_size, dns.replay_endpoint, dns.stores_only) == ("llama", 16, "tcp://*:6558", ())
-    objects = rendered(*EVERYTHING, "engines.storesOnly={cpu,disk}")
+    objects = render_chart(*EVERYTHING, "engines.storesOnly={cpu,disk}")
     tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
     [dns] = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml").dns
     assert dns.stores_only == ("cpu", "disk")
@@ -182,7 +182,7 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
 
 @needs_helm
 def test_one_bridge_can_be_a_standby() -> None:
-    objects = rendered(*EVERYTHING)
+    objects = render_chart(*EVERYTHING)
     args = {
         kind: find_object(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0][
             "args"
@@ -200,7 +200,7 @@ def test_one_bridge_can_be_a_standby() -> None:
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
 def test_pods_meet_the_restricted_security_standard(settings: tuple[str, ...]) -> None:
     """Pods meet Kubernetes' standard `restricted`, with a read-only root file system, no token, and limits."""
-    for pod in pods_of(rendered(*settings)):
+    for pod in pods_of(render_chart(*settings)):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -220,7 +220,7 @@ def test_pods_meet_the_restricted_security_standard(settings: tuple[str, ...]) -
 
 @needs_helm
 def test_arguments_name_files_of_mounted_secrets() -> None:
-    for pod in pods_of(rendered(*EVERYTHING)):
+    for pod in pods_of(render_chart(*EVERYTHING)):
         [each] = pod["spec"]["containers"]
         places = [mount["mountPath"] for mount in each["volumeMounts"]]
         files = [arg.partition("=")[2] for arg in each["args"] if re.match(r"--(creds|nkey|tls-\w+|config)=", arg)]
@@ -231,8 +231,8 @@ def test_arguments_name_files_of_mounted_secrets() -> None:
 @needs_helm
 def test_replicas_have_probes_and_are_evicted_one_at_a_time() -> None:
     """This holds for replicas with the whole index and for shards."""
-    check_replicas(rendered(*EVERYTHING), "StatefulSet")
-    check_replicas(rendered(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
+    check_replicas(render_chart(*EVERYTHING), "StatefulSet")
+    check_replicas(render_chart(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
 
 
 def check_replicas(objects: list[Object], kind: str) -> None:
@@ -254,7 +254,7 @@ def check_replicas(objects: list[Object], kind: str) -> None:
 
 @needs_helm
 def test_monitors_and_rules_are_those_of_the_observability_folder() -> None:
-    objects = rendered(*EVERYTHING)
+    objects = render_chart(*EVERYTHING)
     [rules] = [each for each in objects if each["kind"] == "PrometheusRule"]
     expected = [yaml.safe_load(path.read_text())["groups"] for path in sorted((ROOT / "observability").glob("*-rules.yaml"))]
     assert sorted(rules["spec"]["groups"], key=str) == sorted([group for groups in expected for group in groups], key=str)
@@ -284,7 +284,7 @@ def test_a_dependent_chart_can_add_relays_as_sidecars(tmp_path: Path) -> None:
         "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
         + pod.replace("{{-", "        {{-", 1)
     )
-    objects = rendered("kvevents.engines.model=llama", f"kvevents.{OPEN}", chart=chart)
+    objects = render_chart("kvevents.engines.model=llama", f"kvevents.{OPEN}", chart=chart)
     [relay] = find_object(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
     example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
     assert relay == example["spec"]["template"]["spec"]["containers"][1]
@@ -317,7 +317,7 @@ def test_a_dependent_chart_can_add_relays_as_sidecars(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_value_is_named_in_the_error(wrong: str, message: str) -> None:
-    done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", OPEN, "--set", wrong)
+    done = run_helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", OPEN, "--set", wrong)
     assert done.returncode != 0
     assert message in done.stderr
 

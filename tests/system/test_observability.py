@@ -30,11 +30,11 @@ from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
 from load_cases import load_server
-from metrics_reference import exported, listed
-from ports import quiet_port
-from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
+from metrics_reference import exported, read_documented
+from ports import reserve_port
+from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, count_scrapes, needs_prometheus
 from publisher_cases import ANY
-from service_cases import Service, serving, until
+from service_cases import Service, serving, wait_for
 
 ROOT = paths.ROOT
 KIT = ROOT / "observability"
@@ -133,15 +133,15 @@ def start_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             stack.enter_context(tape)
             more = {"load": load} if name == "healing" else {}
             register(service, name, tape.endpoint, tape.replay_endpoint, **more)
-        register(service, "killed", *publishing_at(fleet.killed), load=f"http://127.0.0.1:{quiet_port()}")
+        register(service, "killed", *publishing_at(fleet.killed), load=f"http://127.0.0.1:{reserve_port()}")
         for name, tape in tapes.items():
-            until(f"{name} to be connected", lambda name=name: is_unconfirmed(service, name))  # type: ignore[misc]
+            wait_for(f"{name} to be connected", lambda name=name: is_unconfirmed(service, name))  # type: ignore[misc]
             assert tape.wait_for_subscriber(SECONDS)
             tape.play(LENGTHS.get(name, 10))
-        until("the batches of all tapes", lambda: service.source("restarting")["last_seq"] == 9)
+        wait_for("the batches of all tapes", lambda: service.source("restarting")["last_seq"] == 9)
         tapes["restarting"].restart(unseen_until=2)
-        until("a load", lambda: service.source("healing")["load"])
-        until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
+        wait_for("a load", lambda: service.source("healing")["load"])
+        wait_for("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
         assert service.post("/v1/match", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/v1/select", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/query", {"model_name": "absent's", "token_ids": TOKENS}).status == 404
@@ -188,10 +188,10 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
         ("kvevents_snapshot_failed", {}, 0),
     ]
     for name, labels, value in expected_values:
-        until(f"{name}{labels} to be {value}", lambda: fleet.value(name, **labels) == value)  # noqa: B023 - called at once
+        wait_for(f"{name}{labels} to be {value}", lambda: fleet.value(name, **labels) == value)  # noqa: B023 - called at once
     for outcome in ("complete", "truncated"):
-        until(f"replays {outcome}", lambda: fleet.value("kvevents_source_replays_total", outcome=outcome) > 0)  # noqa: B023
-    until("a snapshot", lambda: 0 <= time() - fleet.value("kvevents_snapshot_timestamp_seconds") < 5)
+        wait_for(f"replays {outcome}", lambda: fleet.value("kvevents_source_replays_total", outcome=outcome) > 0)  # noqa: B023
+    wait_for("a snapshot", lambda: 0 <= time() - fleet.value("kvevents_snapshot_timestamp_seconds") < 5)
     assert fleet.value("kvevents_http_requests_total", path="/query", status="404") == 1
     assert fleet.value("kvevents_lookup_match_ratio_count") >= 3
     assert fleet.value("kvevents_lookup_hits_total") >= 3
@@ -288,7 +288,7 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
 def test_the_reference_lists_the_exported_metrics(fleet: Fleet) -> None:
     """The reference has each metric with its help text and its labels. Some metrics have samples only after faults."""
     found = exported(fleet.service.get("/metrics").body.decode())
-    expected = listed("Service")
+    expected = read_documented("Service")
     assert {name: metric.meaning for name, metric in found.items()} == {name: each.meaning for name, each in expected.items()}
     for name, metric in found.items():
         assert metric.labels <= expected[name].labels, name
@@ -322,19 +322,19 @@ def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) 
         "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": [target]}]}],
     }
     (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{quiet_port()}"
+    address = f"127.0.0.1:{reserve_port()}"
     command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")
         prometheus = Prometheus(f"http://{address}")
-        until("enough scrapes for a rate", lambda: scraped(prometheus) >= 3)
+        wait_for("enough scrapes for a rate", lambda: count_scrapes(prometheus) >= 3)
         yield prometheus
 
 
 @needs_prometheus
 def test_every_panel_shows_data(fleet: Fleet, prometheus: Prometheus) -> None:
     fleet.service.query(TOKENS, model_name=MODEL)
-    until("another scrape", lambda: prometheus.query(f"kvevents_lookups_total >= {fleet.value('kvevents_lookups_total')}"))
+    wait_for("another scrape", lambda: prometheus.query(f"kvevents_lookups_total >= {fleet.value('kvevents_lookups_total')}"))
     results = {(title, expression): prometheus.query(expression) for title, expression in find_expressions()}
     assert len(results) > 40
     empty = {title for (title, _), found in results.items() if not found}
@@ -348,16 +348,16 @@ def test_alerts_fire_when_an_engine_is_killed(fleet: Fleet, prometheus: Promethe
     def is_firing(alert: str, **labels: str) -> bool:
         return any({"alertname": alert, **labels}.items() <= found.items() for found in prometheus.firing())
 
-    until(
+    wait_for(
         "KveventsSourceDegraded", lambda: is_firing("KveventsSourceDegraded", engine="losing", model=MODEL, severity="warning")
     )
-    until(
+    wait_for(
         "KveventsDiscoveryFaults",
         lambda: is_firing("KveventsDiscoveryFaults", instance=f"{fleet.service.host}:{fleet.service.port}"),
     )
     assert fleet.service.trust("killed")[0] == "EXACT"
     assert not is_firing("KveventsSourceStale", engine="killed")
     fleet.killed.process.kill()
-    until("KveventsSourceStale", lambda: is_firing("KveventsSourceStale", engine="killed", rank="0", state="STALE"))
+    wait_for("KveventsSourceStale", lambda: is_firing("KveventsSourceStale", engine="killed", rank="0", state="STALE"))
     assert not is_firing("KveventsSourceStale", engine="healing")
     assert not is_firing("KveventsIngestFailed")

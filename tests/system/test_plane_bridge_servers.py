@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 
-from bridge_cases import TalkingEngine, holds, numbers_of_last_life, reports_by_bridge, settled, with_js
+from bridge_cases import (
+    PublishingEngine,
+    holds,
+    numbers_of_last_incarnation,
+    reports_by_bridge,
+    run_with_jetstream,
+    wait_until_complete,
+)
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
 from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
@@ -22,9 +29,9 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset
 from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
-from plane_cases import SECONDS, Log, Running, bridging, plane_at
+from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
 from publisher_cases import batch
-from service_cases import until
+from service_cases import wait_for
 
 pytestmark = needs_nats
 PARTITION_BYTES = 1 << 20
@@ -40,7 +47,7 @@ def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
     return partitions[Layout("", len(partitions)).partition_of(name)]
 
 
-def publish_large(engine: TalkingEngine, size: int, count: int) -> None:
+def publish_large(engine: PublishingEngine, size: int, count: int) -> None:
     """Publish `count` batches of `size` bytes.
 
     The engine does not wait for readers: the tests make room in the partition only after this has returned.
@@ -55,49 +62,49 @@ def publish_large(engine: TalkingEngine, size: int, count: int) -> None:
 
 
 def test_nothing_is_lost_when_a_server_is_killed_and_restarted(tmp_path: Path) -> None:
-    with nats_server(tmp_path) as server, TalkingEngine() as engine:
+    with nats_server(tmp_path) as server, PublishingEngine() as engine:
         plane = plane_at(server.url)
-        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b") as second:
+        with run_bridge(plane, engine.watch, name="a") as first, run_bridge(plane, engine.watch, name="b") as second:
             log = Log(plane)
-            with engine.talking():
+            with engine.publish_continuously():
                 for _ in range(2):
                     before = engine.truth.count
-                    log.until("some batches", lambda log, before=before: len(log.numbers()) > before)
+                    log.wait_for("some batches", lambda log, before=before: len(log.numbers()) > before)
                     server.kill()
-                    until(
+                    wait_for(
                         "the disconnection in the status of both bridges",
                         lambda: not (first.status().connected or second.status().connected),
                         SECONDS,
                     )
-                    until("a fault", lambda: partition_of(first).fault and partition_of(second).fault, SECONDS)
+                    wait_for("a fault", lambda: partition_of(first).fault and partition_of(second).fault, SECONDS)
                     server.start()
-            settled(log, engine)
-            until("no fault", lambda: not partition_of(first).fault and not partition_of(second).fault, SECONDS)
+            wait_until_complete(log, engine)
+            wait_for("no fault", lambda: not partition_of(first).fault and not partition_of(second).fault, SECONDS)
         assert log.numbers() == list(range(engine.truth.count))
 
 
 def test_pages_that_a_server_has_acknowledged_and_lost_are_written_again(tmp_path: Path) -> None:
     """The server restarts with an older state of its disk, as after a power cut. New readers find an engine added later."""
-    with nats_server(tmp_path) as server, TalkingEngine("old") as old, TalkingEngine("new") as new:
+    with nats_server(tmp_path) as server, PublishingEngine("old") as old, PublishingEngine("new") as new:
         plane = plane_at(server.url, partitions=1)
-        with bridging(plane, old.watch, name="a"):
-            old.say(20)
-            settled(Log(plane), old)
+        with run_bridge(plane, old.watch, name="a"):
+            old.publish_next(20)
+            wait_until_complete(Log(plane), old)
             server.stop()
             shutil.copytree(server.store, tmp_path / "older")
             server.start()
-            with bridging(plane, old.watch, new.watch, name="b"):
-                old.say(20)
-                new.say(20)
-                settled(settled(Log(plane), old), new)
+            with run_bridge(plane, old.watch, new.watch, name="b"):
+                old.publish_next(20)
+                new.publish_next(20)
+                wait_until_complete(wait_until_complete(Log(plane), old), new)
                 server.kill()
                 shutil.rmtree(server.store)
                 shutil.move(tmp_path / "older", server.store)
                 server.start()
                 for _ in range(2):
                     for engine in (old, new):
-                        engine.say(20)
-                        assert settled(Log(plane), engine).flaws == (0, 0)
+                        engine.publish_next(20)
+                        assert wait_until_complete(Log(plane), engine).flaws == (0, 0)
 
 
 def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
@@ -112,47 +119,47 @@ def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
 
     layout = Layout(plane.name, plane.partitions)
     streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
-    with bridging(plane, unreadable_seconds=0.2):
-        assert with_js(plane, found)
-        with_js(plane, remove)
-        until("the buckets", lambda: with_js(plane, found), SECONDS)
+    with run_bridge(plane, unreadable_seconds=0.2):
+        assert run_with_jetstream(plane, found)
+        run_with_jetstream(plane, remove)
+        wait_for("the buckets", lambda: run_with_jetstream(plane, found), SECONDS)
 
 
 def test_nothing_is_lost_when_a_server_pauses(tmp_path: Path) -> None:
-    with nats_server(tmp_path) as server, TalkingEngine() as engine:
+    with nats_server(tmp_path) as server, PublishingEngine() as engine:
         plane = plane_at(server.url)
-        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b"):
+        with run_bridge(plane, engine.watch, name="a") as first, run_bridge(plane, engine.watch, name="b"):
             log = Log(plane)
-            with engine.talking():
-                log.until("some batches", lambda log: len(log.numbers()) > 50)
+            with engine.publish_continuously():
+                log.wait_for("some batches", lambda log: len(log.numbers()) > 50)
                 server.pause()
-                until("a fault", lambda: partition_of(first).fault, SECONDS)
+                wait_for("a fault", lambda: partition_of(first).fault, SECONDS)
                 server.resume()
-                until("no fault", lambda: not partition_of(first).fault, SECONDS)
-            settled(log, engine)
+                wait_for("no fault", lambda: not partition_of(first).fault, SECONDS)
+            wait_until_complete(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
 
 def test_nothing_is_lost_when_the_leader_of_a_cluster_is_killed_repeatedly(tmp_path: Path) -> None:
-    with nats_cluster(tmp_path) as cluster, TalkingEngine() as engine:
+    with nats_cluster(tmp_path) as cluster, PublishingEngine() as engine:
         for name in ("p1", "p2"):
             # Bridges that start at the same time create one plane, although streams without a leader do not answer at first.
-            started = [Running(Bridge(BridgeSettings(plane=plane_of_cluster(cluster, name), name=each))) for each in "abc"]
-            until("all bridges to be ready", partial(are_ready, started), SECONDS)
+            started = [ThreadRunner(Bridge(BridgeSettings(plane=plane_of_cluster(cluster, name), name=each))) for each in "abc"]
+            wait_for("all bridges to be ready", partial(are_ready, started), SECONDS)
             for running in started:
                 running.end()
         plane = plane_of_cluster(cluster, "default", partitions=1)
-        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b") as second:
+        with run_bridge(plane, engine.watch, name="a") as first, run_bridge(plane, engine.watch, name="b") as second:
             log = Log(plane)
-            with engine.talking():
+            with engine.publish_continuously():
                 for _ in range(2):
                     leader = cluster.leader_of(log.layout.stream(0))
                     written = first.status().written + second.status().written
                     cluster.kill(leader)
-                    until("batches", lambda: first.status().written + second.status().written > written + 50, SECONDS)  # noqa: B023
+                    wait_for("batches", lambda: first.status().written + second.status().written > written + 50, SECONDS)  # noqa: B023
                     cluster.restart(leader)
                     cluster.settle()
-            settled(log, engine)
+            wait_until_complete(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
 
@@ -160,7 +167,7 @@ def plane_of_cluster(cluster: NatsCluster, name: str, partitions: int = 2) -> Pl
     return plane_at(*cluster.urls, name=name, partitions=partitions, copies=3)
 
 
-def are_ready(started: list[Running]) -> bool:
+def are_ready(started: list[ThreadRunner]) -> bool:
     assert not [running.error for running in started if running.error is not None]
     return all(running.what.ready.is_set() for running in started)
 
@@ -172,7 +179,7 @@ def purge_read_pages(plane: PlaneSettings, log: Log) -> Log:
     """Read all pages, purge them, and return the log."""
     log.read()
     for partition, state in log.states.items():
-        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=state.position + 1))  # noqa: B023
+        run_with_jetstream(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=state.position + 1))  # noqa: B023
     return log
 
 
@@ -180,15 +187,15 @@ def test_a_full_partition_is_reported_and_bounds_the_queue_of_the_bridge(server:
     """The engine is not affected. Once there is space, everything is fetched from the engine, and the log is complete."""
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     queued = 256 << 10
-    with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
+    with PublishingEngine() as engine, run_bridge(small, engine.watch, max_queued_bytes=queued) as bridge:
         publish_large(engine, 8 << 10, 400)
-        until("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
-        until("its stream to be paused", lambda: partition_of(bridge).paused == 1, SECONDS)
+        wait_for("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
+        wait_for("its stream to be paused", lambda: partition_of(bridge).paused == 1, SECONDS)
         log = Log(small)
-        until("all batches in the log", lambda: holds(purge_read_pages(small, log), engine), SECONDS)
-        settled(log, engine)
+        wait_for("all batches in the log", lambda: holds(purge_read_pages(small, log), engine), SECONDS)
+        wait_until_complete(log, engine)
         assert not [each for each in log.events if isinstance(each, Gap | Reset)]
-        until("nothing to be paused", lambda: not partition_of(bridge).paused and not partition_of(bridge).fault, SECONDS)
+        wait_for("nothing to be paused", lambda: not partition_of(bridge).paused and not partition_of(bridge).fault, SECONDS)
 
 
 def test_a_new_incarnation_begins_when_the_engine_has_dropped_the_missing_batches(
@@ -197,21 +204,21 @@ def test_a_new_incarnation_begins_when_the_engine_has_dropped_the_missing_batche
     """The engine cannot confirm its identity any more, so a new incarnation begins with the batches that it still has."""
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     with (
-        TalkingEngine(compact=False, buffer_steps=20) as engine,
-        bridging(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
+        PublishingEngine(compact=False, buffer_steps=20) as engine,
+        run_bridge(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
     ):
-        engine.say(1)
-        log = Log(small).until("the first batch", lambda log: log.numbers() == [0])
+        engine.publish_next(1)
+        log = Log(small).wait_for("the first batch", lambda log: log.numbers() == [0])
         publish_large(engine, 32 << 10, 60)
-        until("its stream to be paused", lambda: partition_of(bridge).paused, SECONDS)
+        wait_for("its stream to be paused", lambda: partition_of(bridge).paused, SECONDS)
         publish_large(engine, 32 << 10, 100)
-        until("the last batch", lambda: purge_read_pages(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
+        wait_for("the last batch", lambda: purge_read_pages(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
-        current_numbers = numbers_of_last_life(log, "engine")
+        current_numbers = numbers_of_last_incarnation(log, "engine")
         assert current_numbers == list(range(current_numbers[0], engine.truth.count))
         assert current_numbers[0] > 60
         assert log.flaws == (0, 0)
-        log.until("its trust in the log", lambda log: reports_by_bridge(log)["bridge"].trust == "DEGRADED")
+        log.wait_for("its trust in the log", lambda log: reports_by_bridge(log)["bridge"].trust == "DEGRADED")
         assert "truncated" in reports_by_bridge(log)["bridge"].reason
 
 
@@ -219,14 +226,14 @@ def test_a_full_partition_does_not_delay_the_others(server: NatsServer, plane: P
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=2, partition_bytes=PARTITION_BYTES)
     names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
     with (
-        TalkingEngine(names[0]) as full,
-        TalkingEngine(names[1]) as other,
-        bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
+        PublishingEngine(names[0]) as full,
+        PublishingEngine(names[1]) as other,
+        run_bridge(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
     ):
         publish_large(full, 8 << 10, 300)
-        until("a fault", lambda: partition_of(bridge, names[0]).paused, SECONDS)
-        other.say(300)
-        settled(Log(small), other)
+        wait_for("a fault", lambda: partition_of(bridge, names[0]).paused, SECONDS)
+        other.publish_next(300)
+        wait_until_complete(Log(small), other)
         assert partition_of(bridge, names[0]).fault
         assert not partition_of(bridge, names[1]).fault
 
@@ -234,10 +241,10 @@ def test_a_full_partition_does_not_delay_the_others(server: NatsServer, plane: P
 def test_a_full_disk_is_reported_until_there_is_space(tmp_path: Path) -> None:
     with (
         nats_server(tmp_path, jetstream={"max_file": 4 << 20, "max_mem": 1 << 20}) as server,
-        TalkingEngine() as engine,
+        PublishingEngine() as engine,
     ):
         plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=2 << 20)
-        with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
+        with run_bridge(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
             filler = plane_at(server.url)
 
             async def fill_file_system(js: JetStreamContext) -> None:
@@ -249,13 +256,13 @@ def test_a_full_disk_is_reported_until_there_is_space(tmp_path: Path) -> None:
                         return
                 raise AssertionError("the disk does not become full")
 
-            with_js(filler, fill_file_system)
+            run_with_jetstream(filler, fill_file_system)
             publish_large(engine, 8 << 10, 100)
-            until("a fault", lambda: partition_of(bridge).fault, SECONDS)
+            wait_for("a fault", lambda: partition_of(bridge).fault, SECONDS)
             assert "is full" in partition_of(bridge).fault
-            with_js(filler, lambda js: js.delete_stream("filler"))
-            settled(Log(plane), engine)
-            until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
+            run_with_jetstream(filler, lambda js: js.delete_stream("filler"))
+            wait_until_complete(Log(plane), engine)
+            wait_for("no fault", lambda: not partition_of(bridge).fault, SECONDS)
 
 
 @contextmanager
@@ -287,22 +294,22 @@ def test_a_full_file_system_is_reported_and_nothing_is_lost(tmp_path: Path) -> N
     with (
         mount_small_disk(tmp_path / "disk", "24m") as disk,
         nats_server(tmp_path / "nats", jetstream={"store_dir": str(disk), "max_file": 64 << 20}) as server,
-        TalkingEngine() as engine,
+        PublishingEngine() as engine,
     ):
         plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=16 << 20)
-        with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
-            engine.say(10)
-            settled(Log(plane), engine)
+        with run_bridge(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
+            engine.publish_next(10)
+            wait_until_complete(Log(plane), engine)
             fill_file_system(disk / "filler")
             publish_large(engine, 8 << 10, 300)
-            until("a fault", lambda: partition_of(bridge).fault, SECONDS)
+            wait_for("a fault", lambda: partition_of(bridge).fault, SECONDS)
             assert "the disks" in partition_of(bridge).fault  # the server does not report the reason
             assert bridge.status().written < engine.truth.count
             (disk / "filler").unlink()
             server.kill()
             server.start()
-            settled(Log(plane), engine)
-            until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
+            wait_until_complete(Log(plane), engine)
+            wait_for("no fault", lambda: not partition_of(bridge).fault, SECONDS)
 
 
 # --- partitions that operators change
@@ -311,25 +318,25 @@ def test_a_full_file_system_is_reported_and_nothing_is_lost(tmp_path: Path) -> N
 def test_deleted_partitions_are_created_and_written_again(plane: PlaneSettings) -> None:
     """Two bridges do so, from what the engines still hold."""
     with (
-        TalkingEngine("e1") as first,
-        TalkingEngine("e2") as second,
-        bridging(plane, first.watch, second.watch, name="a") as a,
-        bridging(plane, first.watch, second.watch, name="b") as b,
+        PublishingEngine("e1") as first,
+        PublishingEngine("e2") as second,
+        run_bridge(plane, first.watch, second.watch, name="a") as a,
+        run_bridge(plane, first.watch, second.watch, name="b") as b,
     ):
-        first.say(50)
-        second.say(50)
-        settled(Log(plane), first, second)
+        first.publish_next(50)
+        second.publish_next(50)
+        wait_until_complete(Log(plane), first, second)
         for _ in range(2):
-            before_deletion = with_js(plane, partial(stream_ids, plane))
-            with first.talking():
-                with_js(plane, partial(delete_partitions, plane))
-                until("new partitions", partial(are_new, plane, before_deletion), SECONDS)
+            before_deletion = run_with_jetstream(plane, partial(stream_ids, plane))
+            with first.publish_continuously():
+                run_with_jetstream(plane, partial(delete_partitions, plane))
+                wait_for("new partitions", partial(are_new, plane, before_deletion), SECONDS)
                 before = first.truth.count
-                until("more batches", partial(has_published, first, before + 20), SECONDS)
-            settled(Log(plane), first, second)
+                wait_for("more batches", partial(has_published, first, before + 20), SECONDS)
+            wait_until_complete(Log(plane), first, second)
         for bridge in (a, b):
             assert bridge.status().invalid_records == 0
-            until("no fault", partial(has_no_fault, bridge), SECONDS)
+            wait_for("no fault", partial(has_no_fault, bridge), SECONDS)
 
 
 def has_no_fault(bridge: Bridge) -> bool:
@@ -354,46 +361,46 @@ async def stream_ids(plane: PlaneSettings, js: JetStreamContext) -> list[str | N
 
 def are_new(plane: PlaneSettings, before: list[str | None]) -> bool:
     """Return whether all partitions exist and none has a stream id of `before`."""
-    now = with_js(plane, partial(stream_ids, plane))
+    now = run_with_jetstream(plane, partial(stream_ids, plane))
     return None not in now and not set(now) & set(before)
 
 
-def has_published(engine: TalkingEngine, count: int) -> bool:
+def has_published(engine: PublishingEngine, count: int) -> bool:
     return engine.truth.count >= count
 
 
 def test_a_bridge_finds_a_plane_whose_first_partition_was_deleted(plane: PlaneSettings) -> None:
     """The bridge creates the deleted partition, and uses the number of partitions that the plane has, not its own setting."""
-    with TalkingEngine() as engine:
-        with bridging(plane, engine.watch):
-            engine.say(10)
-            settled(Log(plane), engine)
-        with_js(plane, lambda js: js.delete_stream(Layout(plane.name, 2).stream(0)))
+    with PublishingEngine() as engine:
+        with run_bridge(plane, engine.watch):
+            engine.publish_next(10)
+            wait_until_complete(Log(plane), engine)
+        run_with_jetstream(plane, lambda js: js.delete_stream(Layout(plane.name, 2).stream(0)))
         other = PlaneSettings(servers=plane.servers, name=plane.name, partitions=5)
-        with bridging(other, engine.watch) as bridge:
-            settled(Log(plane), engine)
+        with run_bridge(other, engine.watch) as bridge:
+            wait_until_complete(Log(plane), engine)
             assert len(bridge.status().partitions) == 2
 
 
 def test_a_bridge_that_cannot_know_purged_pages_begins_the_partition_again(plane: PlaneSettings) -> None:
     """Every reader ends in the same state, also one that had read all purged pages."""
-    with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as informed:
-        engine.say(30)
-        log = settled(Log(plane), engine)
+    with PublishingEngine() as engine, run_bridge(plane, engine.watch, name="knows") as informed:
+        engine.publish_next(30)
+        log = wait_until_complete(Log(plane), engine)
         engine.restart()
-        engine.say(30)
-        settled(log, engine)
+        engine.publish_next(30)
+        wait_until_complete(log, engine)
         partition = log.layout.partition_of("engine")
-        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition)))
-        with bridging(plane, engine.watch, name="does not"):
-            engine.say(30)
-            log.until(
+        run_with_jetstream(plane, lambda js: js.purge_stream(log.layout.stream(partition)))
+        with run_bridge(plane, engine.watch, name="does not"):
+            engine.publish_next(30)
+            log.wait_for(
                 "its reset record",
                 lambda log: any(isinstance(record, ResetRecord) for page in log.pages for record in page.records),
             )
-            engine.say(30)
-            settled(log, engine)
-            newcomer = settled(Log(plane), engine)
+            engine.publish_next(30)
+            wait_until_complete(log, engine)
+            newcomer = wait_until_complete(Log(plane), engine)
             incarnations = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert incarnations[0] == incarnations[1] > 1
             assert informed.status().invalid_records == 0
@@ -414,15 +421,15 @@ def test_a_partition_is_readable_if_its_first_page_is_present_or_a_replica_holds
             found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
         return found
 
-    assert with_js(plane, check_readability) == [True, False, False, True, False, True]
+    assert run_with_jetstream(plane, check_readability) == [True, False, False, True, False, True]
 
 
 def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSettings, tmp_path: Path) -> None:
-    with TalkingEngine() as engine:
-        with bridging(plane, engine.watch, name="first"):
-            engine.say(30)
-            log = settled(Log(plane), engine)
-        layout = with_js(plane, lambda js: find_plane(js, plane.name))
+    with PublishingEngine() as engine:
+        with run_bridge(plane, engine.watch, name="first"):
+            engine.publish_next(30)
+            log = wait_until_complete(Log(plane), engine)
+        layout = run_with_jetstream(plane, lambda js: find_plane(js, plane.name))
         assert layout is not None
 
         async def save_snapshots(js: JetStreamContext) -> None:
@@ -438,10 +445,10 @@ def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSe
                 assert found.position == state.position
                 assert await Snapshots(js, layout).load_state(partition, info._replace(stream_id="another life")) is None
 
-        with_js(plane, save_snapshots)
-        engine.say(30)
-        with bridging(plane, engine.watch, name="second"):
-            settled(log, engine)
+        run_with_jetstream(plane, save_snapshots)
+        engine.publish_next(30)
+        with run_bridge(plane, engine.watch, name="second"):
+            wait_until_complete(log, engine)
         assert log.numbers() == list(range(60))
         assert not [each for each in log.events if isinstance(each, Reset)]
         assert not any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
@@ -456,24 +463,24 @@ def test_a_bridge_waits_for_a_partition_that_it_must_not_create(tmp_path: Path) 
         admin = plane_at(server.url_of("admin:a"))
         names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
         with (
-            TalkingEngine(names[0]) as deleted,
-            TalkingEngine(names[1]) as other,
-            bridging(plane, deleted.watch, other.watch) as bridge,
+            PublishingEngine(names[0]) as deleted,
+            PublishingEngine(names[1]) as other,
+            run_bridge(plane, deleted.watch, other.watch) as bridge,
         ):
-            deleted.say(10)
-            other.say(10)
-            settled(Log(admin), deleted, other)
+            deleted.publish_next(10)
+            other.publish_next(10)
+            wait_until_complete(Log(admin), deleted, other)
             forbidden = {**bridges, "permissions": {"publish": {"deny": ["$JS.API.STREAM.CREATE.>"]}}}
             server.configure(authorization={"users": [forbidden, users[1]]})
             layout = Layout(plane.name, 2)
-            info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
-            with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
-            until("the fault", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
-            other.say(10)
-            deleted.say(10)
+            info = run_with_jetstream(admin, lambda js: js.stream_info(layout.stream(0)))
+            run_with_jetstream(admin, lambda js: js.delete_stream(layout.stream(0)))
+            wait_for("the fault", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
+            other.publish_next(10)
+            deleted.publish_next(10)
             log = Log(admin)
             log.states.pop(0)
-            log.until("the other partition", lambda log: len(log.numbers(names[1])) == 20)
-            with_js(admin, lambda js: js.add_stream(info.config))
-            settled(Log(admin), deleted, other)
-            until("no fault", lambda: not partition_of(bridge, names[0]).fault, SECONDS)
+            log.wait_for("the other partition", lambda log: len(log.numbers(names[1])) == 20)
+            run_with_jetstream(admin, lambda js: js.add_stream(info.config))
+            wait_until_complete(Log(admin), deleted, other)
+            wait_for("no fault", lambda: not partition_of(bridge, names[0]).fault, SECONDS)

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import paths
 from cli_cases import SECONDS, Program
-from metrics_reference import exported, listed
+from metrics_reference import exported, read_documented
 from nats_servers import nats_server, needs_nats
-from ports import quiet_port
-from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
-from service_cases import MODEL, Service, engine, serving, until
+from ports import reserve_port
+from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, count_scrapes, needs_prometheus
+from service_cases import MODEL, Service, engine, serving, wait_for
 
 pytestmark = needs_nats
 ROOT: Final = paths.ROOT
@@ -72,13 +72,13 @@ def run_plane(folder: Path) -> Iterator[Plane]:
     with ExitStack() as stack:
         server = stack.enter_context(nats_server(folder))
         one = stack.enter_context(engine())
-        port = quiet_port()
+        port = reserve_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
         limits = ("--partitions", 2, "--partition-size", "64MiB")
         source_options = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
         bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *source_options))
         # A replica with a shard exports the metrics of every replica, and more.
-        service_port = quiet_port()
+        service_port = reserve_port()
         shard = (
             "--port",
             service_port,
@@ -93,7 +93,7 @@ def run_plane(folder: Path) -> Iterator[Plane]:
         one.store(range(64))
         replica.exact("one", blocks=4)
         plane = Plane(replica, bridge, port)
-        until("a snapshot", lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in plane.exported())
+        wait_for("a snapshot", lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in plane.exported())
         yield plane
 
 
@@ -149,9 +149,9 @@ def test_metrics_of_a_plane_without_faults_have_values_without_faults(plane: Pla
 def test_the_reference_lists_the_exported_metrics(plane: Plane) -> None:
     """The reference has each metric with its help text and with the labels of its samples."""
     of_bridge, of_replica = map(exported, plane.read_metrics())
-    assert of_bridge == listed("Bridge")
-    of_service = listed("Service").keys()
-    assert {name: metric for name, metric in of_replica.items() if name not in of_service} == listed("Replica")
+    assert of_bridge == read_documented("Bridge")
+    of_service = read_documented("Service").keys()
+    assert {name: metric for name, metric in of_replica.items() if name not in of_service} == read_documented("Replica")
 
 
 # --- dashboard and alerts------------------------------------------------------------------------------------------------------
@@ -210,12 +210,12 @@ def start_prometheus(plane: Plane, home: Path) -> Iterator[Prometheus]:
         "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": targets}]}],
     }
     (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{quiet_port()}"
+    address = f"127.0.0.1:{reserve_port()}"
     command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")
         prometheus = Prometheus(f"http://{address}")
-        until("enough scrapes for a rate", lambda: scraped(prometheus) >= 3)
+        wait_for("enough scrapes for a rate", lambda: count_scrapes(prometheus) >= 3)
         yield prometheus
 
 
@@ -228,7 +228,7 @@ def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) 
 @needs_prometheus
 def test_every_panel_shows_data(plane: Plane, prometheus: Prometheus) -> None:
     for title, expression in find_expressions():
-        until(f"{title} to show data", lambda: prometheus.query(expression))  # noqa: B023 - called at once
+        wait_for(f"{title} to show data", lambda: prometheus.query(expression))  # noqa: B023 - called at once
 
 
 @needs_prometheus
@@ -239,9 +239,9 @@ def test_an_alert_fires_when_the_bridge_is_killed(tmp_path: Path) -> None:
         def firing() -> set[str]:
             return {labels["alertname"] for labels in prometheus.firing()}
 
-        until("no firing alert", lambda: not firing())
+        wait_for("no firing alert", lambda: not firing())
         plane.bridge.process.kill()
-        until("KveventsBridgeAbsent", lambda: "KveventsBridgeAbsent" in firing())
+        wait_for("KveventsBridgeAbsent", lambda: "KveventsBridgeAbsent" in firing())
         assert not firing() & {
             "KveventsPlaneUnreadable",
             "KveventsReplicaNotSynced",

@@ -14,16 +14,16 @@ import msgspec
 import pytest
 from nats.errors import Error as NatsError
 
-from bridge_cases import BridgeProcess, TalkingEngine, settled
+from bridge_cases import BridgeProcess, PublishingEngine, wait_until_complete
 from kvevents.plane.layout import Layout
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 from nats_servers import NatsCluster, nats_cluster, needs_nats
 from network_namespaces import Network, needs_networks, network
-from plane_cases import Log, Running
-from service_cases import MODEL, until
-from service_replica_digest_cases import Serving
+from plane_cases import Log, ThreadRunner
+from service_cases import MODEL, wait_for
+from service_replica_digest_cases import ReplicaRunner
 
 pytestmark = [needs_nats, needs_networks, pytest.mark.timeout(400)]
 SERVERS = NatsCluster.NAMES
@@ -49,7 +49,7 @@ def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-class ReplicaOnHost(Serving):
+class ReplicaOnHost(ReplicaRunner):
     """A replica on a host of its own."""
 
     def __init__(self, net: Network, host: str, plane: PlaneSettings) -> None:
@@ -71,7 +71,7 @@ class ReplicaOnHost(Serving):
 class Scene:
     """An engine beside the test, bridges and replicas on their hosts, and the log that they share."""
 
-    def __init__(self, net: Network, cluster: NatsCluster, engine: TalkingEngine, plane: PlaneSettings) -> None:
+    def __init__(self, net: Network, cluster: NatsCluster, engine: PublishingEngine, plane: PlaneSettings) -> None:
         self.net, self.cluster, self.engine, self.plane = net, cluster, engine, plane
         self.replicas: list[ReplicaOnHost] = []
         self.log = Log(plane)
@@ -84,7 +84,7 @@ class Scene:
     def wait_for_more(self) -> None:
         """Wait until more batches of the engine are in the log."""
         before = self._count_written()
-        until("more in the log", lambda: self._count_written() > before, SECONDS)
+        wait_for("more in the log", lambda: self._count_written() > before, SECONDS)
 
     def _count_written(self) -> int:
         with suppress(NatsError):  # the partition has no leader at the moment
@@ -93,8 +93,8 @@ class Scene:
 
     def wait_until_equal(self) -> None:
         """Wait until every replica holds what the engine holds; the log must contain each batch once."""
-        settled(self.log, self.engine)
-        until("every replica to equal the engine", self._are_equal, SECONDS)
+        wait_until_complete(self.log, self.engine)
+        wait_for("every replica to equal the engine", self._are_equal, SECONDS)
 
     def _are_equal(self) -> bool:
         return all(each.is_exact and each.digest == self.engine.truth.digest for each in self.replicas)
@@ -114,8 +114,8 @@ def run_scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[s
     )
     bind_endpoint = f"tcp://{net.address}:*"
     with ExitStack() as stack:
-        stack.callback(net.heal)
-        engine = stack.enter_context(TalkingEngine(endpoint=bind_endpoint, replay_endpoint=bind_endpoint, bind=True))
+        stack.callback(net.reconnect)
+        engine = stack.enter_context(PublishingEngine(endpoint=bind_endpoint, replay_endpoint=bind_endpoint, bind=True))
         publisher = engine.publisher
         registration = Registration(
             instance="one", endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint, model=MODEL
@@ -128,37 +128,37 @@ def run_scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[s
         running = Scene(net, cluster, engine, plane)
         running.replicas = [ReplicaOnHost(net, host, plane) for host in REPLICAS]
         for each in running.replicas:
-            stack.callback(Running(each).end)
-        with engine.talking(PACE):
-            until("replicas", lambda: all(each.is_exact for each in running.replicas), SECONDS)
+            stack.callback(ThreadRunner(each).end)
+        with engine.publish_continuously(PACE):
+            wait_for("replicas", lambda: all(each.is_exact for each in running.replicas), SECONDS)
         yield running
-        net.heal()
+        net.reconnect()
         running.wait_until_equal()
 
 
 def test_a_bridge_that_is_cut_off_is_reported_by_every_replica(net: Network, cluster: NatsCluster) -> None:
     """The bridge is cut off from servers and engines: no replica is EXACT until it returns, and then no batch is missing."""
-    with run_scene(net, cluster, "bridge", bridges=("b1",)) as running, running.engine.talking(PACE):
+    with run_scene(net, cluster, "bridge", bridges=("b1",)) as running, running.engine.publish_continuously(PACE):
         net.split("b1")
-        until(
+        wait_for(
             "every replica to be STALE",
             lambda: all(each.is_stale("no bridge that") for each in running.replicas),
             SECONDS,
         )
-        net.heal()
+        net.reconnect()
         running.wait_for_more()
 
 
 def test_a_replica_that_is_cut_off_reports_that_it_is_stale(net: Network, cluster: NatsCluster) -> None:
     """It reports STALE to clients that still reach it; the other replica is EXACT all the time."""
-    with run_scene(net, cluster, "replica", bridges=("b1",)) as running, running.engine.talking(PACE):
+    with run_scene(net, cluster, "replica", bridges=("b1",)) as running, running.engine.publish_continuously(PACE):
         first, second = running.replicas
         net.split(first.replica.name)
-        until("the replica to be STALE", lambda: first.trust == Trust.STALE, SECONDS)
+        wait_for("the replica to be STALE", lambda: first.trust == Trust.STALE, SECONDS)
         running.wait_for_more()
         assert second.is_exact
-        net.heal()
-        until("the replica to be EXACT again", lambda: first.is_exact, SECONDS)
+        net.reconnect()
+        wait_for("the replica to be EXACT again", lambda: first.is_exact, SECONDS)
 
 
 @pytest.mark.skipif("KVEVENTS_LONG" not in os.environ, reason="servers take a minute to elect again: `make partitions`")
@@ -167,12 +167,12 @@ def test_the_majority_continues_when_the_network_splits_in_two_halves(net: Netwo
 
     The majority continues under another leader, and every process of the minority reports that it cannot.
     """
-    with run_scene(net, cluster, "halves", bridges=BRIDGES) as running, running.engine.talking(PACE):
+    with run_scene(net, cluster, "halves", bridges=BRIDGES) as running, running.engine.publish_continuously(PACE):
         first, second = running.replicas
         net.split("b2", second.replica.name, running.leader)
-        until("the replica of the minority to be STALE", lambda: second.trust == Trust.STALE, SECONDS)
+        wait_for("the replica of the minority to be STALE", lambda: second.trust == Trust.STALE, SECONDS)
         running.wait_for_more()
-        until("the majority to be EXACT", lambda: first.is_exact, SECONDS)
+        wait_for("the majority to be EXACT", lambda: first.is_exact, SECONDS)
         assert second.trust == Trust.STALE
-        net.heal()
-        until("the minority to be EXACT", lambda: second.is_exact, SECONDS)
+        net.reconnect()
+        wait_for("the minority to be EXACT", lambda: second.is_exact, SECONDS)

@@ -78,7 +78,7 @@ def test_the_requests_of_the_guide_work(tmp_path: Path) -> None:
                 assert status in {"200", "201"}, (command, body)
                 answers.append(body)
                 if "/register" in command:
-                    service.holds(7, tokens, model_name="llama")
+                    service.wait_for_prefix(7, tokens, model_name="llama")
                     service.exact(7, blocks=1)
         assert answers[1:3] == blocks("json")[0].splitlines()
         assert "curl -N" in GUIDE.read_text()

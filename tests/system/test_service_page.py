@@ -22,8 +22,8 @@ from cli_cases import Program
 from cli_record_cases import serving as publishing_at
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from ports import quiet_port
-from publisher_cases import ANY, publishing
+from ports import reserve_port
+from publisher_cases import ANY, run_publisher
 
 pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's"),
@@ -50,13 +50,13 @@ def start_browser() -> Iterator[Chromium]:
 @pytest.fixture(name="page")
 def clean_page(browser: Chromium) -> Iterator[Chromium]:
     """Yield a wide, light window without a page; afterwards check that no dialog was opened and no other host was contacted."""
-    browser.look(*SIZES[0])
-    browser.forget()
+    browser.set_viewport(*SIZES[0])
+    browser.reset()
     yield browser
     browser.open("about:blank")
     assert browser.dialogs == []
-    assert {urlsplit(url).hostname for url in browser.requested} <= {"127.0.0.1", None}
-    assert {urlsplit(url).scheme for url in browser.requested} <= {"http", "data", "about"}
+    assert {urlsplit(url).hostname for url in browser.requested_urls} <= {"127.0.0.1", None}
+    assert {urlsplit(url).scheme for url in browser.requested_urls} <= {"http", "data", "about"}
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def console_errors(page: Chromium, *, expected: str = r"503 .*/readyz") -> list[
 
 
 def test_the_table_follows_an_engine(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         page.open(url)
         engine.publish(store_event(0, 4))
         page.wait(f"{cell_script(TRUST)} === 'EXACT' && {cell_script(BLOCKS)} === '4'")
@@ -136,7 +136,7 @@ def test_the_table_follows_an_engine(page: Chromium) -> None:
 
 def test_a_row_shows_tiers_and_a_wrong_block_size(page: Chromium) -> None:
     with (
-        publishing(endpoint=ANY, replay_endpoint=ANY) as engine,
+        run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine,
         serving(*worker_options(engine), "--block-size", 32) as (_, url),
     ):
         engine.publish(store_event(0, 4))
@@ -151,7 +151,7 @@ def test_a_row_shows_tiers_and_a_wrong_block_size(page: Chromium) -> None:
 
 def test_the_event_stream_updates_the_page_without_polling(page: Chromium) -> None:
     """The page cannot poll here: polling would show the change too, seconds later."""
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         page.open(url)
         wait_until_exact(page, lambda: engine.publish(EMPTY))
         page.block("*/v1/sources*")
@@ -160,7 +160,7 @@ def test_the_event_stream_updates_the_page_without_polling(page: Chromium) -> No
 
 
 def test_the_prompt_box_shows_how_much_each_worker_holds_on_which_tier(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         engine.publish(store_event(0, 2))
         engine.publish(store_event(2, 1, medium="CPU"))
         page.open(url)
@@ -233,7 +233,7 @@ def test_an_error_is_shown_with_its_message_and_its_hint(page: Chromium) -> None
 
 
 def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         engine.publish(store_event(0, 1))
         page.open(url)
         page.wait(f"{cell_script(BLOCKS)} === '1'")
@@ -248,8 +248,8 @@ def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None
 
 
 def test_the_page_shows_when_the_connection_was_lost_and_reconnects(page: Chromium) -> None:
-    port = quiet_port()
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine:
+    port = reserve_port()
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine:
         engine.publish(store_event(0, 2))
         with Program("serve", "--port", port, *worker_options(engine)) as service:
             service.err.wait("listening at http")
@@ -272,7 +272,7 @@ def test_the_page_prompts_for_a_token_if_the_service_requires_one(page: Chromium
     config = tmp_path / "fleet.toml"
     config.write_text(f'[[access.tokens]]\nrole = "read"\ntoken = "{token}"\n')
     with (
-        publishing(endpoint=ANY, replay_endpoint=ANY) as engine,
+        run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine,
         serving("--config", config, *worker_options(engine)) as (_, url),
     ):
         engine.publish(store_event(0, 2))
@@ -294,8 +294,8 @@ def test_the_page_prompts_for_a_token_if_the_service_requires_one(page: Chromium
 def test_the_page_fits_wide_and_narrow_windows_in_light_and_dark(
     page: Chromium, width: int, height: int, *, dark: bool
 ) -> None:
-    page.look(width, height, dark=dark)
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+    page.set_viewport(width, height, dark=dark)
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         engine.publish(store_event(0, 4))
         page.open(url)
         page.wait(f"{cell_script(BLOCKS)} === '4'")

@@ -6,9 +6,9 @@ import re
 import socket
 from collections import Counter
 
-from cli_cases import refusing
+from cli_cases import refuse_connections
 from kvevents.publisher import PublisherSettings
-from service_cases import BLOCK, engines, prompt, serving, until
+from service_cases import BLOCK, engines, prompt, serving, wait_for
 
 SOURCES = 200
 ROUNDS = 10
@@ -37,7 +37,7 @@ def test_two_hundred_sources_are_exact() -> None:
                 for key, each in found.items()
             )
 
-        until("all sources", are_all_exact, 40)
+        wait_for("all sources", are_all_exact, 40)
         assert {key: each["batches"] for key, each in service.sources().items()} == {
             key: each.last_seq + 1 for key, each in engines_by_key.items()
         }
@@ -59,7 +59,7 @@ def test_two_hundred_sources_are_exact() -> None:
 
 
 def test_an_unreachable_source_is_reported_at_once_and_logged_only_once() -> None:
-    with refusing() as endpoint, serving() as service:
+    with refuse_connections() as endpoint, serving() as service:
         for number in range(20):
             assert service.register(f"dead-{number}", endpoint).status == 201
         assert service.register("lost", "tcp://no-such-host.invalid:5557").status == 201
@@ -67,12 +67,12 @@ def test_an_unreachable_source_is_reported_at_once_and_logged_only_once() -> Non
         def count_reasons(text: str) -> int:
             return sum(text in each["trust"]["reason"] for each in service.sources().values())
 
-        until("refused connections", lambda: count_reasons(f"nothing listens at {endpoint}") == 20, 5)
-        until("the unknown host name", lambda: count_reasons("no-such-host.invalid does not resolve") == 1, 5)
+        wait_for("refused connections", lambda: count_reasons(f"nothing listens at {endpoint}") == 20, 5)
+        wait_for("the unknown host name", lambda: count_reasons("no-such-host.invalid does not resolve") == 1, 5)
         assert {each["trust"]["state"] for each in service.sources().values()} == {"CONNECTING"}
         assert all(each["fault"] for each in service.sources().values())
         # Attempts continue, with growing pauses; the log has only the first one.
-        until("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
+        wait_for("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
         assert len(service.log_lines("dead-7 rank 0: nothing listens")) == 1
         assert len(service.log_lines("lost rank 0: the name")) == 1
 
@@ -81,4 +81,4 @@ def test_a_port_of_another_protocol_is_reported() -> None:
     """The port accepts connections but sends no ZeroMQ greeting; libzmq alone would wait without a message."""
     with socket.create_server(("127.0.0.1", 0)) as listener, serving() as service:
         assert service.register("web", f"tcp://127.0.0.1:{listener.getsockname()[1]}").status == 201
-        until("a reason", lambda: "accepts connections and sends nothing" in service.source("web")["trust"]["reason"])
+        wait_for("a reason", lambda: "accepts connections and sends nothing" in service.source("web")["trust"]["reason"])

@@ -17,9 +17,9 @@ import pytest
 from kvevents.plane.layout import Layout
 from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement, plan_queries
 from nats_servers import NatsServer, nats_server, needs_nats
-from plane_cases import bridging, plane_at
-from ports import quiet_port
-from service_cases import MODEL, Client, Service, engines, serving, until
+from plane_cases import plane_at, run_bridge
+from ports import reserve_port
+from service_cases import MODEL, Client, Service, engines, serving, wait_for
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
@@ -69,8 +69,8 @@ class Shards(NamedTuple):
             counts = [sum(partition in announcement.held for announcement in found.values()) for partition in range(PARTITIONS)]
             return found if set(counts) == {2} else None
 
-        before = until("two replicas to hold each partition", announcements_if_held_twice)
-        until(
+        before = wait_for("two replicas to hold each partition", announcements_if_held_twice)
+        wait_for(
             "all replicas to read the announcements",
             lambda: all(announcement.counter > before[name].counter + 1 for name, announcement in self.announcements().items()),
         )
@@ -84,7 +84,7 @@ class Shards(NamedTuple):
             queried = list(plan_queries(name, set(range(PARTITIONS)).difference(announcement[name].held), others)[0])
             return queried[0] if len(queried) == 1 else None
 
-        return until("one replica with all other partitions", read)
+        return wait_for("one replica with all other partitions", read)
 
     def metric_value(self, name: str, metric: str) -> float:
         """Return the value of a metric of one replica."""
@@ -100,16 +100,16 @@ def start_shards(tmp_path: Path) -> Iterator[Shards]:
         server = stack.enter_context(nats_server(tmp_path))
         running = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(running)]
-        stack.enter_context(bridging(plane_at(server.url, partitions=PARTITIONS), *watches))
+        stack.enter_context(run_bridge(plane_at(server.url, partitions=PARTITIONS), *watches))
         for each_engine, tokens in zip(running, EXPECTED_TOKENS.values(), strict=True):
             each_engine.store(PROMPT[:tokens])
         services: dict[str, Service] = {}
         for name in NAMES:
-            port = quiet_port()
+            port = reserve_port()
             shard = ("--shard-url", f"http://127.0.0.1:{port}", "--replication-factor", 2)
             services[name] = stack.enter_context(serving("--nats", server.url, "--replica-name", name, "--port", port, *shard))
         for each in services.values():
-            each.ready()
+            each.wait_until_ready()
         found = Shards(server, services)
         found.settle()
         yield found
@@ -137,7 +137,7 @@ class QueryingClient:
     def wait_for_answers(self) -> None:
         """Wait until `MIN_ANSWERS` more queries were answered."""
         min_answers = self.answers + MIN_ANSWERS
-        until("answers", lambda: self.answers >= min_answers or not self._thread.is_alive())
+        wait_for("answers", lambda: self.answers >= min_answers or not self._thread.is_alive())
         assert self._thread.is_alive()
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ def test_every_answer_is_complete_while_a_replica_hangs(shards: Shards) -> None:
     with query_all_the_time(shards, *(name for name in NAMES if shards.services[name] is not hung)) as clients:
         hung.program.process.send_signal(signal.SIGSTOP)
         try:
-            until("a failed query", lambda: shards.metric_value("a", FAILURES) > before)
+            wait_for("a failed query", lambda: shards.metric_value("a", FAILURES) > before)
             for each in clients:
                 each.wait_for_answers()
         finally:
@@ -185,7 +185,7 @@ def test_every_answer_is_complete_after_a_replica_is_killed(shards: Shards) -> N
     with query_all_the_time(shards, *remaining) as clients:
         shards.services[killed].kill()
         for name in remaining:
-            until("the killed replica to be removed", lambda: shards.metric_value(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
+            wait_for("the killed replica to be removed", lambda: shards.metric_value(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
         for each in clients:
             each.wait_for_answers()
     assert [shards.metric_value(name, "kvevents_shard_incomplete_answers_total") for name in remaining] == [0, 0]

@@ -18,14 +18,14 @@ from index_cases import (
     Engine,
     Stream,
     Traffic,
-    answer,
     blocks_of,
     cleared,
+    count_orphans,
     encode_in_dialect,
     namespace,
     removal,
     store,
-    waiting_of,
+    tokens_by_level,
 )
 from index_keys import Scope
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
@@ -92,9 +92,9 @@ def has_digests(event: KVEvent) -> bool:
 def check_equal(one: PrefixIndex, other: PrefixIndex, prompts: Sequence[Prompt]) -> None:
     assert blocks_of(one, WORKER) == blocks_of(other, WORKER)
     assert one.digest(WORKER) == other.digest(WORKER)
-    assert waiting_of(one) == waiting_of(other)
+    assert count_orphans(one) == count_orphans(other)
     for tokens, scope in prompts:
-        assert answer(one.match(tokens, namespace(scope))) == answer(other.match(tokens, namespace(scope)))
+        assert tokens_by_level(one.match(tokens, namespace(scope))) == tokens_by_level(other.match(tokens, namespace(scope)))
 
 
 def check_cuts(
@@ -134,7 +134,7 @@ def draw_batches(choices: Choices, hashing: str | None = None) -> tuple[Stream, 
     adversary.streams = [stream]
     stream.hashing = hashing or stream.hashing
     batches = []
-    while not choices.over:
+    while not choices.is_used_up:
         batches.append(adversary._batch(stream, [adversary._event(stream) for _ in range(1 + choices.byte() % 3)]))
     return stream, adversary, batches
 
@@ -501,7 +501,7 @@ def test_groups_without_blocks_stay_in_the_snapshot() -> None:
     snapshot = encode_collapsed(compact(first))
     assert snapshot is not None
     complete_index, joined = make_index([*first, later]), make_index([snapshot, later])
-    assert answer(complete_index.match([1, 2, 3])) == answer(joined.match([1, 2, 3])) == {}
+    assert tokens_by_level(complete_index.match([1, 2, 3])) == tokens_by_level(joined.match([1, 2, 3])) == {}
     check_equal(complete_index, joined, [([1, 2, 3], Scope())])
 
 

@@ -28,9 +28,9 @@ from wire_cases import (
     batch_of,
     batches_of,
     events_of,
+    make_store,
     msgpack_values,
     pack,
-    stored,
 )
 
 ROWS = dialects()
@@ -109,7 +109,7 @@ def test_every_batch_of_a_real_engine_is_decoded_and_encoded_unchanged() -> None
 @pytest.mark.parametrize("encoded_as", ["data_parallel_rank", "attn_dp_rank"])
 def test_the_rank_of_a_map_batch_is_decoded(encoded_as: str, rank: int | None) -> None:
     """This includes rank 0."""
-    decoded = decode_batch(pack({"ts": 1.5, "events": [stored()], encoded_as: rank}))
+    decoded = decode_batch(pack({"ts": 1.5, "events": [make_store()], encoded_as: rank}))
     assert decoded.batch == KVEventBatch(1.5, [GOOD], rank)
     assert decoded.rejected == ()
 
@@ -119,7 +119,9 @@ def test_the_rank_field_that_is_not_nil_is_used() -> None:
     assert decode_batch(both).batch.data_parallel_rank == 0
 
 
-@pytest.mark.parametrize("form", [stored(), ["BlockStored", [11], None, [1, 2], 2, None, "GPU", None]], ids=["map", "array"])
+@pytest.mark.parametrize(
+    "form", [make_store(), ["BlockStored", [11], None, [1, 2], 2, None, "GPU", None]], ids=["map", "array"]
+)
 @pytest.mark.parametrize("more", [[], [0], [0, "more"], [0, {"x": [1]}, 2, 3]])
 def test_a_batch_can_have_more_than_two_elements(form: Any, more: list[Any]) -> None:
     decoded = decode_batch(pack([1.5, [form], *more]))
@@ -144,7 +146,7 @@ def test_a_timestamp_is_converted_to_seconds(sent: float, seconds: float) -> Non
 
 @pytest.mark.parametrize("sent", [math.nan, math.inf, -math.inf, -1.0, 1e300, 2**64 - 1, "now", None, True, [1], b"1"])
 def test_an_invalid_timestamp_is_rejected_without_losing_events(sent: Any) -> None:
-    decoded = decode_batch(pack([sent, [stored()], 3]))
+    decoded = decode_batch(pack([sent, [make_store()], 3]))
     assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
     assert rejected_reasons(decoded) == [(None, "bad-timestamp")]
     assert not any(rejected.loses_events for rejected in decoded.rejected)
@@ -152,7 +154,7 @@ def test_an_invalid_timestamp_is_rejected_without_losing_events(sent: Any) -> No
 
 @pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
 def test_an_invalid_rank_is_rejected_without_losing_events(rank: Any) -> None:
-    decoded = decode_batch(pack([1.5, [stored()], rank]))
+    decoded = decode_batch(pack([1.5, [make_store()], rank]))
     assert decoded.batch == KVEventBatch(1.5, [GOOD])
     assert rejected_reasons(decoded) == [(None, "bad-rank")]
 
@@ -184,7 +186,7 @@ def test_a_payload_that_is_not_a_batch_is_rejected(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\x93", b"\xc1", b"\x92\xcb\x00", batch_of(stored())[:-3], batch_of(stored()) + b"\0"]
+    "payload", [b"", b"\x93", b"\xc1", b"\x92\xcb\x00", batch_of(make_store())[:-3], batch_of(make_store()) + b"\0"]
 )
 def test_a_truncated_or_corrupt_payload_is_rejected_as_a_whole(payload: bytes) -> None:
     decoded = decode_batch(payload)
@@ -197,7 +199,7 @@ def test_a_truncated_or_corrupt_payload_is_rejected_as_a_whole(payload: bytes) -
 
 
 def test_unknown_map_fields_are_stored_by_name() -> None:
-    event = decode_one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
+    event = decode_one(batch_of(make_store(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
     assert event.unknown_fields == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
     event.unknown_fields = None
     assert event == GOOD
@@ -239,19 +241,19 @@ def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
 
 def test_block_keys_are_unsigned_and_limited() -> None:
     limit = WireLimits().max_hashes
-    assert decode_one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
-    (rejected,) = decode_batch(batch_of(stored(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
+    assert decode_one(batch_of(make_store(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
+    (rejected,) = decode_batch(batch_of(make_store(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
     assert rejected.reason == "too-many-hashes"
 
 
 def test_unknown_fields_are_encoded_again_in_map_events() -> None:
-    payload = batch_of(stored(tier="L5"), {"type": "AllBlocksCleared", "scope": [1]})
+    payload = batch_of(make_store(tier="L5"), {"type": "AllBlocksCleared", "scope": [1]})
     assert encode_batch(decode_batch(payload).batch, dialect_for("vllm")) == payload
     assert encode_batch(decode_batch(payload).batch) == payload
 
 
 def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
-    event = decode_one(batch_of(stored(unknown_fields={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
+    event = decode_one(batch_of(make_store(unknown_fields={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
     assert event.block_digests is event.parent_block_digest is None
     assert event.unknown_fields == {
         "unknown_fields": {"a": 1},
@@ -261,7 +263,7 @@ def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
 
 
 def test_unknown_event_types_are_rejected_with_their_name() -> None:
-    decoded = decode_batch(batch_of(stored(), {"type": "BlockTransferred", "x": 1}, ["BlockTransferred", 1], stored()))
+    decoded = decode_batch(batch_of(make_store(), {"type": "BlockTransferred", "x": 1}, ["BlockTransferred", 1], make_store()))
     assert decoded.batch.events == [GOOD, GOOD]
     assert rejected_reasons(decoded) == [(1, "unknown-tag"), (2, "unknown-tag")]
     assert "BlockTransferred" in decoded.rejected[0].detail
@@ -272,7 +274,7 @@ def test_unknown_event_types_are_rejected_with_their_name() -> None:
 )
 @pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
 def test_hashes_are_unsigned(sent: int, canonical: int, more: dict[str, Any]) -> None:
-    event = decode_one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
+    event = decode_one(batch_of(make_store(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
     assert event.block_hashes == [canonical, 7]
     assert event.parent_block_hash == canonical
     removed = decode_one(batch_of({"type": "BlockRemoved", "block_hashes": [sent], "medium": "GPU"} | more))
@@ -281,7 +283,7 @@ def test_hashes_are_unsigned(sent: int, canonical: int, more: dict[str, Any]) ->
 
 def test_byte_hashes_are_shortened_as_vllm_does() -> None:
     digest, parent = bytes(range(32)), bytes(range(100, 132))
-    event = decode_one(batch_of(stored(block_hashes=[digest], parent_block_hash=parent)))
+    event = decode_one(batch_of(make_store(block_hashes=[digest], parent_block_hash=parent)))
     assert event.block_hashes == [int.from_bytes(digest[-8:], "big")]
     assert event.block_digests == [digest]
     assert event.parent_block_hash == int.from_bytes(parent[-8:], "big")
@@ -289,39 +291,43 @@ def test_byte_hashes_are_shortened_as_vllm_does() -> None:
 
 
 def test_hashes_of_both_kinds_in_one_event_have_no_digests() -> None:
-    event = decode_one(batch_of(stored(block_hashes=[3, b"\0" * 8])))
+    event = decode_one(batch_of(make_store(block_hashes=[3, b"\0" * 8])))
     assert event.block_hashes == [3, 0]
     assert event.block_digests is None
 
 
 def test_a_parent_of_zero_is_a_hash() -> None:
-    assert decode_one(batch_of(stored(parent_block_hash=0))).parent_block_hash == 0
-    assert decode_one(batch_of(stored(parent_block_hash=0, unknown=1))).parent_block_hash == 0
+    assert decode_one(batch_of(make_store(parent_block_hash=0))).parent_block_hash == 0
+    assert decode_one(batch_of(make_store(parent_block_hash=0, unknown=1))).parent_block_hash == 0
 
 
 def test_parent_zero_means_no_parent_in_an_event_that_llm_d_wraps() -> None:
     arrays = ["BlockStored", [11], 0, [1, 2], 2, None, "GPU", None]
-    decoded = decode_batch(pack([1.5, [pack(stored(parent_block_hash=0)), pack(arrays), pack(["BlockRemoved", [11], "GPU"])]]))
+    decoded = decode_batch(
+        pack([1.5, [pack(make_store(parent_block_hash=0)), pack(arrays), pack(["BlockRemoved", [11], "GPU"])]])
+    )
     assert decoded.rejected == ()
     assert decoded.batch == KVEventBatch(1.5, [GOOD, GOOD, BlockRemoved([11], "GPU")])
 
 
-@pytest.mark.parametrize("event", [pack(pack(stored())), b"", b"\xc1", pack(5), pack(stored())[:-1], pack(stored()) + b"\0"])
+@pytest.mark.parametrize(
+    "event", [pack(pack(make_store())), b"", b"\xc1", pack(5), pack(make_store())[:-1], pack(make_store()) + b"\0"]
+)
 def test_an_invalid_wrapped_event_is_rejected_alone(event: bytes) -> None:
-    decoded = decode_batch(batch_of(stored(), event, pack(stored())))
+    decoded = decode_batch(batch_of(make_store(), event, pack(make_store())))
     assert decoded.batch.events == [GOOD, GOOD]
     assert [entry.index for entry in decoded.rejected] == [1]
 
 
 def test_token_pairs_of_sglang_with_eagle_are_decoded() -> None:
     expected = [(100, 101), (101, 102)]
-    assert decode_one(batch_of(stored(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
-    assert decode_one(batch_of(stored(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
+    assert decode_one(batch_of(make_store(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
+    assert decode_one(batch_of(make_store(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
 
 
 def test_token_ids_of_tensorrt_llm_are_converted_from_strings() -> None:
     event = decode_one(
-        batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}]))
+        batch_of(make_store(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}]))
     )
     assert event.token_ids == [100, 7, 0]
     assert event.unknown_fields == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
@@ -331,15 +337,19 @@ def test_token_ids_of_tensorrt_llm_are_converted_from_strings() -> None:
     "token", ["", "-1", "1.5", "१२", "9" * 21, "9" * 20, "9" * 100_000, [1], [1, 2, 3], [1, "2"], None, 1.0]
 )
 def test_an_invalid_token_id_rejects_its_event(token: Any) -> None:
-    decoded = decode_batch(batch_of(stored(), stored(token_ids=[token]), stored()))
+    decoded = decode_batch(batch_of(make_store(), make_store(token_ids=[token]), make_store()))
     assert decoded.batch.events == [GOOD, GOOD]
     assert rejected_reasons(decoded) == [(1, "bad-field")]
 
 
 def test_extra_keys_of_every_kind_that_vllm_sends_are_decoded() -> None:
     sent = [["lora", ["image", -3], "salt", b"\1" * 32], None, []]
-    assert decode_one(batch_of(stored(extra_keys=sent))).extra_keys == [("lora", ["image", -3], "salt", b"\1" * 32), None, ()]
-    assert decode_one(batch_of(stored(extra_keys=[["lora", ["image", 3]]]))).extra_keys == [("lora", ["image", 3])]
+    assert decode_one(batch_of(make_store(extra_keys=sent))).extra_keys == [
+        ("lora", ["image", -3], "salt", b"\1" * 32),
+        None,
+        (),
+    ]
+    assert decode_one(batch_of(make_store(extra_keys=[["lora", ["image", 3]]]))).extra_keys == [("lora", ["image", 3])]
 
 
 # --- Mooncake RFC #1527 ----------------------------------------------------------------------------------------------------
@@ -395,7 +405,7 @@ def test_a_mooncake_clear_is_decoded(more: dict[str, Any]) -> None:
 
 
 def test_a_vllm_event_can_have_an_unknown_field_event_type() -> None:
-    event = decode_one(batch_of(stored(event_type="prefill")))
+    event = decode_one(batch_of(make_store(event_type="prefill")))
     assert event.unknown_fields == {"event_type": "prefill"}
 
 
@@ -408,11 +418,11 @@ def test_an_invalid_event_is_rejected_alone(bad: bytes, reason: str) -> None:
         b"\x93\xcb"
         + b"\0" * 8
         + b"\x95"
-        + pack(stored())
+        + pack(make_store())
         + bad
         + pack(["BlockRemoved", [5], "GPU"])
         + bad
-        + pack(stored())
+        + pack(make_store())
         + b"\x03"
     )
     decoded = decode_batch(payload)
@@ -424,14 +434,14 @@ def test_an_invalid_event_is_rejected_alone(bad: bytes, reason: str) -> None:
 
 def test_a_deeply_nested_event_is_rejected_alone_in_a_map_batch() -> None:
     bomb = pack({"type": "AllBlocksCleared", "x": 0})[:-1] + b"\x91" * 5_000 + b"\x01"
-    payload = b"\x82\xa2ts\x01\xa6events\x93" + pack(stored()) + bomb + pack(stored())
+    payload = b"\x82\xa2ts\x01\xa6events\x93" + pack(make_store()) + bomb + pack(make_store())
     decoded = decode_batch(payload)
     assert decoded.batch == KVEventBatch(1.0, [GOOD, GOOD])
     assert rejected_reasons(decoded) == [(1, "too-deep")]
 
 
 def test_both_decoders_use_the_last_of_equal_keys() -> None:
-    twice = b"\x89" + pack(stored())[1:] + pack("medium") + pack("CPU")
+    twice = b"\x89" + pack(make_store())[1:] + pack("medium") + pack("CPU")
     decoded = decode_batch(batch_of()[:10] + b"\x91" + twice + b"\x00")
     assert decoded.batch.events[0].medium == "CPU"  # type: ignore[union-attr]
     assert decode_tolerant(batch_of()[:10] + b"\x91" + twice + b"\x00", DEFAULT_WIRE_LIMITS)[0] == decoded.batch
@@ -453,7 +463,7 @@ def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
 
 
 def test_a_payload_above_the_limit_of_bytes_is_rejected() -> None:
-    payload = batch_of(stored())
+    payload = batch_of(make_store())
     refused = decode_batch(payload, WireLimits(max_payload_bytes=len(payload) - 1))
     assert rejected_reasons(refused) == [(None, "oversized")]
     assert refused.dialect is None
@@ -461,7 +471,7 @@ def test_a_payload_above_the_limit_of_bytes_is_rejected() -> None:
 
 
 def test_a_batch_above_the_limit_of_events_is_rejected() -> None:
-    payload = batch_of(stored(), stored(), stored())
+    payload = batch_of(make_store(), make_store(), make_store())
     assert rejected_reasons(decode_batch(payload, WireLimits(max_events=2))) == [(None, "too-many-events")]
     assert len(decode_batch(payload, WireLimits(max_events=3)).batch.events) == 3
 
@@ -469,45 +479,49 @@ def test_a_batch_above_the_limit_of_events_is_rejected() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        stored(block_hashes=[1, 2, 3]),
+        make_store(block_hashes=[1, 2, 3]),
         ["BlockRemoved", [1, 2, 3]],
-        stored(extra_keys=[None] * 3),
-        stored(lookahead_token_ids=[[]] * 3),
+        make_store(extra_keys=[None] * 3),
+        make_store(lookahead_token_ids=[[]] * 3),
     ],
 )
 def test_an_event_above_the_limit_of_hashes_is_rejected(event: Any) -> None:
     """The tolerant decoder applies the limit to other fields with one entry per block, too."""
     bound = WireLimits(max_hashes=2)
-    decoded = decode_batch(batch_of(stored(unknown=1), event, b""), bound)
+    decoded = decode_batch(batch_of(make_store(unknown=1), event, b""), bound)
     assert rejected_reasons(decoded)[0] == (1, "too-many-hashes")
     assert len(decode_batch(batch_of(event), WireLimits(max_hashes=3)).batch.events) == 1
 
 
 def test_an_event_above_the_limit_of_fields_is_rejected() -> None:
-    decoded = decode_batch(batch_of(stored(), stored(a=1, b=2), ["AllBlocksCleared"] + [1] * 10), WireLimits(max_fields=9))
+    decoded = decode_batch(
+        batch_of(make_store(), make_store(a=1, b=2), ["AllBlocksCleared"] + [1] * 10), WireLimits(max_fields=9)
+    )
     assert decoded.batch.events == [GOOD]
     assert rejected_reasons(decoded) == [(1, "too-many-fields"), (2, "too-many-fields")]
-    assert rejected_reasons(decode_batch(pack([1.5, [stored(x=1)], *range(8)]), WireLimits(max_fields=9))) == [
+    assert rejected_reasons(decode_batch(pack([1.5, [make_store(x=1)], *range(8)]), WireLimits(max_fields=9))) == [
         (None, "not-a-batch")
     ]
 
 
 def test_the_limit_of_free_form_bytes_holds_for_the_whole_batch() -> None:
-    decoded = decode_batch(batch_of(stored(a="x" * 30), stored(a="x" * 30), stored(a="x")), WireLimits(max_free_form_bytes=50))
+    decoded = decode_batch(
+        batch_of(make_store(a="x" * 30), make_store(a="x" * 30), make_store(a="x")), WireLimits(max_free_form_bytes=50)
+    )
     assert len(decoded.batch.events) == 2
     assert rejected_reasons(decoded) == [(1, "oversized")]
-    keys = stored(extra_keys=[["x" * 60]], more=1)
+    keys = make_store(extra_keys=[["x" * 60]], more=1)
     assert rejected_reasons(decode_batch(batch_of(keys), WireLimits(max_free_form_bytes=50))) == [(0, "oversized")]
 
 
 def test_an_event_above_the_limit_of_nesting_is_rejected() -> None:
-    nested = stored(a=[[["x"]]], extra_keys=[[["m", [b"5"]]]])
+    nested = make_store(a=[[["x"]]], extra_keys=[[["m", [b"5"]]]])
     assert len(decode_batch(batch_of(nested), WireLimits(max_nesting=5)).batch.events) == 1
     assert rejected_reasons(decode_batch(batch_of(nested), WireLimits(max_nesting=3))) == [(0, "too-deep")]
 
 
 def test_rejected_events_above_the_limit_are_only_counted() -> None:
-    decoded = decode_batch(batch_of(*[None] * 10, stored()), WireLimits(max_rejected=4))
+    decoded = decode_batch(batch_of(*[None] * 10, make_store()), WireLimits(max_rejected=4))
     assert decoded.batch.events == [GOOD]
     assert [entry.reason for entry in decoded.rejected] == ["malformed"] * 4 + ["more"]
     assert sum(entry.count for entry in decoded.rejected) == 10
@@ -516,7 +530,7 @@ def test_rejected_events_above_the_limit_are_only_counted() -> None:
 def test_a_large_payload_is_decoded_like_a_small_one() -> None:
     """Above 1 MiB every declared length is checked before memory is allocated."""
     tokens = list(range(400_000))
-    payload = batch_of(stored(token_ids=tokens), stored())
+    payload = batch_of(make_store(token_ids=tokens), make_store())
     assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is None
     decoded = decode_batch(payload)
     assert decoded.rejected == ()
@@ -554,9 +568,9 @@ def test_colliding_keys_have_one_hash() -> None:
 
 
 HOSTILE = {
-    "unknown field": lambda bomb: pack(stored(new=0))[:-1] + bomb,
-    "extra keys": lambda bomb: pack(stored(extra_keys=0))[:-1] + b"\x91\x91" + bomb,
-    "our own name": lambda bomb: pack(stored(unknown_fields=0))[:-1] + bomb,
+    "unknown field": lambda bomb: pack(make_store(new=0))[:-1] + bomb,
+    "extra keys": lambda bomb: pack(make_store(extra_keys=0))[:-1] + b"\x91\x91" + bomb,
+    "our own name": lambda bomb: pack(make_store(unknown_fields=0))[:-1] + bomb,
     "event": lambda bomb: bomb,
     "tag": lambda bomb: b"\x91" + bomb,
 }
@@ -570,7 +584,7 @@ def test_keys_with_one_hash_do_not_take_quadratic_time(place: Any) -> None:
     """
 
     def seconds(keys: bytes) -> float:
-        payload = batch_of()[:10] + b"\x92" + pack(stored()) + place(keys) + b"\x00"
+        payload = batch_of()[:10] + b"\x92" + pack(make_store()) + place(keys) + b"\x00"
         durations = []
         for _ in range(3):
             began = time.thread_time()
@@ -589,7 +603,7 @@ def test_a_few_megabytes_of_empty_lists_do_not_become_gigabytes(field: str) -> N
     lists = b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     tracemalloc.start()
     try:
-        decoded = decode_batch(batch_of()[:10] + b"\x91" + pack(stored(**{field: 0}))[:-1] + lists + b"\x00")
+        decoded = decode_batch(batch_of()[:10] + b"\x91" + pack(make_store(**{field: 0}))[:-1] + lists + b"\x00")
         assert tracemalloc.get_traced_memory()[1] < 4 * count
     finally:
         tracemalloc.stop()
@@ -640,7 +654,7 @@ def test_arbitrary_msgpack_never_raises(value: Any) -> None:
         pack(value),
         pack([1.5, value]),
         pack([1.5, [value], 0]),
-        pack([value, [stored()], value]),
+        pack([value, [make_store()], value]),
         pack({"ts": value, "events": [value]}),
     ):
         check_result(decode_batch(payload))
@@ -688,7 +702,7 @@ def test_valid_events_are_decoded_beside_any_other_values(items: list[tuple[Any,
 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=4))
 def test_any_value_in_any_field_rejects_at_most_its_event(fields: dict[str, Any]) -> None:
-    decoded = decode_batch(batch_of(stored(), stored(**fields), stored()))
+    decoded = decode_batch(batch_of(make_store(), make_store(**fields), make_store()))
     assert decoded.batch.events[0] == decoded.batch.events[-1] == GOOD
     assert len(decoded.batch.events) + len(decoded.rejected) == 3
     check_result(decoded)
@@ -696,15 +710,15 @@ def test_any_value_in_any_field_rejects_at_most_its_event(fields: dict[str, Any]
 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=3))
 def test_the_tolerant_decoder_agrees_with_the_fast_one(fields: dict[str, Any]) -> None:
-    payload = batch_of(stored(**fields))
+    payload = batch_of(make_store(**fields))
     fast = decode_fast(payload, DEFAULT_WIRE_LIMITS)
     if fast is not None:
         assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (fast, ())
 
 
 def test_the_repr_of_a_result_is_one_line() -> None:
-    assert repr(decode_batch(batch_of(stored(), None))) == "<Decoded 1 events, 1 rejected, dialect None>"
-    assert repr(decode_batch(batch_of(stored()))) == "<Decoded 1 events, 0 rejected, dialect vllm-0.24.0>"
+    assert repr(decode_batch(batch_of(make_store(), None))) == "<Decoded 1 events, 1 rejected, dialect None>"
+    assert repr(decode_batch(batch_of(make_store()))) == "<Decoded 1 events, 0 rejected, dialect vllm-0.24.0>"
 
 
 SKIPPED: dict[str, Any] = {
@@ -719,7 +733,7 @@ SKIPPED: dict[str, Any] = {
 def test_fields_of_skipped_blocks_are_decoded(more: dict[str, Any]) -> None:
     """The hash can be a signed number or a digest, with many tokens; encoding and decoding again gives the same event."""
     for parent in (2**64 - 3, -3, b"\x01" * 24 + (2**64 - 3).to_bytes(8, "big")):
-        decoded = decode_batch(batch_of(stored(**SKIPPED | {"skipped_parent_block_hash": parent}, **more)))
+        decoded = decode_batch(batch_of(make_store(**SKIPPED | {"skipped_parent_block_hash": parent}, **more)))
         assert decoded.rejected == ()
         (event,) = decoded.batch.events
         assert isinstance(event, BlockStored)
@@ -728,7 +742,7 @@ def test_fields_of_skipped_blocks_are_decoded(more: dict[str, Any]) -> None:
         assert event.skipped_extra_keys == [("adapter", ["image", 3]), None]
         assert event.unknown_fields == (more or None)
         assert decode_batch(encode_batch(decoded.batch)).batch.events == [event]
-    many = decode_batch(batch_of(stored(skipped_token_ids=list(range(200_000)), **more)))
+    many = decode_batch(batch_of(make_store(skipped_token_ids=list(range(200_000)), **more)))
     (event,) = many.batch.events
     assert isinstance(event, BlockStored)
     assert (event.skipped_token_ids, many.rejected) == (list(range(200_000)), ())
@@ -748,7 +762,7 @@ def test_fields_of_skipped_blocks_are_decoded(more: dict[str, Any]) -> None:
 )
 def test_fields_of_skipped_blocks_with_another_form_are_unknown_fields(name: str, value: Any) -> None:
     """The form is only proposed. If a release changes it, events that can be read must not be lost."""
-    decoded = decode_batch(batch_of(stored(**SKIPPED | {name: value})))
+    decoded = decode_batch(batch_of(make_store(**SKIPPED | {name: value})))
     (event,) = decoded.batch.events
     assert isinstance(event, BlockStored)
     assert (event.unknown_fields, getattr(event, name), decoded.rejected) == ({name: value}, None, ())
@@ -756,6 +770,6 @@ def test_fields_of_skipped_blocks_with_another_form_are_unknown_fields(name: str
 
 
 def test_fields_of_skipped_blocks_are_omitted_from_array_events() -> None:
-    decoded = decode_batch(batch_of(stored(**SKIPPED)))
+    decoded = decode_batch(batch_of(make_store(**SKIPPED)))
     array = decode_batch(encode_batch(decoded.batch, dialect_for("vllm", "0.22")))
     assert array.batch.events == [GOOD]

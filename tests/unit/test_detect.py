@@ -9,9 +9,9 @@ import pytest
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import dialect_for, dialects, encode_batch
 from kvevents.wire.dialects import detect_dialect
-from wire_cases import GOLDENS, Golden, batch_of, pack, stored
+from wire_cases import GOLDENS, Golden, batch_of, make_store, pack
 
-EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora_name"}
+EVENT_SGLANG = {name: value for name, value in make_store().items() if name != "lora_name"}
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
@@ -26,12 +26,12 @@ def test_the_detected_row_is_not_newer_than_the_release(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("event", "name"),
     [
-        (stored(), "vllm-0.24.0"),
-        (stored(group_idx=0), "vllm-0.24.0"),
-        (stored(locality="LOCAL"), "vllm-0.26.0"),
-        (stored(ownership="t"), "vllm-0.29.0"),
-        (stored(session_id="s"), "vllm-0.30.0"),
-        (stored(lookahead_token_ids=[[1]]), "vllm-0.33.0"),
+        (make_store(), "vllm-0.24.0"),
+        (make_store(group_idx=0), "vllm-0.24.0"),
+        (make_store(locality="LOCAL"), "vllm-0.26.0"),
+        (make_store(ownership="t"), "vllm-0.29.0"),
+        (make_store(session_id="s"), "vllm-0.30.0"),
+        (make_store(lookahead_token_ids=[[1]]), "vllm-0.33.0"),
         (EVENT_SGLANG | {"cache_salt": "s"}, "sglang-0.5.20"),
         (EVENT_SGLANG | {"session_id": "s", "lora_name": "l"}, "sglang-0.5.22"),
         (EVENT_SGLANG | {"lora_name": "l", "session_id": "s"}, "vllm-0.30.0"),
@@ -56,10 +56,10 @@ def test_vllm_0_33_is_recognised_by_its_map_header() -> None:
 
 
 def test_the_release_must_fit_all_events_of_a_batch() -> None:
-    assert detect_dialect(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
-    assert detect_dialect(batch_of(stored(), ["AllBlocksCleared"])) is None
-    assert detect_dialect(batch_of(stored(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None
-    assert detect_dialect(batch_of(stored(cache_salt="s"))) is None  # in no release's order
+    assert detect_dialect(batch_of(make_store(locality="LOCAL"), make_store(session_id="s"))) is dialect_for("vllm", "0.30.0")
+    assert detect_dialect(batch_of(make_store(), ["AllBlocksCleared"])) is None
+    assert detect_dialect(batch_of(make_store(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None
+    assert detect_dialect(batch_of(make_store(cache_salt="s"))) is None  # in no release's order
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_the_release_must_fit_all_events_of_a_batch() -> None:
         pack([1.0]),
         pack({"events": []}),
         pack([1.0, [], 0, "four"]),
-        batch_of(stored(tier="L5")),
+        batch_of(make_store(tier="L5")),
         batch_of({"type": "New"}),
         batch_of({"type": 5}),
         batch_of(None),
         batch_of([]),
         batch_of(b""),
-        batch_of(stored(block_hashes="x")),
-        batch_of(stored()) + b"\0",
+        batch_of(make_store(block_hashes="x")),
+        batch_of(make_store()) + b"\0",
     ],
 )
 def test_a_payload_that_matches_no_row_has_no_dialect(payload: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from discovery_cases import Steps, soon, within
+from discovery_cases import ManualClock, await_in_time, start_next
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, read_sources
 from kvevents.service.discovery.provider import Finding
@@ -38,21 +38,21 @@ class WatchedFile:
     """A provider of `path`, and its findings."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.steps = Steps()
+        self.steps = ManualClock()
         self.provider = FileProvider(path, clock=self.steps.clock, **options)
         self.found = self.provider.watch()
 
     async def first(self) -> Finding:
-        return await within(soon(self.found))
+        return await await_in_time(start_next(self.found))
 
     async def next_after(self, change: object = None) -> Finding:
         """Return the next finding; `change` is called while the provider waits between two checks of the file."""
-        next_finding = soon(self.found)
-        await self.steps.paused()
+        next_finding = start_next(self.found)
+        await self.steps.wait_for_sleep()
         if callable(change):
             change()
-        self.steps.go()
-        return await within(next_finding)
+        self.steps.end_sleep()
+        return await await_in_time(next_finding)
 
 
 @pytest.fixture
@@ -101,10 +101,10 @@ async def test_an_unchanged_file_yields_nothing(path: Path) -> None:
     """A check costs one stat call, and yields no finding."""
     watched = WatchedFile(path)
     await watched.first()
-    next_finding = soon(watched.found)
+    next_finding = start_next(watched.found)
     for _ in range(3):
         assert await watched.steps.step() == 1.0
-    await watched.steps.paused()
+    await watched.steps.wait_for_sleep()
     assert not next_finding.done()
     next_finding.cancel()
 
@@ -174,12 +174,12 @@ async def test_a_file_that_is_written_while_it_is_read_is_read_again(path: Path,
         return half[:0]
 
     monkeypatch.setattr("kvevents.service.discovery.files.read_sources", read_while_written)
-    next_finding = soon(watched.found)
-    await watched.steps.paused()
+    next_finding = start_next(watched.found)
+    await watched.steps.wait_for_sleep()
     replace_file(path, GOOD + "# being written")
-    watched.steps.go()
+    watched.steps.end_sleep()
     await watched.steps.step()
-    found = await within(next_finding)
+    found = await await_in_time(next_finding)
     assert (labels_of(found), len(found.providers)) == (["a rank 0", "a rank 1"], 1)
 
 
@@ -196,8 +196,8 @@ async def test_cancelling_ends_the_watch_at_once(path: Path) -> None:
     """The provider is waiting when it is cancelled, and its generator is closed afterwards."""
     watched = WatchedFile(path)
     await watched.first()
-    next_finding = soon(watched.found)
-    await watched.steps.paused()
+    next_finding = start_next(watched.found)
+    await watched.steps.wait_for_sleep()
     next_finding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await next_finding

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
-from wire_cases import batch_of, batches_of, pack, stored
+from wire_cases import batch_of, batches_of, make_store, pack
 
 NEWEST = dialect_for("vllm")
 FULL = BlockStored(
@@ -71,7 +71,7 @@ def test_signed_hashes_are_accepted_for_an_unsigned_dialect() -> None:
 
 def test_byte_hashes_are_encoded_as_bytes_again() -> None:
     payload = batch_of(
-        stored(block_hashes=[b"d" * 32], parent_block_hash=b"p" * 32),
+        make_store(block_hashes=[b"d" * 32], parent_block_hash=b"p" * 32),
         {"type": "BlockRemoved", "block_hashes": [b"r" * 32], "medium": None},
     )
     assert encode_batch(decode_batch(payload).batch, dialect_for("vllm", "0.32.0")) == payload
@@ -79,9 +79,9 @@ def test_byte_hashes_are_encoded_as_bytes_again() -> None:
 
 
 def test_unknown_fields_are_omitted_from_array_events() -> None:
-    batch = decode_batch(batch_of(stored(tier="L5"))).batch
+    batch = decode_batch(batch_of(make_store(tier="L5"))).batch
     assert encode_batch(batch, dialect_for("vllm", "0.23.0")) == encode_batch(
-        decode_batch(batch_of(stored())).batch, dialect_for("vllm", "0.23.0")
+        decode_batch(batch_of(make_store())).batch, dialect_for("vllm", "0.23.0")
     )
 
 

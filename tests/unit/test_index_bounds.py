@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from index_cases import Feed, answer, cleared, removal, store, tokens_of, waiting_of
+from index_cases import Feed, cleared, count_orphans, removal, store, tokens_by_level, tokens_of
 from kvevents.errors import DamagedIndexError
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, Namespace, PrefixIndex, block_keys
@@ -131,10 +131,10 @@ def test_orphans_are_bounded_in_bytes() -> None:
     index = PrefixIndex(limits=IndexLimits(max_orphan_bytes=10_000))
     feed = Feed(index)
     feed(*(store([100 + at], [at] * 500, 500, 99) for at in range(20)))
-    assert 3 <= waiting_of(index) <= 5
-    assert index.stats().orphans_dropped == 20 - waiting_of(index)
+    assert 3 <= count_orphans(index) <= 5
+    assert index.stats().orphans_dropped == 20 - count_orphans(index)
     feed(store([200], [1] * 5_000, 5_000, 99))
-    assert 3 <= waiting_of(index) <= 5, "an orphan that is too large for the queue does not change it"
+    assert 3 <= count_orphans(index) <= 5, "an orphan that is too large for the queue does not change it"
 
 
 # --- names and numbers ------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_the_block_sizes_of_one_incarnation_are_limited() -> None:
     assert index.worker("bad").rejected == {("none", "too-many-block-sizes"): 24}
     assert tokens_of(index, prompt, worker=("good", 0)) == 4_096
     index.set_model("bad", "other")
-    assert answer(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, (
+    assert tokens_by_level(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, (
         "the keys are matched with the block size of the model"
     )
     index.apply(Reset("bad", 0, 1, "restart"))
@@ -191,9 +191,9 @@ def test_the_media_of_an_ended_incarnation_do_not_count_against_later_ones() -> 
     good = Feed(index, "good")
     good(store([1], [1, 2], 2, medium="tape"))
     assert index.worker("good").tiers == {"TAPE": 1}
-    assert answer(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2), ("bad", 0): (0, 0, 0, 2)}
+    assert tokens_by_level(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2), ("bad", 0): (0, 0, 0, 2)}
     index.remove_worker("bad")
-    assert answer(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2)}
+    assert tokens_by_level(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2)}
 
 
 def test_the_number_of_blocks_with_one_hash_is_limited() -> None:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from index_cases import Choices, Engine, Feed, Traffic, answer, blocks_of, count_of, namespace, tokens_of, waiting_of
+from index_cases import (
+    Choices,
+    Engine,
+    Feed,
+    Traffic,
+    blocks_of,
+    count_blocks,
+    count_orphans,
+    namespace,
+    tokens_by_level,
+    tokens_of,
+)
 from index_keys import Scope, Worker
 from index_model import Oracle
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -16,7 +27,7 @@ from kvevents.recording import RecordedEndpoint, live_batches, recorded_endpoint
 from kvevents.stream import Batch, inspect_events
 from kvevents.wire import decode_batch
 from tests.system.vllm_oracle.lookups import WINDOWED, History, LookupPredictor, recorded
-from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
+from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, make_store
 
 WORKER: Worker = ("vllm", 0)
 STREAMS = recorded_endpoints(CAPTURES)
@@ -42,12 +53,12 @@ class IndexesAndOracle:
         assert self.by_event.digest(WORKER) == self.by_payload.digest(WORKER)
         waiting = len(self.oracle.streams[WORKER].waiting)
         for index in (self.by_event, self.by_payload):
-            assert index.stats().blocks == count_of(self.oracle, WORKER)
-            assert waiting_of(index) == waiting
+            assert index.stats().blocks == count_blocks(self.oracle, WORKER)
+            assert count_orphans(index) == waiting
         for tokens, scope in list(self.prompts.items())[-6:]:
             found = self.oracle.match(tokens, scope)
             for index in (self.by_event, self.by_payload):
-                assert answer(index.match(list(tokens), namespace(scope))) == found
+                assert tokens_by_level(index.match(list(tokens), namespace(scope))) == found
 
 
 class PromptAssembler:
@@ -103,8 +114,8 @@ def test_runs_with_different_hash_seeds_and_block_sizes_are_matched_in_one_index
             index.apply_payload((stream.run, 0), 0, live.seq, live.payload)
             prompts |= dict(found for found in map(known.assemble, batch.events) if found is not None)
     for tokens, scope in prompts.items():
-        assert answer(index.match(list(tokens), namespace(scope))) == oracle.match(tokens, scope)
-        assert answer(index.match(list(tokens))) == oracle.match(tokens, Scope())
+        assert tokens_by_level(index.match(list(tokens), namespace(scope))) == oracle.match(tokens, scope)
+        assert tokens_by_level(index.match(list(tokens))) == oracle.match(tokens, Scope())
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
@@ -114,7 +125,7 @@ def test_a_golden_payload_has_the_same_effect_as_events_as_bytes_and_in_the_mode
         subjects = IndexesAndOracle()
         if first is not None:
             parents = [getattr(event, "parent_block_hash", None) for event in golden.batch().events]
-            known = [stored(block_hashes=[value], token_ids=[1, value % 5]) for value in parents if value is not None]
+            known = [make_store(block_hashes=[value], token_ids=[1, value % 5]) for value in parents if value is not None]
             subjects.take(0, batch_of(*known))
         subjects.take(1, golden.payload)
         subjects.prompts = {tuple(range(100, 112)): Scope(), tuple(range(100, 108)): Scope(salt="tenant-1", lora="adapter-1")}

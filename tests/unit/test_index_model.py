@@ -25,15 +25,15 @@ from index_cases import (
     Remove,
     Step,
     Traffic,
-    answer,
     blocks_of,
-    count_of,
+    count_blocks,
+    count_orphans,
     encode_in_dialect,
     namespace,
     removal,
     store,
+    tokens_by_level,
     tokens_of,
-    waiting_of,
     workers_of,
 )
 from index_keys import Scope, Worker
@@ -42,7 +42,7 @@ from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import ApplyResult, IndexLimits, Match, PrefixIndex
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.wire import encode_batch
-from wire_cases import batch_of, stored
+from wire_cases import batch_of, make_store
 
 ALL_WORKERS: list[Worker] = [("a", 0), ("a", 1), ("b", 0)]
 SLACK = 4096
@@ -62,7 +62,7 @@ class IndexesAndOracle:
     def take(self, step: Step, variant: int) -> None:
         if isinstance(step, Remove):
             dropped = {index.remove_worker(*step.worker) for index in self.indexes}
-            assert dropped == {count_of(self.oracle, step.worker)}
+            assert dropped == {count_blocks(self.oracle, step.worker)}
             self.oracle.remove_worker(step.worker)
         elif isinstance(step, Admit):
             self.oracle.fences.pop(step.worker, None)
@@ -91,7 +91,7 @@ class IndexesAndOracle:
     def check_prompt(self, tokens: list[int], scope: Scope) -> None:
         expected = self.oracle.match(tokens, scope)
         for index in self.indexes:
-            assert answer(index.match(tokens, namespace(scope))) == expected
+            assert tokens_by_level(index.match(tokens, namespace(scope))) == expected
 
     def check_state(self) -> None:
         """Compare all blocks in all placements, all digests and all counters."""
@@ -103,8 +103,8 @@ class IndexesAndOracle:
         for index in self.indexes:
             stats = index.stats()
             assert workers_of(index) == self.oracle.streams.keys()
-            assert stats.blocks == sum(count_of(self.oracle, worker) for worker in ALL_WORKERS)
-            assert waiting_of(index) == sum(len(stream.waiting) for stream in self.oracle.streams.values())
+            assert stats.blocks == sum(count_blocks(self.oracle, worker) for worker in ALL_WORKERS)
+            assert count_orphans(index) == sum(len(stream.waiting) for stream in self.oracle.streams.values())
         assert self.by_payload.workers() == self.by_event.workers()
 
 
@@ -166,13 +166,13 @@ def test_prompts_are_matched_with_every_block_size_and_scheme_at_once(
         batch = feeds[worker].batch(store(hashes, given, size))
         assert oracle.apply(batch) == index.apply(batch).status
     prompt = tokens[: min(shared, prompt_tokens)] + [7] * (prompt_tokens - shared)
-    assert answer(index.match(prompt)) == oracle.match(prompt, Scope())
+    assert tokens_by_level(index.match(prompt)) == oracle.match(prompt, Scope())
 
 
 def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]) -> Iterator[Callable[[], Any]]:
     """Yield the next steps of an engine, one at a time."""
     traffic = Traffic(engine, choices, salts=salts, longest=30)
-    while not choices.over:
+    while not choices.is_used_up:
         what = choices.byte()
         if what < 100:
             arrival = traffic.arrive()
@@ -190,15 +190,15 @@ def test_the_index_predicts_the_hits_of_engines_that_run_requests(data: bytes) -
     """Two engines have block pools with different seeds, and one engine can be hybrid. Caches fill, evict in LRU order, hold
     copies and are reset. After every step both indexes know every block, and predict what the engine itself would find."""
     choices, subjects = Choices(data), IndexesAndOracle(1_000_000)
-    size = choices.of((1, 2, 4))
-    windows: tuple[int | None, ...] = choices.of(((None, 2 * size + 1), (None, 5), (None, None, 3 * size), (None,)))
+    size = choices.choose((1, 2, 4))
+    windows: tuple[int | None, ...] = choices.choose(((None, 2 * size + 1), (None, 5), (None, None, 3 * size), (None,)))
     pool = 110 // size + 2  # hardly more than two of the longest requests take in one group
     engines = {("a", 0): Engine(1, size, pool * len(windows), windows), ("b", 0): Engine(2, size, pool)}
-    salts = choices.of(((None,), (None, "tenant")))
+    salts = choices.choose(((None,), (None, "tenant")))
     runs = [(worker, engine, engine_steps(choices, engine, salts)) for worker, engine in engines.items()]
     sent = dict.fromkeys(engines, 0)
-    while not choices.over:
-        worker, engine, steps = choices.of(runs)
+    while not choices.is_used_up:
+        worker, engine, steps = choices.choose(runs)
         for run in (step for step in [next(steps, None)] if step is not None):
             run()
         subjects.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
@@ -220,7 +220,7 @@ def test_memory_returns_to_the_baseline_when_every_worker_is_removed(data: bytes
             index.apply(step)
     for worker in ALL_WORKERS:
         index.remove_worker(*worker)
-    assert (index.stats().blocks, waiting_of(index)) == (0, 0)
+    assert (index.stats().blocks, count_orphans(index)) == (0, 0)
     assert index.stats().bytes <= baseline + SLACK * len(ALL_WORKERS)
 
 
@@ -240,7 +240,7 @@ def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
     for first in range(4950, -50, -50):
         part = hashes[first : first + 50]
         feed(removal(*part, medium="CPU"), removal(*part), removal(*part), removal(*(value + 10_000 for value in part)))
-    assert (index.stats().blocks, waiting_of(index)) == (0, 0)
+    assert (index.stats().blocks, count_orphans(index)) == (0, 0)
     assert index.stats().bytes <= baseline + SLACK
 
 
@@ -253,7 +253,7 @@ def to_delivery(step: Batch | Reset | Gap, choice: int) -> Batch | RawBatch | Re
         return step
     payload = encode_in_dialect(step, choice)
     if choice > 200:
-        payload = (b"", payload[:-2], b"\x94" + payload[1:] + b"\xc0", batch_of(stored(tomorrow=1), 5))[choice % 4]
+        payload = (b"", payload[:-2], b"\x94" + payload[1:] + b"\xc0", batch_of(make_store(tomorrow=1), 5))[choice % 4]
     return RawBatch(step.source, step.rank, step.incarnation, step.seq, False, payload)
 
 
@@ -283,7 +283,7 @@ def test_a_long_run_of_payloads_is_applied_in_order() -> None:
         256: {"block_size": "x"},
         600: {"tomorrow": 2},
     }
-    payloads = [batch_of(stored(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(700)]
+    payloads = [batch_of(make_store(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(700)]
     payloads[300] = b"\xc1"
     each, many = PrefixIndex(), PrefixIndex()
     deliveries = [RawBatch("a", 0, 0, at, False, payload) for at, payload in enumerate(payloads)]
@@ -295,7 +295,7 @@ def test_a_long_run_of_payloads_is_applied_in_order() -> None:
 def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> None:
     """Outcomes are keyed by position, and the state is equal after clears, events that only Python decodes, and duplicates."""
     odd: dict[int, dict[str, Any]] = {7: {"tomorrow": 1}, 255: {"block_hashes": [b"x" * 32]}, 256: {"block_size": "x"}}
-    payloads = [batch_of(stored(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(600)]
+    payloads = [batch_of(make_store(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(600)]
     payloads[300], payloads[5] = b"\xc1", batch_of({"type": "AllBlocksCleared"})
     each, many = PrefixIndex(), PrefixIndex()
     outcomes = [each.apply(RawBatch("a", 3, 0, 100 + at, False, payload)) for at, payload in enumerate(payloads)]
@@ -427,7 +427,7 @@ def test_readers_see_only_states_between_the_beginning_and_the_end_of_their_call
         read_counter.record_read(reader)
 
     def depth(match: Match) -> int:
-        found = answer(match)
+        found = tokens_by_level(match)
         assert found["still", 0] == (100,) * 4
         hit = found.get(("a", 0), (0, 0, 0, 0))
         assert hit == (hit[0],) * 4

@@ -18,16 +18,16 @@ from index_cases import (
     Engine,
     Feed,
     Traffic,
-    answer,
     blocks_of,
     cleared,
+    count_orphans,
+    count_rejected,
     namespace,
-    refused_of,
     removal,
     scanned,
     store,
+    tokens_by_level,
     tokens_of,
-    waiting_of,
 )
 from index_keys import DENSE, Scope
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
@@ -129,11 +129,13 @@ def test_stores_of_true_keys_lead_to_the_same_state_as_stores_of_tokens(history:
         indexes.check(name)
     for prompt in PROMPTS:
         for scope in SCOPES:
-            expected = answer(indexes.plain.match(prompt, namespace(scope)))
-            assert answer(indexes.redacted.match(prompt, namespace(scope))) == expected
-            assert answer(indexes.mixed.match(prompt, namespace(scope))) == expected
+            expected = tokens_by_level(indexes.plain.match(prompt, namespace(scope)))
+            assert tokens_by_level(indexes.redacted.match(prompt, namespace(scope))) == expected
+            assert tokens_by_level(indexes.mixed.match(prompt, namespace(scope))) == expected
             keys = block_keys(prompt, SIZE, namespace(scope))
-            assert answer(indexes.redacted.match_keys(keys, SIZE)) == answer(indexes.plain.match_keys(keys, SIZE))
+            assert tokens_by_level(indexes.redacted.match_keys(keys, SIZE)) == tokens_by_level(
+                indexes.plain.match_keys(keys, SIZE)
+            )
 
 
 def test_keys_from_the_middle_of_a_prompt_match_the_chain_that_was_sent_as_tokens(index: PrefixIndex, feed: Feed) -> None:
@@ -144,14 +146,14 @@ def test_keys_from_the_middle_of_a_prompt_match_the_chain_that_was_sent_as_token
     other = Feed(index, "keys")
     other(keyed(range(105, 115), keys[5:15]))
     feed(store(hashes[10:], tokens[20:], SIZE, 10))
-    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4}
+    assert tokens_by_level(index.match(tokens)) == {("a", 0): (40,) * 4}
     other(keyed(range(115, 120), keys[15:]), keyed(range(100, 105), keys[:5]))
-    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4, ("keys", 0): (40,) * 4}
+    assert tokens_by_level(index.match(tokens)) == {("a", 0): (40,) * 4, ("keys", 0): (40,) * 4}
     feed(removal(1))
-    assert answer(index.match(tokens)) == {("keys", 0): (40,) * 4}
+    assert tokens_by_level(index.match(tokens)) == {("keys", 0): (40,) * 4}
     feed(store([1], tokens[:2], SIZE))
     other(removal(*range(100, 120)))
-    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4}
+    assert tokens_by_level(index.match(tokens)) == {("a", 0): (40,) * 4}
 
 
 def vllm_store(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium: str) -> BlockStored:
@@ -179,7 +181,7 @@ def test_a_stream_whose_tokens_a_relay_replaced_by_keys_has_the_same_digest(data
     adversary, indexes = Adversary(Choices(data)), TokenAndKeyIndexes()
     stream = adversary.streams[0]
     stream.hashing, stream.digests, stream.keyed = "opaque", False, False
-    while not adversary.choices.over:
+    while not adversary.choices.is_used_up:
         event = adversary._event(stream)
         if not is_dense(event):
             indexes.send("a", event, without_tokens(event))
@@ -195,8 +197,8 @@ def test_a_stream_whose_tokens_a_relay_replaced_by_keys_has_the_same_digest(data
     if not stream.eagle:
         for _ in range(6):
             tokens, scope = adversary.prompt()
-            expected = answer(indexes.plain.match(tokens, namespace(scope)))
-            assert answer(indexes.redacted.match(tokens, namespace(scope))) == expected
+            expected = tokens_by_level(indexes.plain.match(tokens, namespace(scope)))
+            assert tokens_by_level(indexes.redacted.match(tokens, namespace(scope))) == expected
 
 
 def is_dense(event: KVEvent) -> TypeGuard[BlockStored]:
@@ -240,7 +242,7 @@ def test_an_engine_behind_a_relay_that_sends_keys_is_predicted(windows: tuple[in
 def test_a_block_with_a_key_needs_no_parent_but_only_a_contiguous_prefix_matches(index: PrefixIndex, feed: Feed) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     feed(keyed([3, 4], keys[2:], parent=2))
-    assert (waiting_of(index), index.stats().blocks, tokens_of(index, PROMPTS[0])) == (0, 2, 0)
+    assert (count_orphans(index), index.stats().blocks, tokens_of(index, PROMPTS[0])) == (0, 2, 0)
     feed(keyed([1], keys[:1]))
     assert tokens_of(index, PROMPTS[0]) == SIZE
     feed(keyed([2], keys[1:2]))
@@ -253,9 +255,9 @@ def test_a_child_with_tokens_can_have_a_parent_with_a_key(index: PrefixIndex, fe
     """The child can arrive after its parent or wait for it."""
     keys = block_keys(PROMPTS[0], SIZE, Namespace(lora="adapter"))
     feed(store([3], PROMPTS[0][4:6], SIZE, 2, lora_name="adapter"))
-    assert waiting_of(index) == 1
+    assert count_orphans(index) == 1
     feed(keyed([1, 2], keys[:2]), store([4], PROMPTS[0][6:], SIZE, 3, lora_name="adapter"))
-    assert waiting_of(index) == 0
+    assert count_orphans(index) == 0
     assert tokens_of(index, PROMPTS[0], Scope(lora="adapter")) == len(PROMPTS[0])
     assert tokens_of(index, PROMPTS[0]) == 0
 
@@ -263,9 +265,9 @@ def test_a_child_with_tokens_can_have_a_parent_with_a_key(index: PrefixIndex, fe
 def test_stores_without_tokens_and_removals_find_blocks_that_were_stored_by_key(index: PrefixIndex, feed: Feed) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     feed(store([1, 2], [], 0, medium="CPU"), keyed([1, 2], keys[:2]))
-    assert answer(index.match(PROMPTS[0])) == {("a", 0): (4, 4, 4, 4)}
+    assert tokens_by_level(index.match(PROMPTS[0])) == {("a", 0): (4, 4, 4, 4)}
     feed(removal(1, 2))
-    assert answer(index.match(PROMPTS[0])) == {("a", 0): (0, 4, 4, 4)}
+    assert tokens_by_level(index.match(PROMPTS[0])) == {("a", 0): (0, 4, 4, 4)}
     feed(removal(1, 2, medium="CPU"))
     assert (index.stats().blocks, index.stats().unknown_removals) == (0, 0)
 
@@ -284,7 +286,7 @@ def test_stores_without_tokens_and_removals_find_blocks_that_were_stored_by_key(
 )
 def test_invalid_keys_are_rejected_and_counted(index: PrefixIndex, feed: Feed, event: BlockStored) -> None:
     feed(event)
-    assert (index.stats().blocks, waiting_of(index), refused_of(index)) == (0, 0, 1)
+    assert (index.stats().blocks, count_orphans(index), count_rejected(index)) == (0, 0, 1)
     assert index.stats().rejected == {("none", "length-mismatch"): 1}
 
 
@@ -325,8 +327,8 @@ def test_workers_that_sent_keys_and_workers_that_sent_tokens_are_matched_togethe
             feeds[name](keyed(own[part], keys[part]) if by_key else vllm_store(own, prompt, scope, part, "GPU"))
         expected[name][by_key] = count
     depths = {(name, 0): (max(counts) * SIZE,) * 4 for name, counts in expected.items() if max(counts)}
-    assert answer(index.match(prompt, namespace(scope))) == depths
-    assert answer(index.match_keys(keys, SIZE)) == depths
+    assert tokens_by_level(index.match(prompt, namespace(scope))) == depths
+    assert tokens_by_level(index.match_keys(keys, SIZE)) == depths
 
 
 def test_a_snapshot_contains_blocks_that_were_stored_by_key(tmp_path: Any) -> None:
@@ -338,8 +340,8 @@ def test_a_snapshot_contains_blocks_that_were_stored_by_key(tmp_path: Any) -> No
     index.snapshot(tmp_path / "snapshot")
     other.restore(tmp_path / "snapshot")
     assert (
-        answer(other.match(PROMPTS[0], scope))
-        == answer(index.match(PROMPTS[0], scope))
+        tokens_by_level(other.match(PROMPTS[0], scope))
+        == tokens_by_level(index.match(PROMPTS[0], scope))
         == {
             ("a", 0): (8,) * 4,
             ("b", 0): (4,) * 4,

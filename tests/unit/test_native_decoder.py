@@ -22,8 +22,8 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batc
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
 from kvevents.wire.encode import encode_canonical
 from kvevents_native import _native
-from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
-from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
+from scan_cases import MUTATIONS, NUMBERS, loose_events, mutate
+from wire_cases import GOLDENS, Golden, adopt_details, batch_of, batches_of, make_store, msgpack_values, pack
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
@@ -58,7 +58,7 @@ def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
     ts, rank, events, rejected, normalised = _native.decoded(astuple(limits)[:6], limits.max_rejected, payload)
     expected = decode_batch(payload, limits)
     native_rejected = tuple(Rejected(*one) for one in rejected)
-    assert native_rejected == worded_as(native_rejected, expected.rejected)
+    assert native_rejected == adopt_details(native_rejected, expected.rejected)
     batch = expected.batch
     assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
     # Compared as text, since NaN never equals NaN.
@@ -87,7 +87,7 @@ def test_both_decoders_agree_on_events_of_every_dialect(data: st.DataObject) -> 
 
 @given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
 def test_both_decoders_agree_on_damaged_payloads(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
-    check(mutated(payload, mutations))
+    check(mutate(payload, mutations))
 
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
@@ -113,7 +113,11 @@ def test_both_decoders_agree_on_any_byte_at_any_place(golden: Golden) -> None:
 )
 def test_both_decoders_limit_lists_and_maps_of_free_form_equally(new: list[Any], is_read: bool) -> None:
     """The limit is for the whole batch."""
-    payloads = batch_of(stored(new=new)), batch_of(stored(extra_keys=[[*new, 1.5]])), batch_of(stored(new=new), stored(new=[]))
+    payloads = (
+        batch_of(make_store(new=new)),
+        batch_of(make_store(extra_keys=[[*new, 1.5]])),
+        batch_of(make_store(new=new), make_store(new=[])),
+    )
     for payload in payloads:
         check(payload)
     assert [one.reason for one in decode_batch(payloads[0]).rejected] == ([] if is_read else ["oversized"])
@@ -121,16 +125,16 @@ def test_both_decoders_limit_lists_and_maps_of_free_form_equally(new: list[Any],
 
 @pytest.mark.parametrize(("lists", "is_read"), [(49_999, True), (50_000, False)])
 def test_extra_keys_as_engines_send_them_do_not_count_as_lists(lists: int, is_read: bool) -> None:
-    payload = batch_of(stored(extra_keys=[[("a", 1)] * 60_000]), stored(new=[[]] * lists))
+    payload = batch_of(make_store(extra_keys=[[("a", 1)] * 60_000]), make_store(new=[[]] * lists))
     check(payload)
     assert [one.reason for one in decode_batch(payload).rejected] == ([] if is_read else ["oversized"])
 
 
 def test_extra_keys_after_the_last_block_are_ignored() -> None:
-    payload = batch_of(stored(extra_keys=[None] * 10, new=1))
+    payload = batch_of(make_store(extra_keys=[None] * 10, new=1))
     check(payload)
     assert encode_canonical(decode_batch(payload).batch.events) == encode_canonical(
-        decode_batch(batch_of(stored(extra_keys=[None, None]))).batch.events
+        decode_batch(batch_of(make_store(extra_keys=[None, None]))).batch.events
     )
 
 
@@ -187,7 +191,7 @@ NAMES = sorted(
 def test_both_decoders_agree_on_any_value_of_any_field(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
     """Stores, removals and clears as maps, with additional and repeated fields."""
     bodies = (
-        stored(**more),
+        make_store(**more),
         {"type": "BlockRemoved", "block_hashes": [1]},
         {"type": "AllBlocksCleared"},
         {"type": "BlockInactive", "block_hashes": [1]},
@@ -207,7 +211,7 @@ def test_both_decoders_agree_on_any_value_of_any_field(fields: list[tuple[str, b
 )
 def test_both_decoders_agree_on_any_element_of_an_array_event(tag: str, values: list[bytes], data: st.DataObject) -> None:
     names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, **NEUTRAL_FIELDS}.get(tag, ())
-    good = {**stored(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
+    good = {**make_store(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
     for at, name in enumerate(names[: len(values)]):
         if name in good and data.draw(st.integers(0, 3)):
             values[at] = pack(good[name])
@@ -216,7 +220,7 @@ def test_both_decoders_agree_on_any_element_of_an_array_event(tag: str, values: 
 
 @given(raw_values, raw_values)
 def test_both_decoders_agree_on_any_envelope(one: bytes, other: bytes) -> None:
-    event = pack(stored())
+    event = pack(make_store())
     events = b"\x91" + event
     check(one)
     check(b"\x92" + one + other)
@@ -244,7 +248,7 @@ def test_both_decoders_agree_on_any_bytes(payload: bytes) -> None:
 
 @pytest.mark.parametrize("bad", [raw for raw, _ in BAD_EVENTS.values()], ids=BAD_EVENTS)
 def test_both_decoders_reject_invalid_events_equally(bad: bytes) -> None:
-    check(batch_payload(pack(stored()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
+    check(batch_payload(pack(make_store()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
 
 
 HEARTBEATS: list[dict[Any, Any]] = [
@@ -276,18 +280,18 @@ def test_both_decoders_agree_on_heartbeats(changes: dict[Any, Any]) -> None:
     encoded_heartbeat = {"digest": "0123456789abcdef" * 2, "every": 5.0} | changes
     check(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": encoded_heartbeat}))
     check(batch_of(["BlockRemoved", [], None, None, encoded_heartbeat]))
-    check(batch_of(stored(heartbeat=encoded_heartbeat)))
+    check(batch_of(make_store(heartbeat=encoded_heartbeat)))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_both_decoders_agree_on_numbers_of_every_width(number: int) -> None:
-    check(batch_of(stored(block_hashes=[number], parent_block_hash=number, block_size=number)))
-    check(batch_of(stored(group_idx=number, lora_id=number), {"type": "AllBlocksCleared", "group_idx": number}))
-    check(batch_of(stored(token_ids=[number, str(number)]), stored(token_ids=[[number, 1], [1, number]])))
-    check(batch_of(stored(kv_cache_spec_sliding_window=number, block_keys=[number], tomorrow=number)))
-    check(batch_of(stored(extra_keys=[[number, ["a", number], [number, number, number]]])))
-    check(batch_of(stored(skipped_parent_block_hash=number, skipped_token_ids=[number], skipped_extra_keys=[[number]])))
-    check(pack([number, [stored()], number]))
+    check(batch_of(make_store(block_hashes=[number], parent_block_hash=number, block_size=number)))
+    check(batch_of(make_store(group_idx=number, lora_id=number), {"type": "AllBlocksCleared", "group_idx": number}))
+    check(batch_of(make_store(token_ids=[number, str(number)]), make_store(token_ids=[[number, 1], [1, number]])))
+    check(batch_of(make_store(kv_cache_spec_sliding_window=number, block_keys=[number], tomorrow=number)))
+    check(batch_of(make_store(extra_keys=[[number, ["a", number], [number, number, number]]])))
+    check(batch_of(make_store(skipped_parent_block_hash=number, skipped_token_ids=[number], skipped_extra_keys=[[number]])))
+    check(pack([number, [make_store()], number]))
 
 
 LIMITS = (
@@ -305,15 +309,20 @@ LIMITS = (
 @pytest.mark.parametrize("changes", LIMITS, ids=repr)
 def test_both_decoders_apply_limits_equally(changes: dict[str, int]) -> None:
     limits = replace(DEFAULT_WIRE_LIMITS, **changes)
-    check(batch_of(stored()), limits)
-    check(batch_of(stored(), stored(), 5, stored(), 6, 7), limits)
-    check(batch_of(stored(block_hashes=[1, 2, 3])), limits)
-    check(batch_of(stored(extra_keys=[None, None, None]), stored(block_keys=[1, 2, 3])), limits)
-    check(batch_of(stored(lookahead_token_ids=[[], [], []], tomorrow=1)), limits)
+    check(batch_of(make_store()), limits)
+    check(batch_of(make_store(), make_store(), 5, make_store(), 6, 7), limits)
+    check(batch_of(make_store(block_hashes=[1, 2, 3])), limits)
+    check(batch_of(make_store(extra_keys=[None, None, None]), make_store(block_keys=[1, 2, 3])), limits)
+    check(batch_of(make_store(lookahead_token_ids=[[], [], []], tomorrow=1)), limits)
     check(
-        batch_of(stored(skipped_extra_keys=[None, None, None]), stored(skipped_extra_keys=[["a" * 9], ["b" * 5]], new=1)),
+        batch_of(
+            make_store(skipped_extra_keys=[None, None, None]), make_store(skipped_extra_keys=[["a" * 9], ["b" * 5]], new=1)
+        ),
         limits,
     )
-    check(batch_of(stored(skipped_token_ids=[1, 2, 3, 4], skipped_extra_keys=[[[["a"]]]])), limits)
-    check(batch_of(stored(one=1), stored(one=1, two=2), ["BlockRemoved", [1], *range(8)]), limits)
-    check(batch_of(stored(one=[[[[1]]]], two="0123456789"), stored(one="0123456789"), stored(extra_keys=[["a" * 9]])), limits)
+    check(batch_of(make_store(skipped_token_ids=[1, 2, 3, 4], skipped_extra_keys=[[[["a"]]]])), limits)
+    check(batch_of(make_store(one=1), make_store(one=1, two=2), ["BlockRemoved", [1], *range(8)]), limits)
+    check(
+        batch_of(make_store(one=[[[[1]]]], two="0123456789"), make_store(one="0123456789"), make_store(extra_keys=[["a" * 9]])),
+        limits,
+    )

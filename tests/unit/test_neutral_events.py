@@ -18,7 +18,7 @@ from kvevents.stream import RawBatch
 from kvevents.testing import FakeTransport
 from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
 from kvevents.wire.dialects import NEUTRAL_FIELDS, detect_dialect
-from wire_cases import batch_of, pack, stored
+from wire_cases import batch_of, make_store, pack
 
 AS_MAP = {"type": "BlockInactive", "block_hashes": [1, 2**64 - 1], "medium": "GPU"}
 FORMS: dict[str, tuple[Any, BlockInactive]] = {
@@ -52,7 +52,7 @@ def test_the_index_counts_a_neutral_event_and_keeps_its_blocks(wire: Any, event:
     del event
     index = PrefixIndex()
     for seq, payload in enumerate(
-        (batch_of(stored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)), batch_of(wire))
+        (batch_of(make_store(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)), batch_of(wire))
     ):
         batch = RawBatch("a", 0, 0, seq, False, payload)
         applied = index.apply(batch if raw else batch.decode())
@@ -119,7 +119,7 @@ def test_a_release_without_a_neutral_kind_gets_a_batch_without_it(dialect: Any) 
 
 def test_a_neutral_event_does_not_prevent_dialect_detection() -> None:
     newest = dialect_for("vllm")
-    assert detect_dialect(batch_of(stored(), AS_MAP)) == detect_dialect(batch_of(stored()))
+    assert detect_dialect(batch_of(make_store(), AS_MAP)) == detect_dialect(batch_of(make_store()))
     assert detect_dialect(encode_batch(EventBatch(1.0, [BlockInactive([1])]))) is not None
     assert newest.neutral_kinds == frozenset()
 

@@ -26,14 +26,14 @@ from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import BatchReport, DegradedReason, Gap, Trust
 from kvevents.wire import Rejected, encode_batch
 from kvevents.wire.encode import batch_encoder
-from plane_subscriber_cases import pushed, subscriber
+from plane_subscriber_cases import make_message, subscriber
 
 
 def test_the_degraded_reasons_of_a_bridge_are_in_the_status() -> None:
     """A replica reports the same reason codes as the bridge. Names of later releases are ignored."""
     found = subscriber()
     trust_record = TrustRecord("engine", 0, "bridge", "DEGRADED", "some sentence", {"IDENTITY": 7, "INVENTED_LATER": 7})
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0, 0.0), trust_record)])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0, 0.0), trust_record)])
     found.receive_many(timeout=0.0)
     status = found.status("engine", 0)
     assert (status.trust, status.trust.reason) == (Trust.DEGRADED, "some sentence")
@@ -44,17 +44,17 @@ def test_a_partition_is_complete_once_its_end_was_read() -> None:
     """The number of pending pages, which each page has, shows the end. The reader reports it for a quiet partition."""
     found = subscriber(partitions=2)
     assert not found.is_complete(0)
-    found.put(0, [pushed(1, pending=1)])
+    found.put(0, [make_message(1, pending=1)])
     found.report_progress(1, 0, "")  # ignored: while a page is queued, its partition is unknown
     found.receive_many(timeout=0.0)
     assert not found.is_complete(0)
     assert not found.is_complete(1)
     found.report_progress(1, 0, "")
     assert found.is_complete(1)
-    found.put(0, [pushed(2)])
+    found.put(0, [make_message(2)])
     found.receive_many(timeout=0.0)
     assert found.is_complete(0)
-    found.put(0, [pushed(3, pending=7)])
+    found.put(0, [make_message(3, pending=7)])
     found.receive_many(timeout=0.0)
     assert found.is_complete(0), "the end was read once"
 
@@ -67,10 +67,10 @@ def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> Non
         HeartbeatRecord("bridge", 1.0, 0.0),
         TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
     )
-    found.put(0, [pushed(1, *records, pending=1)])
+    found.put(0, [make_message(1, *records, pending=1)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
-    found.put(0, [pushed(2)])
+    found.put(0, [make_message(2)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
 
@@ -87,7 +87,7 @@ def test_a_compacted_gap_is_counted_apart_and_does_not_degrade_the_stream(compac
         BatchRecord("engine", 0, 0, 5, True, clear),
         TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
     )
-    found.put(0, [pushed(1, *records)])
+    found.put(0, [make_message(1, *records)])
     gap, batch = found.receive_many(timeout=0.0)
     assert gap == Gap("engine", 0, 0, 4, compacted=compacted)
     counters = found.status("engine").counters
@@ -101,11 +101,11 @@ def test_a_compacted_gap_is_counted_apart_and_does_not_degrade_the_stream(compac
 def test_a_dropped_partition_leaves_nothing_behind_and_can_be_added_again() -> None:
     """Pages of the first subscription that still arrive do not belong to the second."""
     found = subscriber(partitions=2)
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
-    found.put(1, [pushed(1, JoinRecord("other", 0, b"card"))])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
+    found.put(1, [make_message(1, JoinRecord("other", 0, b"card"))])
     assert len(found.receive_many(timeout=0.0)) == 1
-    found.put(0, [pushed(2, BatchRecord("engine", 0, 0, 1, False, b"y"))])
-    found.put(1, [pushed(2, BatchRecord("other", 0, 0, 0, False, b"z"))])
+    found.put(0, [make_message(2, BatchRecord("engine", 0, 0, 1, False, b"y"))])
+    found.put(1, [make_message(2, BatchRecord("other", 0, 0, 0, False, b"z"))])
     assert found.drop_partition(0) == [("engine", 0)]
     assert list(found.registrations) == [("other", 0)]
     with pytest.raises(UnknownSourceError):
@@ -115,7 +115,7 @@ def test_a_dropped_partition_leaves_nothing_behind_and_can_be_added_again() -> N
     found.add_partition(0, PartitionState(), {})
     assert [each.source for each in found.receive_many(timeout=0.0)] == ["other"]
     assert found.queued_bytes == 0
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
     assert [each.source for each in found.receive_many(timeout=0.0)] == ["engine"]
     assert set(found.partitions) == {0, 1}
 
@@ -128,10 +128,10 @@ def test_a_partition_with_few_pending_pages_can_be_exact() -> None:
         HeartbeatRecord("bridge", 1.0, 0.0),
         TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
     )
-    found.put(0, [pushed(1, *records), pushed(2, pending=ReaderLimits().max_lag_pages)])
+    found.put(0, [make_message(1, *records), make_message(2, pending=ReaderLimits().max_lag_pages)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
-    found.put(0, [pushed(3, pending=ReaderLimits().max_lag_pages + 1)])
+    found.put(0, [make_message(3, pending=ReaderLimits().max_lag_pages + 1)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
 
@@ -140,10 +140,10 @@ def test_registrations_are_replaced_as_a_whole() -> None:
     """Another thread sees the registrations of one moment, and recognises a change by their identity."""
     found = subscriber()
     before = found.registrations
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), JoinRecord("other", 1, b""))])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), JoinRecord("other", 1, b""))])
     found.receive_many(timeout=0.0)
     joined = found.registrations
-    found.put(0, [pushed(2, HeartbeatRecord("bridge", 1.0, 0.0)), pushed(3, LeaveRecord("other", 1, "gone"))])
+    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0, 0.0)), make_message(3, LeaveRecord("other", 1, "gone"))])
     assert found.queued_bytes > 0
     found.receive_many(timeout=0.0)
     assert (before, joined, found.registrations) == ({}, {("engine", 0): b"card", ("other", 1): b""}, {("engine", 0): b"card"})
@@ -154,22 +154,22 @@ def test_the_blocks_of_a_stream_that_leaves_are_removed_even_if_it_joins_again_a
     """A reader of the registrations might never see it absent. Its old blocks would stay, while its bridge reports EXACT."""
     found, index = subscriber(), PrefixIndex()
     payload = encode_batch(EventBatch(0.0, [BlockStored([1, 2], None, list(range(8)), 4)]))
-    found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, payload))])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, payload))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
     cards = found.registrations
     again = (LeaveRecord("engine", 0, "dead"), JoinRecord("engine", 0, b"card"), HeartbeatRecord("bridge", 1.0, 0.0))
-    found.put(0, [pushed(2, *again, TrustRecord("engine", 0, "bridge", "EXACT", "", {}))])
+    found.put(0, [make_message(2, *again, TrustRecord("engine", 0, "bridge", "EXACT", "", {}))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert found.registrations == cards
     assert (found.trust("engine"), found.status("engine").last_seq, index.stats().blocks) == (Trust.EXACT, -1, 0)
-    found.put(0, [pushed(3, IncarnationRecord("engine", 0, 1, "new"), BatchRecord("engine", 0, 1, 0, False, payload))])
+    found.put(0, [make_message(3, IncarnationRecord("engine", 0, 1, "new"), BatchRecord("engine", 0, 1, 0, False, payload))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
-    found.put(0, [pushed(4, ResetRecord(5, "purged"), JoinRecord("engine", 0, b"card"))])
+    found.put(0, [make_message(4, ResetRecord(5, "purged"), JoinRecord("engine", 0, b"card"))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 0
-    found.put(0, [pushed(5, BatchRecord("engine", 0, 5, 0, False, payload))])
+    found.put(0, [make_message(5, BatchRecord("engine", 0, 5, 0, False, payload))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
 
@@ -189,7 +189,7 @@ def subscriber_of_exact_stream() -> LogSubscriber:
     found.put(
         0,
         [
-            pushed(
+            make_message(
                 1,
                 JoinRecord("engine", 0, b""),
                 *HEARTBEATS,
@@ -213,7 +213,7 @@ def test_a_report_ends_no_degraded_reason_that_is_newer_than_its_batch(report: B
     """Many batches are read before the first of them is applied. What is missing after that batch is still missing."""
     found = subscriber_of_exact_stream()
     lost = GapRecord("engine", 0, 0, 2, 4)
-    found.put(0, [pushed(2, batch_record(1, CLEAR), lost, batch_record(5, CLEAR))])
+    found.put(0, [make_message(2, batch_record(1, CLEAR), lost, batch_record(5, CLEAR))])
     first, gap, later = found.receive_many(timeout=0.0)
     assert isinstance(gap, Gap)
     found.report(first, report)
@@ -225,7 +225,7 @@ def test_a_report_ends_no_degraded_reason_that_is_newer_than_its_batch(report: B
 def test_a_report_about_an_ended_incarnation_does_not_affect_the_next_one() -> None:
     found = subscriber_of_exact_stream()
     renewed = (IncarnationRecord("engine", 0, 1, "restart"), batch_record(0, b"y", 1), trust_record("bridge", "EXACT"))
-    found.put(0, [pushed(2, batch_record(1, b"x"), *renewed)])
+    found.put(0, [make_message(2, batch_record(1, b"x"), *renewed)])
     old, _, new = found.receive_many(timeout=0.0)
     found.report(old, BatchReport(digest_matches=False, rejected=(Rejected("tag", "Other"),)))
     assert (found.trust("engine"), found.diverged) == (Trust.EXACT, 0)
@@ -241,7 +241,7 @@ def test_a_report_about_a_stream_that_has_left_does_not_affect_it_after_it_joins
     found.put(
         0,
         [
-            pushed(
+            make_message(
                 2,
                 batch_record(1, b"x"),
                 LeaveRecord("engine", 0, "gone"),
@@ -274,10 +274,10 @@ def test_a_snapshot_in_parts_is_not_exact_before_its_last_part_is_in_the_index()
     """This holds even if another bridge, which has lost nothing, reports EXACT: readers hold what the log contains."""
     found, index, parts = subscriber_of_exact_stream(), PrefixIndex(), snapshot_parts()
     records = (trust_record("bridge", "REPLAYING"), GapRecord("engine", 0, 0, 1, 7, True))
-    found.put(0, [pushed(2, *records)])
+    found.put(0, [make_message(2, *records)])
     trusts = []
     for position, part in enumerate(parts, 3):
-        found.put(0, [pushed(position, batch_record(position + 5, part))])
+        found.put(0, [make_message(position, batch_record(position + 5, part))])
         for delivery in found.receive_many(timeout=0.0):
             trusts.append(found.trust("engine"))
             found.report(delivery, index.apply(delivery).report)
@@ -290,7 +290,7 @@ def test_a_replica_snapshot_between_the_parts_of_a_publisher_snapshot_is_not_exa
     """A reader that begins with it is EXACT only after the last part, whether it was taken after the gap or after a part."""
     for count in (0, 1, 2):
         found, index, parts = subscriber_of_exact_stream(), PrefixIndex(), snapshot_parts()
-        found.put(0, [pushed(2, GapRecord("engine", 0, 0, 1, 7, True))])
+        found.put(0, [make_message(2, GapRecord("engine", 0, 0, 1, 7, True))])
         apply_deliveries(found, index)
         for position, part in enumerate(parts, 3):
             if position == 3 + count:
@@ -298,7 +298,7 @@ def test_a_replica_snapshot_between_the_parts_of_a_publisher_snapshot_is_not_exa
                 found = LogSubscriber(lambda: 0.0, lambda _: None)
                 found.add_partition(0, state, doubts)
             assert position == 3 + count or found.trust("engine") != Trust.EXACT
-            found.put(0, [pushed(position, batch_record(position + 5, part), *HEARTBEATS)])
+            found.put(0, [make_message(position, batch_record(position + 5, part), *HEARTBEATS)])
             apply_deliveries(found, index)
         assert found.trust("engine") == Trust.EXACT
 
@@ -312,7 +312,7 @@ def test_an_engine_that_reports_degraded_is_degraded_at_the_replica() -> None:
     """A bridge that has not received its newest heartbeat still reports EXACT."""
     found = subscriber_of_exact_stream()
     for seq, trust in ((1, "EXACT"), (2, "DEGRADED"), (3, "EXACT")):
-        found.put(0, [pushed(seq + 1, batch_record(seq, b"x"))])
+        found.put(0, [make_message(seq + 1, batch_record(seq, b"x"))])
         (batch,) = found.receive_many(timeout=0.0)
         found.report(batch, BatchReport(heartbeat=Heartbeat("0" * 32, 60.0, trust), digest_matches=True))
         assert found.trust("engine").name == trust
@@ -323,7 +323,7 @@ def test_a_broken_partition_stays_broken_until_it_is_added_again() -> None:
     """Queued pages might be wrong as well, and later reports of the reader change nothing. A partition that is added again is
     not broken."""
     found = subscriber_of_exact_stream()
-    found.put(0, [pushed(2, batch_record(1, b"x"))])
+    found.put(0, [make_message(2, batch_record(1, b"x"))])
     found.mark_broken(0, "partition 0 was disputed")
     found.receive_many(timeout=0.0)
     assert "disputed" in found.trust("engine").reason
@@ -340,7 +340,7 @@ def test_a_temporary_fault_ends_with_the_next_page() -> None:
     found = subscriber_of_exact_stream()
     found.report_progress(0, None, "no leader")
     assert found.trust("engine") == Trust.STALE
-    found.put(0, [pushed(2)])
+    found.put(0, [make_message(2)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
 
@@ -351,7 +351,12 @@ def test_a_bridge_counts_as_alive_no_longer_than_the_maximum_heartbeat_interval_
     found = LogSubscriber(lambda: now, lambda _: None)
     found.add_partition(0, PartitionState(), {})
     found.put(
-        0, [pushed(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0, 0.0), trust_record("bridge", "EXACT"))]
+        0,
+        [
+            make_message(
+                1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0, 0.0), trust_record("bridge", "EXACT")
+            )
+        ],
     )
     found.receive_many(timeout=0.0)
     now = MISSED_HEARTBEATS * MAX_HEARTBEAT_SECONDS - 1
@@ -366,7 +371,7 @@ def test_a_different_attestation_is_a_divergence_only_if_the_digest_does_not_mat
 ) -> None:
     """An index with a matching digest equals the log, so building it again would not help."""
     found = subscriber_of_exact_stream()
-    found.put(0, [pushed(2, batch_record(1, b"x"), batch_record(2, b"y"), batch_record(3, b"z"))])
+    found.put(0, [make_message(2, batch_record(1, b"x"), batch_record(2, b"y"), batch_record(3, b"z"))])
     first, second, third = found.receive_many(timeout=0.0)
     found.report(first, BatchReport(digest_matches=True, attestation_matches=True))
     assert (found.trust("engine"), found.trust("engine").attested) == (Trust.EXACT, True)

@@ -260,7 +260,7 @@ def test_a_compacted_gap_of_the_upstream_skips_no_number(scenario: World) -> Non
 def test_history_that_was_truncated_before_the_relay_started_is_sent_as_far_as_known(scenario: World) -> None:
     """The clear at the start of each incarnation leaves a number for a snapshot, although a number is skipped at once."""
     scenario.upstream.store(1)
-    scenario.upstream.forget()
+    scenario.upstream.clear_replay_buffer()
     scenario.upstream.store(2)
     scenario.begin(buffer_steps=2)
     for number in range(3, 9):
@@ -319,7 +319,7 @@ def test_all_consumers_are_degraded_by_an_undecodable_batch_until_a_clear(scenar
 def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(scenario: World, steps: int) -> None:
     """A snapshot has no trust, and the next heartbeat can be far away. So the replay buffer always holds a heartbeat."""
     scenario.begin(buffer_steps=steps, heartbeat=600.0)
-    scenario.upstream.say(BlockRemoved([], heartbeat=Heartbeat("0" * 32, 600.0, "DEGRADED", "something was lost")))
+    scenario.upstream.publish_events(BlockRemoved([], heartbeat=Heartbeat("0" * 32, 600.0, "DEGRADED", "something was lost")))
     scenario.turn()
     for number in range(1, 120):
         scenario.upstream.store(number)
@@ -336,11 +336,11 @@ def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(scenario: World, 
 
 
 def _lose_unnoticed(scenario: World) -> None:
-    scenario.upstream.fail_to_say(block(1_000))
+    scenario.upstream.fail_to_publish(block(1_000))
 
 
 def _publish_unreadable(scenario: World) -> None:
-    scenario.upstream.fail_to_say(block(1_000), payload=b"\xc1")
+    scenario.upstream.fail_to_publish(block(1_000), payload=b"\xc1")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
@@ -464,7 +464,7 @@ def test_an_upstreams_digest_is_compared_and_its_heartbeats_are_not_forwarded(sc
     scenario.upstream.store(1)
     scenario.settle()
     wrong = Heartbeat("f" * 32, 5.0, incarnation=7)
-    scenario.upstream.say(BlockRemoved([], heartbeat=wrong))
+    scenario.upstream.publish_events(BlockRemoved([], heartbeat=wrong))
     scenario.settle()
     assert scenario.relay.status().divergences >= 1
     relayed = [event for _, payload in scenario.event_server.sent for event in decode_batch(payload).batch.events]
@@ -555,7 +555,7 @@ def test_batches_repeated_after_a_wrong_digest_are_not_skipped(scenario: World, 
         scenario.upstream.store(number)
     scenario.settle()
     kill_before(scenario, "send", after)
-    scenario.upstream.say(BlockRemoved([], heartbeat=Heartbeat("f" * 32, 5.0)))
+    scenario.upstream.publish_events(BlockRemoved([], heartbeat=Heartbeat("f" * 32, 5.0)))
     with pytest.raises(Killed):
         scenario.settle()
     scenario.kill()
@@ -824,7 +824,7 @@ def test_a_clear_of_one_tier_that_the_dialect_cannot_express_clears_all(scenario
     consumer = scenario.consumer()
     scenario.upstream.store(1)
     scenario.upstream.store(2, medium="CPU")
-    scenario.upstream.say(AllBlocksCleared({"medium": "GPU"}))
+    scenario.upstream.publish_events(AllBlocksCleared({"medium": "GPU"}))
     scenario.settle()
     assert consumer.trust.name == "DEGRADED"
     assert not consumer.held
@@ -837,7 +837,7 @@ def test_an_event_that_the_dialect_cannot_express_skips_a_number(scenario: World
     """Events in array form have no field for the block keys of another relay."""
     scenario.begin(dialect="vllm-0.22")
     consumer = scenario.consumer()
-    scenario.upstream.say(BlockStored([1], None, [], SIZE, medium="GPU", block_keys=[5]), block(2))
+    scenario.upstream.publish_events(BlockStored([1], None, [], SIZE, medium="GPU", block_keys=[5]), block(2))
     scenario.settle()
     assert consumer.trust.name == "DEGRADED"
     assert {number for number, _ in consumer.held} == {2}
@@ -850,13 +850,13 @@ def test_a_prompt_with_a_salt_never_matches_a_plain_one(scenario_of_two: World, 
     """A dialect without a field for the salt drops the block. A dialect with a field preserves it beside unknown fields."""
     scenario_of_two.begin(dialect=dialect)
     consumer = scenario_of_two.consumer()
-    scenario_of_two.upstream.say(BlockStored([1], None, prompt(1), SIZE, medium="GPU"))
+    scenario_of_two.upstream.publish_events(BlockStored([1], None, prompt(1), SIZE, medium="GPU"))
     other_tokens = [SECRET + 99] * SIZE
     salted = [
         BlockStored([2], None, other_tokens, SIZE, medium="GPU", unknown_fields={"note": 1, "cache_salt": "tenant"}),
         BlockStored([3], None, other_tokens, SIZE, medium="GPU", extra_keys=[("tenant",)], unknown_fields={"note": 1}),
     ]
-    scenario_of_two.upstream.say(*salted)
+    scenario_of_two.upstream.publish_events(*salted)
     scenario_of_two.settle()
     assert {number for number, _ in consumer.held} == matched
     assert _matched_blocks(consumer, prompt(1)) == 1
@@ -887,12 +887,12 @@ def test_redacted_streams_contain_no_tokens_and_match_by_key(tmp_path: Path, tok
         early = scenario.consumer()
         for at, each in enumerate(scenario.upstreams):
             tail = prompt()[SIZE:]
-            each.say(
+            each.publish_events(
                 BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", session_id="secret-session"),
                 BlockStored([2, 3], 1, tail, SIZE, medium="GPU", unknown_fields={"note": "secret-note"}),
             )
             # The encoder of the engine has no room for a salt beside unknown fields.
-            each.say(
+            each.publish_events(
                 BlockStored([11 + at], None, prompt()[:SIZE], SIZE, medium="GPU", cache_salt="secret-salt"),
                 BlockStored([21 + at], None, prompt()[:SIZE], SIZE, medium="GPU", extra_keys=[("secret-key",)]),
             )
@@ -904,7 +904,7 @@ def test_redacted_streams_contain_no_tokens_and_match_by_key(tmp_path: Path, tok
                 scenario.kill()
                 scenario.begin(tokens=tokens, buffer_steps=3)
                 scenario.settle()
-                scenario.upstream.say(BlockStored([4], 3, [SECRET] * SIZE, SIZE, medium="GPU"))
+                scenario.upstream.publish_events(BlockStored([4], 3, [SECRET] * SIZE, SIZE, medium="GPU"))
             late = scenario.consumer()
             assert_exact(scenario, early, late)
             readable = readable_bytes(scenario, tmp_path)
@@ -926,13 +926,13 @@ def test_a_journal_with_salted_prompts_begins_a_new_incarnation(scenario: World,
     """The journal has the keys but not the salt, on which the keys of all following blocks depend."""
     scenario.begin(tokens="hash")
     scope = Scope(salt="of-a-tenant" if salted else None)
-    scenario.upstream.say(BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", cache_salt=scope.salt))
+    scenario.upstream.publish_events(BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", cache_salt=scope.salt))
     scenario.settle()
     scenario.kill()
     scenario.begin(tokens="hash")
     assert scenario.relay.status().was_resumed is not salted
     scenario.settle()
-    scenario.upstream.say(BlockStored([2], 1, prompt()[SIZE:][:SIZE], SIZE, medium="GPU"))
+    scenario.upstream.publish_events(BlockStored([2], 1, prompt()[SIZE:][:SIZE], SIZE, medium="GPU"))
     consumer = scenario.consumer()
     assert_exact(scenario, consumer)
     assert _matched_blocks(consumer, prompt()[: 2 * SIZE], scope) == 2
@@ -942,7 +942,7 @@ def test_keys_of_another_relay_are_forwarded(scenario: World) -> None:
     """The first relay has removed the tokens, and the blocks can still be matched."""
     scenario.begin(tokens="hash")
     consumer = scenario.consumer()
-    scenario.upstream.say(BlockStored([1, 2], None, [], SIZE, medium="GPU", block_keys=block_keys(prompt(2), SIZE)))
+    scenario.upstream.publish_events(BlockStored([1, 2], None, [], SIZE, medium="GPU", block_keys=block_keys(prompt(2), SIZE)))
     assert_exact(scenario, consumer)
     assert _matched_blocks(consumer, prompt()) == 2
 

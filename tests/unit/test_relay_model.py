@@ -87,7 +87,7 @@ class HistoryRunner:
         return self.world.upstreams[which % len(self.world.upstreams)]
 
     def store(self, which: int, number: int, medium: str, lost: bool) -> None:
-        self.upstream(which).say(*chain(number, medium), lost=lost)
+        self.upstream(which).publish_events(*chain(number, medium), lost=lost)
 
     def remove(self, which: int, number: int, medium: str, lost: bool) -> None:
         upstream = self.upstream(which)
@@ -96,7 +96,7 @@ class HistoryRunner:
             upstream.remove(number, medium=medium, lost=lost)
 
     def clear_scope(self, which: int, medium: str) -> None:
-        self.upstream(which).say(AllBlocksCleared({"medium": medium}))
+        self.upstream(which).publish_events(AllBlocksCleared({"medium": medium}))
 
     def restart(self, which: int, unseen: list[int]) -> None:
         self.upstream(which).restart(*(event for number in unseen for event in chain(number)))
@@ -191,13 +191,15 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "end": HistoryRunner.end,
     "join": HistoryRunner.join,
     "skip number": lambda runner, which: runner.upstream(which).engine.skip_number(),
-    "forget": lambda runner, which: runner.upstream(which).forget(),
+    "forget": lambda runner, which: runner.upstream(which).clear_replay_buffer(),
     "ignore replay": lambda runner, which: setattr(runner.upstream(which).engine, "answers_replay", False),
     "answer replay": lambda runner, which: setattr(runner.upstream(which).engine, "answers_replay", True),
     "settle": HistoryRunner.settle,
-    "many stores": lambda runner, which, count: [runner.upstream(which).say(*chain(each % 6 + 1)) for each in range(count)],
+    "many stores": lambda runner, which, count: [
+        runner.upstream(which).publish_events(*chain(each % 6 + 1)) for each in range(count)
+    ],
     "forge": lambda runner, which: runner.upstream(which).forge(),
-    "fail to publish": lambda runner, which, number, payload: runner.upstream(which).fail_to_say(
+    "fail to publish": lambda runner, which, number, payload: runner.upstream(which).fail_to_publish(
         *chain(number), payload=payload
     ),
 }

@@ -19,8 +19,8 @@ from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch, dialects, encode_batch
 from kvevents.wire.checked_msgpack import DEFAULT_WIRE_LIMITS
-from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
-from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
+from scan_cases import MUTATIONS, NUMBERS, loose_events, mutate
+from wire_cases import GOLDENS, Golden, adopt_details, batch_of, batches_of, make_store, msgpack_values, pack
 
 # --- the form of events in both decoders --------------------------------------------------------------------------------------
 
@@ -78,7 +78,9 @@ def normalize_event(event: KVEvent) -> dict[str, Any]:
 
 
 KNOWN = batch_of(
-    stored(), stored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], medium=None), stored(block_hashes=[3], group_idx=1)
+    make_store(),
+    make_store(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], medium=None),
+    make_store(block_hashes=[3], group_idx=1),
 )
 """Events before each payload, whose parents and hashes the payloads below name."""
 
@@ -103,7 +105,7 @@ def check_same_state(*payloads: bytes) -> None:
         raw = RawBatch("a", 0, 0, seq, False, payload)
         found, expected = by_payload.apply(raw), by_event.apply(raw.decode())
         if found.report is not None and expected.report is not None:
-            rejected = worded_as(found.report.rejected, expected.report.rejected)
+            rejected = adopt_details(found.report.rejected, expected.report.rejected)
             expected = ApplyResult(expected.status, replace(expected.report, rejected=rejected))
         assert found == expected
     assert by_payload.digest("a") == by_event.digest("a")
@@ -126,7 +128,7 @@ def test_events_of_every_dialect_are_decoded_as_by_python(data: st.DataObject) -
 
 @given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
 def test_damaged_payloads_are_decoded_as_by_python_or_left_to_it(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
-    check(mutated(payload, mutations))
+    check(mutate(payload, mutations))
 
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
@@ -151,13 +153,23 @@ def test_any_msgpack_is_decoded_as_by_python_or_left_to_it(value: Any) -> None:
 
 @given(
     st.sampled_from(
-        [*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "block_keys", "heartbeat", "unknown_fields", "later"]
+        [
+            *make_store(),
+            "group_idx",
+            "extra_keys",
+            "cache_salt",
+            "locality",
+            "block_keys",
+            "heartbeat",
+            "unknown_fields",
+            "later",
+        ]
     ),
     msgpack_values,
 )
 def test_any_value_of_any_field_is_decoded_as_by_python_or_left_to_it(name: str, value: Any) -> None:
-    check(batch_of(stored(**{name: value})))
-    check(batch_of(stored(), {"type": "BlockRemoved", "block_hashes": [1], name: value}))
+    check(batch_of(make_store(**{name: value})))
+    check(batch_of(make_store(), {"type": "BlockRemoved", "block_hashes": [1], name: value}))
     check(batch_of({"type": "AllBlocksCleared", name: value}))
 
 
@@ -177,16 +189,16 @@ def test_limits_apply_to_the_form_that_the_peer_sent() -> None:
     """Hashes and free-form bytes are limited in the form that the peer sends, which may be smaller than their form in
     Python."""
     nils = b"\xdd" + struct.pack(">I", 1_000_001) + b"\xc0" * 1_000_001
-    event = pack(stored())
+    event = pack(make_store())
     with_nils = bytes([event[0] + 1]) + event[1:] + pack("extra_keys") + nils
-    floats = pack(stored(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_form_bytes // 9 - 10)]))
+    floats = pack(make_store(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_form_bytes // 9 - 10)]))
     for body in (with_nils, floats):
         check_same_state(b"\x93" + pack(1.0) + b"\x91" + body + b"\x00")
 
 
 def encode_event_with_repeated_key() -> bytes:
     """Return a batch with a repeated key in an event, which no engine sends."""
-    event = pack(stored())
+    event = pack(make_store())
     return b"\x93" + pack(1.0) + b"\x91" + bytes([event[0] + 1]) + event[1:] + pack("medium") + pack("CPU") + b"\x00"
 
 
@@ -196,36 +208,36 @@ HEARTBEAT = {"digest": "0" * 32, "every": 5.0}
 @pytest.mark.parametrize(
     "payload",
     [
-        *(batch_of(stored(block_hashes=[number], parent_block_hash=number)) for number in NUMBERS),
-        *(batch_of(stored(token_ids=[number, 1])) for number in NUMBERS),
-        *(batch_of(stored(token_ids=[[number, 1], [1, number]])) for number in NUMBERS),
-        *(batch_of(stored(block_size=number, group_idx=number, lora_id=number)) for number in NUMBERS),
-        batch_of(stored(token_ids=[[1, 2], 3])),
-        batch_of(stored(token_ids=["7", "8"])),
-        batch_of(stored(token_ids=[1.0, 2.0])),
-        batch_of(stored(token_ids=[True, False])),
-        *(batch_of(stored(token_ids=[], block_keys=[number])) for number in NUMBERS),
-        batch_of(stored(token_ids=[], block_keys=[b"x" * 32])),
-        batch_of(stored(token_ids=[], block_keys=[1, 2])),
-        batch_of(stored(token_ids=[], block_keys=[])),
-        batch_of(stored(block_keys=[1])),
-        batch_of(stored(block_keys=None)),
+        *(batch_of(make_store(block_hashes=[number], parent_block_hash=number)) for number in NUMBERS),
+        *(batch_of(make_store(token_ids=[number, 1])) for number in NUMBERS),
+        *(batch_of(make_store(token_ids=[[number, 1], [1, number]])) for number in NUMBERS),
+        *(batch_of(make_store(block_size=number, group_idx=number, lora_id=number)) for number in NUMBERS),
+        batch_of(make_store(token_ids=[[1, 2], 3])),
+        batch_of(make_store(token_ids=["7", "8"])),
+        batch_of(make_store(token_ids=[1.0, 2.0])),
+        batch_of(make_store(token_ids=[True, False])),
+        *(batch_of(make_store(token_ids=[], block_keys=[number])) for number in NUMBERS),
+        batch_of(make_store(token_ids=[], block_keys=[b"x" * 32])),
+        batch_of(make_store(token_ids=[], block_keys=[1, 2])),
+        batch_of(make_store(token_ids=[], block_keys=[])),
+        batch_of(make_store(block_keys=[1])),
+        batch_of(make_store(block_keys=None)),
         batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": None}),
         batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": HEARTBEAT}),
         batch_of(["BlockRemoved", [1], None, None, HEARTBEAT]),
         batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": 7}),
-        batch_of(stored(medium=b"GPU")),
-        batch_of(stored(block_hashes=[b"x" * 32])),
-        batch_of(pack(stored())),
+        batch_of(make_store(medium=b"GPU")),
+        batch_of(make_store(block_hashes=[b"x" * 32])),
+        batch_of(pack(make_store())),
         batch_of(),
-        pack([1700000000250, [stored()], 0]),
-        pack([-1.0, [stored()], 0]),
-        pack([float("nan"), [stored()], 0]),
-        pack([1.0, [stored()], "0"]),
-        pack([1.0, [stored()], -1]),
-        pack([1.0, [stored()], 2**40]),
-        pack({"ts": 1.0, "events": [stored()]}),
-        batch_of(stored()) + b"\x00",
+        pack([1700000000250, [make_store()], 0]),
+        pack([-1.0, [make_store()], 0]),
+        pack([float("nan"), [make_store()], 0]),
+        pack([1.0, [make_store()], "0"]),
+        pack([1.0, [make_store()], -1]),
+        pack([1.0, [make_store()], 2**40]),
+        pack({"ts": 1.0, "events": [make_store()]}),
+        batch_of(make_store()) + b"\x00",
         encode_event_with_repeated_key(),
         batch_of({"block_hashes": [1], "type": "BlockRemoved", "medium": None}),
     ],
@@ -238,7 +250,7 @@ def test_corner_cases_are_decoded_as_by_python_or_left_to_it(payload: bytes) -> 
 def test_heartbeats_are_left_to_python_and_block_keys_are_not() -> None:
     """A heartbeat is compared after its own batch, which the native index cannot do. Block keys are as common as tokens."""
     removed = {"type": "BlockRemoved", "block_hashes": []}
-    assert not check(batch_of(stored(), {**removed, "heartbeat": HEARTBEAT}))
-    assert check(batch_of(stored(), {**removed, "heartbeat": None}))
-    assert check(batch_of(stored(token_ids=[], block_keys=[2**64 - 1]), stored(block_keys=None)))
-    assert scanned(batch_of(stored(token_ids=[], block_keys=[7])))[0]["block_keys"] == [7]  # type: ignore[index]
+    assert not check(batch_of(make_store(), {**removed, "heartbeat": HEARTBEAT}))
+    assert check(batch_of(make_store(), {**removed, "heartbeat": None}))
+    assert check(batch_of(make_store(token_ids=[], block_keys=[2**64 - 1]), make_store(block_keys=None)))
+    assert scanned(batch_of(make_store(token_ids=[], block_keys=[7])))[0]["block_keys"] == [7]  # type: ignore[index]

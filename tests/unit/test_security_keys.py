@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
-from certificate_pairs import make_pair, put
+from certificate_pairs import make_pair, write_new_pair
 from kvevents import zap
 from kvevents.errors import ConfigError
 from kvevents.security import (
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644])
 def test_a_secret_that_others_can_read_is_rejected(tmp_path: Path, mode: int) -> None:
     """The error says what to do, in every place where the file is named."""
-    put(tmp_path, "e")
+    write_new_pair(tmp_path, "e")
     path = tmp_path / "e.key_secret"
     path.chmod(mode)
     for read in (read_pair, lambda each: Curve(key_file=str(each))):
@@ -92,7 +92,7 @@ def test_a_secret_that_others_can_read_is_rejected(tmp_path: Path, mode: int) ->
 
 def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A secret that is mounted into a container belongs to root, and is readable through its group."""
-    pair = put(tmp_path, "e")
+    pair = write_new_pair(tmp_path, "e")
     path = tmp_path / "e.key_secret"
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     path.chmod(0o440)
@@ -141,8 +141,8 @@ def test_an_allow_list_may_be_given_in_code() -> None:
 
 def test_changes_of_a_folder_are_detected(tmp_path: Path) -> None:
     """Files are added, changed and removed; hidden files, secret files and other files are ignored."""
-    one, other = put(tmp_path, "one"), make_pair()
-    put(tmp_path, ".hidden")
+    one, other = write_new_pair(tmp_path, "one"), make_pair()
+    write_new_pair(tmp_path, ".hidden")
     (tmp_path / "README").write_text("public-key = nothing")
     allowed = KeyAllowList(str(tmp_path))
     allowed.refresh()
@@ -151,7 +151,7 @@ def test_changes_of_a_folder_are_detected(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(one.public, other.public))
     allowed.refresh()
     assert allowed.keys == {z85_decode(other.public)}
-    two = put(tmp_path, "two")
+    two = write_new_pair(tmp_path, "two")
     allowed.refresh()
     assert allowed.keys == {z85_decode(other.public), z85_decode(two.public)}
     path.unlink()
@@ -161,7 +161,7 @@ def test_changes_of_a_folder_are_detected(tmp_path: Path) -> None:
 
 
 def test_a_file_may_have_several_keys(tmp_path: Path) -> None:
-    pairs = [put(tmp_path, name) for name in ("a", "b")]
+    pairs = [write_new_pair(tmp_path, name) for name in ("a", "b")]
     path = tmp_path / "all"
     path.write_text("".join((tmp_path / f"{name}.key").read_text() for name in ("a", "b")))
     allowed = KeyAllowList(str(path))
@@ -171,7 +171,7 @@ def test_a_file_may_have_several_keys(tmp_path: Path) -> None:
 
 def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This applies once its files have not changed for a while, so that unknown clients cannot cause a read per connection."""
-    put(tmp_path, "one")
+    write_new_pair(tmp_path, "one")
     long_ago = time.time() - 10
     os.utime(tmp_path / "one.key", (long_ago, long_ago))
     settings = SecuritySettings(mtime_granularity=-1.0)  # as if the ctime, which cannot be set, were long ago too
@@ -192,7 +192,7 @@ def test_unreadable_files_allow_no_key(tmp_path: Path) -> None:
     """An invalid file loses only its own key; a folder that is missing or has too many files loses all keys."""
     folder = tmp_path / "clients"
     folder.mkdir()
-    one = put(folder, "one")
+    one = write_new_pair(folder, "one")
     (folder / "torn.key").write_text("public-key")
     allowed = KeyAllowList(str(folder))
     allowed.refresh()

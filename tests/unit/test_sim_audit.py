@@ -22,7 +22,7 @@ from kvevents.sim.simulated_engine import StepLimits
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, request
-from sim_model import Mirror
+from sim_model import EventState
 
 WORKER = ("engine", 0)
 encode = batch_encoder()
@@ -50,7 +50,7 @@ class EngineRecording:
 
     def wrong_lookups(self) -> int:
         """Return the number of lookups whose results differ from a plain mirror that applies these batches event by event."""
-        mirror, place, wrong_lookups = Mirror(strict=False), Mark(0, 0, 0), 0
+        mirror, place, wrong_lookups = EventState(strict=False), Mark(0, 0, 0), 0
         for expected in self.lookups:
             wanted = expected.mark
             while place < wanted and place.seq < len(self.batches):

@@ -16,7 +16,7 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, PrefixCache
 from kvevents.sim.requests import Sequence
 from kvevents.wire.encode import batch_encoder
-from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
+from sim_model import EventState, PlainCache, PlainPool, contents, list_free_blocks, simplify_events
 
 # Operation (admit, extend, release), the sequence that it is about, and a number of tokens.
 MOVES = st.lists(st.tuples(st.sampled_from("aaaeeeeer"), st.integers(0, 9), st.integers(1, 12)), min_size=10, max_size=40)
@@ -50,7 +50,7 @@ class History:
     def __post_init__(self) -> None:
         self.live: list[Sequence] = []
         self.admitted = 0
-        self.mirror = Mirror()
+        self.mirror = EventState()
 
     def play(self, moves: list[tuple[str, int, int]]) -> None:
         for kind, which, tokens in moves:
@@ -99,7 +99,7 @@ class History:
 
     def state(self) -> object:
         pool = self.cache.pool
-        return waiting(pool), list(pool.uses), contents(self.cache)
+        return list_free_blocks(pool), list(pool.uses), contents(self.cache)
 
     def on_lookup(self, fresh: Sequence, cached: int) -> None:
         """Do nothing; subclasses override this."""
@@ -185,8 +185,8 @@ def test_full_attention_behaves_like_the_plain_model(
             real.release(one)
             model.pool.give_back(held[::-1])
         assert all(one.tables == (held,) for one, held in live)
-        assert waiting(real.pool) == model.pool.queue
-        assert plainly(real.take_events()) == model.events
+        assert list_free_blocks(real.pool) == model.pool.queue
+        assert simplify_events(real.take_events()) == model.events
         model.events.clear()
 
 

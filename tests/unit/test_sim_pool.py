@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvevents.sim.pool import NULL, BlockTable, Pool
-from sim_model import PlainPool, waiting
+from sim_model import PlainPool, list_free_blocks
 
 NAMES = range(1, 6)
 """A small range, so that duplicates are common."""
@@ -69,7 +69,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def pool_and_model_are_equal(self) -> None:
         real, plain = self.real, self.plain
-        assert waiting(real) == plain.queue
+        assert list_free_blocks(real) == plain.queue
         assert real.free == len(plain.queue)
         assert real.holding == len(plain.contents)
         assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
@@ -93,7 +93,7 @@ def test_the_queue_is_bounded_however_often_its_blocks_are_used_again() -> None:
         pool.touch(blocks[:2])
         pool.give_back(blocks[:2])
         assert len(pool._queue) <= 6
-        assert waiting(pool) == [blocks[2], *blocks[:2]]
+        assert list_free_blocks(pool) == [blocks[2], *blocks[:2]]
     assert pool.take(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
 
 

@@ -17,15 +17,15 @@ from index_cases import (
     Adversary,
     Choices,
     Feed,
-    answer,
     namespace,
     removal,
     store,
+    tokens_by_level,
     tokens_of,
 )
 from kvevents.errors import SnapshotError, UsageError
 from kvevents.index import IndexLimits, PrefixIndex
-from snapshot_cases import framed, furnished, restored, saved, state, take, unframed
+from snapshot_cases import add_frames, apply_step, make_full_snapshot, remove_frames, restore_snapshot, state, take_snapshot
 
 # --- content ------------------------------------------------------------------------------------------------------------------
 
@@ -38,14 +38,16 @@ def test_after_any_history_a_restored_index_behaves_like_the_original(data: byte
     index, twin = PrefixIndex(limits=IndexLimits(max_orphans=6)), PrefixIndex(limits=IndexLimits(max_orphans=6))
     for at, step in enumerate(adversary.steps()):
         if at == moment:
-            restored(saved(index), twin)
+            restore_snapshot(take_snapshot(index), twin)
             assert state(twin) == state(index)
-        take(index, step)
+        apply_step(index, step)
         if at >= moment:
-            take(twin, step)
+            apply_step(twin, step)
             assert state(twin) == state(index)
             tokens, scope = adversary.prompt()
-            assert answer(twin.match(tokens, namespace(scope))) == answer(index.match(tokens, namespace(scope)))
+            assert tokens_by_level(twin.match(tokens, namespace(scope))) == tokens_by_level(
+                index.match(tokens, namespace(scope))
+            )
 
 
 def test_many_blocks_under_one_hash_keep_their_order() -> None:
@@ -55,7 +57,7 @@ def test_many_blocks_under_one_hash_keep_their_order() -> None:
     for at in range(300):
         feed(store([at + 1], [at, at], 2), store([999], [7, 7], 2, at + 1))
     feed(store([999], [7, 7], 2, 17))  # it becomes the newest, with two copies
-    twin = restored(saved(index))
+    twin = restore_snapshot(take_snapshot(index))
     for each_index in (index, twin):
         other = Feed(each_index)
         other.seq = feed.seq
@@ -71,7 +73,7 @@ def test_streams_with_different_hashes_share_their_blocks_after_a_restore() -> N
     for worker in range(8):
         tokens = [token for at in range(2000) for token in (at, worker // 4)]
         Feed(index, f"w{worker}")(store([worker * 10_000 + at for at in range(2000)], tokens, 2))
-    twin = restored(saved(index))
+    twin = restore_snapshot(take_snapshot(index))
     assert state(twin) == state(index)
     assert twin.stats().unique_blocks == index.stats().unique_blocks == 4000
 
@@ -79,7 +81,7 @@ def test_streams_with_different_hashes_share_their_blocks_after_a_restore() -> N
 def test_a_snapshot_takes_about_16_bytes_for_a_block() -> None:
     index = PrefixIndex()
     Feed(index)(store(range(5000), range(10_000), 2))
-    assert len(saved(index)) < 5000 * 16 + 500
+    assert len(take_snapshot(index)) < 5000 * 16 + 500
 
 
 def test_the_memory_limit_holds_after_restoring() -> None:
@@ -87,7 +89,7 @@ def test_the_memory_limit_holds_after_restoring() -> None:
     for worker in range(4):
         Feed(index, f"w{worker}")(store(range(20_000), [worker, *range(39_999)], 2))
     limit = index.stats().bytes // 2
-    small = restored(saved(index), PrefixIndex(memory_limit=limit))
+    small = restore_snapshot(take_snapshot(index), PrefixIndex(memory_limit=limit))
     stats = small.stats()
     assert stats.bytes <= limit
     assert 0 < stats.blocks == 80_000 - stats.evicted < 80_000
@@ -98,16 +100,16 @@ def test_the_memory_limit_holds_after_restoring() -> None:
 
 def test_a_corrupt_snapshot_with_valid_checksums_is_refused_or_gives_a_working_index() -> None:
     """Each byte of the items is changed, removed, and made the last one in turn."""
-    whole = furnished()
-    content, head = unframed(whole), whole[:12]
-    assert framed(content, head) == whole
+    whole = make_full_snapshot()
+    content, head = remove_frames(whole), whole[:12]
+    assert add_frames(content, head) == whole
     refused = 0
     for at in range(len(content)):
         before, after = content[:at], content[at + 1 :]
         others = {content[at] ^ 1, content[at] ^ 0x80, 0, 255} - {content[at]}
         for changed in [before, before + after, *(before + bytes([other]) + after for other in others)]:
             try:
-                used = restored(framed(changed, head), PrefixIndex(memory_limit=1 << 20))
+                used = restore_snapshot(add_frames(changed, head), PrefixIndex(memory_limit=1 << 20))
             except SnapshotError:
                 refused += 1
                 continue
@@ -120,15 +122,15 @@ def test_a_corrupt_snapshot_with_valid_checksums_is_refused_or_gives_a_working_i
 
 @pytest.mark.parametrize("size", [2**32, 2**40, 2**63])
 def test_a_length_beyond_the_content_is_refused_without_allocating_it(size: int) -> None:
-    head = furnished()[:12]
+    head = make_full_snapshot()[:12]
     count = bytearray()
     while size:
         count.append(size & 0x7F | (0x80 if size > 0x7F else 0))
         size >>= 7
     with pytest.raises(SnapshotError):
-        restored(framed(b"\x02" + bytes(count) + b"abc", head))
+        restore_snapshot(add_frames(b"\x02" + bytes(count) + b"abc", head))
     with pytest.raises(SnapshotError):
-        restored(head + struct.pack("<IQ", 0xFFFF_FFFF, 0))
+        restore_snapshot(head + struct.pack("<IQ", 0xFFFF_FFFF, 0))
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def test_each_stream_of_a_concurrent_snapshot_has_the_state_of_its_last_number(t
         thread.join()
     assert not failures
     for content in snapshots:
-        twin = restored(content)
+        twin = restore_snapshot(content)
         for info in twin.workers():
             assert twin.digest((info.source, info.rank)) == digests[int(info.source[1:])][info.last_seq]
 
@@ -256,7 +258,7 @@ def test_an_index_may_be_restored_during_writes_and_queries() -> None:
     index, stop = PrefixIndex(), threading.Event()
     for at in range(4):
         Feed(index, f"w{at}")(store(range(500), [at, *range(999)], 2))
-    content, failures = saved(index), []
+    content, failures = take_snapshot(index), []
 
     def work(at: int) -> None:
         feed = Feed(index, f"w{at}", incarnation=at % 2)
@@ -276,10 +278,10 @@ def test_an_index_may_be_restored_during_writes_and_queries() -> None:
     for thread in threads:
         thread.start()
     for _ in range(50):
-        restored(content, index)
+        restore_snapshot(content, index)
     stop.set()
     for thread in threads:
         thread.join()
     assert not failures
-    restored(content, index)
-    assert state(index) == state(restored(content))
+    restore_snapshot(content, index)
+    assert state(index) == state(restore_snapshot(content))

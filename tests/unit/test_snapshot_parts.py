@@ -22,17 +22,17 @@ from index_cases import (
     Label,
     Remove,
     Step,
-    answer,
     blocks_of,
     namespace,
     removal,
     store,
+    tokens_by_level,
     tokens_of,
 )
 from index_model import Oracle
 from kvevents.errors import SnapshotError, UsageError
 from kvevents.index import IndexLimits, Namespace, PrefixIndex
-from snapshot_cases import framed, furnished, restored, saved, state, take, unframed
+from snapshot_cases import add_frames, apply_step, make_full_snapshot, remove_frames, restore_snapshot, state, take_snapshot
 
 Worker = tuple[str, int]
 
@@ -110,14 +110,14 @@ def test_after_any_history_an_index_merged_from_parts_behaves_like_the_original(
                 if one:
                     merge_snapshot(snapshot_of(index, *parts[one]), twin)
             assert state(twin) == state(index)
-        take(index, step)
+        apply_step(index, step)
         apply_to_model(model, step)
         if at >= moment or concerns(step, parts[0]):
-            take(twin, step)
+            apply_step(twin, step)
         if at >= moment:
             assert state(twin) == state(index)
             tokens, scope = adversary.prompt()
-            assert answer(twin.match(tokens, namespace(scope))) == model.match(tokens, scope)
+            assert tokens_by_level(twin.match(tokens, namespace(scope))) == model.match(tokens, scope)
     if at >= moment:
         assert all(blocks_of(twin, worker) == model.blocks(worker) for worker in WORKERS)
 
@@ -135,11 +135,11 @@ def test_a_worker_that_is_removed_and_merged_again_is_complete(data: bytes, mome
             index.remove_worker(worker)
             merge_snapshot(content, index)
             assert index.stats().unique_blocks <= blocks, "fewer if other workers can share a record that only this worker used"
-        take(index, step)
-        take(twin, step)
+        apply_step(index, step)
+        apply_step(twin, step)
         assert state(twin) == state(index)
         tokens, scope = adversary.prompt()
-        assert answer(twin.match(tokens, namespace(scope))) == answer(index.match(tokens, namespace(scope)))
+        assert tokens_by_level(twin.match(tokens, namespace(scope))) == tokens_by_level(index.match(tokens, namespace(scope)))
 
 
 def test_merged_streams_share_their_blocks_with_existing_ones() -> None:
@@ -211,13 +211,13 @@ def test_a_part_without_workers_is_empty_and_a_whole_snapshot_merges_everything(
     twin = PrefixIndex()
     assert twin.merge(io.BytesIO(snapshot_of(index))) == []
     assert twin.workers() == []
-    assert twin.merge(io.BytesIO(saved(index))) == [("a", 0), ("a", 1), ("b", 0)]
+    assert twin.merge(io.BytesIO(take_snapshot(index))) == [("a", 0), ("a", 1), ("b", 0)]
     assert state(twin) == state(index)
 
 
 def test_restoring_a_part_replaces_everything(index: PrefixIndex) -> None:
     content = snapshot_of(index, ("a", 1))
-    restored(content, index)
+    restore_snapshot(content, index)
     assert [(info.source, info.rank, info.model) for info in index.workers()] == [("a", 1, "A")]
 
 
@@ -276,7 +276,7 @@ def test_a_missing_model_is_taken_from_the_file_and_applies_to_all_ranks(index: 
         ("a", 3): "A",
         ("b", 0): "other",
     }
-    found = {model: set(answer(twin.match([1, 1], Namespace(model=model)))) for model in ("A", "B", "other", None)}
+    found = {model: set(tokens_by_level(twin.match([1, 1], Namespace(model=model)))) for model in ("A", "B", "other", None)}
     assert found == {"A": {("a", 0), ("a", 3)}, "B": set(), "other": {("b", 0)}, None: set()}
     Feed(twin, "a", 4)(store([1], [1, 1], 2))
     assert twin.workers()[2].model == "A"
@@ -286,7 +286,7 @@ def test_a_missing_model_is_taken_from_the_file_and_applies_to_all_ranks(index: 
 
 
 def test_an_existing_worker_raises_and_nothing_is_merged(index: PrefixIndex) -> None:
-    content, before = saved(index), observable_state(index)
+    content, before = take_snapshot(index), observable_state(index)
     index.remove_worker("a", 0)
     middle = observable_state(index)
     with pytest.raises(SnapshotError, match=r'the worker "a" with rank 1 already; call remove_worker for it first'):
@@ -317,7 +317,7 @@ def test_a_worker_that_appears_during_a_merge_remains_and_the_file_is_refused() 
         Feed(index, f"w{at}")(store(range(2000), [at, *range(3999)], 2))
     feed = Feed(twin, "w1")
     with pytest.raises(SnapshotError, match="w1"):
-        twin.merge(cast("BinaryIO", InterruptedFile(saved(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
+        twin.merge(cast("BinaryIO", InterruptedFile(take_snapshot(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
     assert [(info.source, info.blocks) for info in twin.workers()] == [("w1", 1)]
     assert twin.stats().unique_blocks == 1
     assert tokens_of(twin, [0, *range(3999)], worker=("w0", 0)) == 0
@@ -325,12 +325,12 @@ def test_a_worker_that_appears_during_a_merge_remains_and_the_file_is_refused() 
 
 def test_a_corrupt_file_with_valid_checksums_has_no_effect_when_it_is_refused() -> None:
     """Each byte of the items is changed, removed, and made the last one in turn; the index has blocks of its own."""
-    whole = furnished()
-    content, head = unframed(whole), whole[:12]
+    whole = make_full_snapshot()
+    content, head = remove_frames(whole), whole[:12]
     index = PrefixIndex()
     for step in Adversary(Choices(random.Random(1).randbytes(800))).steps():
         if not isinstance(step, Label) and worker_of(step) == ("a", 0):
-            take(index, step)
+            apply_step(index, step)
     index.remove_worker("a", 0)
     index.readmit("a", 0)
     Feed(index, "mine")(store(range(50), [1, 1, 2, 2, *range(96)], 2))
@@ -340,7 +340,7 @@ def test_a_corrupt_file_with_valid_checksums_has_no_effect_when_it_is_refused() 
         others = {content[at] ^ 1, content[at] ^ 0x80, 0, 255} - {content[at]}
         for changed in [start, start + end, *(start + bytes([other]) + end for other in others)]:
             try:
-                merged_workers = index.merge(io.BytesIO(framed(changed, head)))
+                merged_workers = index.merge(io.BytesIO(add_frames(changed, head)))
             except SnapshotError:
                 refused += 1
             else:
@@ -356,7 +356,7 @@ def test_a_truncated_or_damaged_file_leaves_no_blocks_and_leaks_no_memory() -> N
     for at in range(4):
         Feed(index, f"w{at}")(store(range(at, 60_000, 3), [at // 2, *range(39_999)], 2))
     Feed(twin, "mine")(store(range(5000), [0, *range(9999)], 2))
-    content, before = saved(index), observable_state(twin)
+    content, before = take_snapshot(index), observable_state(twin)
     sizes = []
     for at in (13, len(content) // 3, len(content) // 2, len(content) - 1) * 3:
         broken = bytearray(content)
@@ -387,7 +387,7 @@ def test_a_file_that_raises_in_the_middle_leaves_nothing() -> None:
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        twin.merge(cast("BinaryIO", InterruptedFile(saved(index), fail, 30_000)))
+        twin.merge(cast("BinaryIO", InterruptedFile(take_snapshot(index), fail, 30_000)))
     assert observable_state(twin) == observable_state(PrefixIndex())
 
 
@@ -403,7 +403,7 @@ def test_an_index_with_all_placements_accepts_only_blocks_on_existing_ones() -> 
     Feed(index, "new")(store([1], [6, 6], 2, group_idx=MAX_PLACEMENTS))
     before = observable_state(full)
     with pytest.raises(SnapshotError, match=f"more than {MAX_PLACEMENTS} placements"):
-        full.merge(io.BytesIO(saved(index)))
+        full.merge(io.BytesIO(take_snapshot(index)))
     assert observable_state(full) == before
     merge_snapshot(snapshot_of(index, ("known", 0)), full)
     assert full.digest("known") == index.digest("known")
@@ -414,11 +414,11 @@ def test_the_memory_limit_holds_afterwards_and_existing_workers_keep_their_block
     for at, one in enumerate((index, twin)):
         for worker in range(2):
             Feed(one, f"w{at}{worker}")(store(range(20_000), [at, worker, *range(39_998)], 2))
-    limit = merge_snapshot(saved(index), merge_snapshot(saved(twin))).stats().bytes * 2 // 3
+    limit = merge_snapshot(take_snapshot(index), merge_snapshot(take_snapshot(twin))).stats().bytes * 2 // 3
     small = PrefixIndex(memory_limit=limit)
-    merge_snapshot(saved(twin), small)
+    merge_snapshot(take_snapshot(twin), small)
     assert small.stats().evicted == 0
-    merge_snapshot(saved(index), small)
+    merge_snapshot(take_snapshot(index), small)
     stats = small.stats()
     assert stats.bytes <= limit
     assert 0 < stats.blocks == 80_000 - stats.evicted < 80_000
@@ -436,14 +436,14 @@ def test_a_refused_file_evicts_nothing_under_a_memory_limit() -> None:
     Feed(small, "mine")(store(range(20_000), [7, *range(39_999)], 2))
     before = observable_state(small)
     with pytest.raises(SnapshotError):
-        small.merge(io.BytesIO(saved(index)[:-1]))
+        small.merge(io.BytesIO(take_snapshot(index)[:-1]))
     assert observable_state(small) == before
 
 
 def test_merged_orphans_respect_the_limit() -> None:
     index = PrefixIndex()
     Feed(index)(*[store([at], [at, at], 2, parent=at + 1000) for at in range(1, 21)])
-    small = merge_snapshot(saved(index), PrefixIndex(limits=IndexLimits(max_orphans=8)))
+    small = merge_snapshot(take_snapshot(index), PrefixIndex(limits=IndexLimits(max_orphans=8)))
     assert (small.stats().orphans, small.stats().orphans_dropped) == (8, 12)
 
 
@@ -460,16 +460,16 @@ def test_during_a_merge_the_index_answers_and_applies_without_the_merged_workers
     seen: list[dict[Worker, tuple[int, ...]]] = []
 
     def check_during_merge() -> None:
-        seen.append(answer(twin.match(prompt)))
+        seen.append(tokens_by_level(twin.match(prompt)))
         assert [info.source for info in twin.workers()] == ["mine"]
         feed(store([30_000 + feed.seq], [5, feed.seq], 2))
         merge_snapshot(snapshot_of(twin), twin)
-        merge_snapshot(saved(twin))
+        merge_snapshot(take_snapshot(twin))
 
-    twin.merge(cast("BinaryIO", InterruptedFile(saved(index), check_during_merge, 30_000)))
+    twin.merge(cast("BinaryIO", InterruptedFile(take_snapshot(index), check_during_merge, 30_000)))
     assert len(seen) > 30
     assert {frozenset(one) for one in seen} == {frozenset({("mine", 0)})}
-    assert len(answer(twin.match(prompt))) == 4
+    assert len(tokens_by_level(twin.match(prompt))) == 4
     assert state(twin)[1:] == state(index)
 
 
@@ -477,7 +477,7 @@ def test_several_files_can_be_merged_concurrently_but_each_worker_only_once() ->
     index = PrefixIndex()
     for at in range(2):
         Feed(index, f"w{at}")(store(range(20_000), [at, *range(39_999)], 2))
-    contents = [snapshot_of(index, ("w0", 0)), snapshot_of(index, ("w1", 0)), saved(index)]
+    contents = [snapshot_of(index, ("w0", 0)), snapshot_of(index, ("w1", 0)), take_snapshot(index)]
     twin, barrier = PrefixIndex(), threading.Barrier(6)
     outcomes: list[list[Worker] | SnapshotError] = []
 
@@ -505,10 +505,10 @@ def test_a_restore_waits_for_a_merge_and_replaces_its_workers_too() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     Feed(index)(store(range(5000), range(10_000), 2))
     Feed(other, "b")(store(range(5000), [3, *range(9999)], 2))
-    twin, begun, content = PrefixIndex(), threading.Event(), saved(other)
-    thread = threading.Thread(target=lambda: (begun.wait(), restored(content, twin)))
+    twin, begun, content = PrefixIndex(), threading.Event(), take_snapshot(other)
+    thread = threading.Thread(target=lambda: (begun.wait(), restore_snapshot(content, twin)))
     thread.start()
-    assert twin.merge(cast("BinaryIO", InterruptedFile(saved(index), begun.set, 30_000))) == [("a", 0)]
+    assert twin.merge(cast("BinaryIO", InterruptedFile(take_snapshot(index), begun.set, 30_000))) == [("a", 0)]
     thread.join()
     assert state(twin) == state(other)
     assert twin.stats().unique_blocks == 5000
@@ -561,7 +561,7 @@ def test_workers_join_and_leave_while_others_are_written_and_queried() -> None:
     feeds = [Feed(index, f"x{at}") for at in range(2)]
 
     def query() -> None:
-        found = answer(index.match(prompt))
+        found = tokens_by_level(index.match(prompt))
         assert all(found.get((f"w{at}", 0), (4000,))[0] == 4000 for at in range(3))
         assert index.stats().workers <= 5
 

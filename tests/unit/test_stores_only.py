@@ -16,7 +16,7 @@ from kvevents.service.member import Member
 from kvevents.settings import convert
 from kvevents.stream import RawBatch
 from kvevents.testing import FakeTransport
-from wire_cases import batch_of, stored
+from wire_cases import batch_of, make_store
 
 
 def test_the_trust_of_a_stream_names_the_tiers_without_removals() -> None:
@@ -84,7 +84,7 @@ def test_stores_without_removals_stay_within_the_memory_limit() -> None:
     for seq in range(2_000):
         hashes = list(range(1 + seq * 256, 1 + (seq + 1) * 256))
         payload = batch_of(
-            stored(block_hashes=hashes, token_ids=[each % 50_000 for each in hashes], block_size=1, medium="CPU")
+            make_store(block_hashes=hashes, token_ids=[each % 50_000 for each in hashes], block_size=1, medium="CPU")
         )
         index.apply(RawBatch("a", 0, 0, seq, False, payload))
     assert index.stats().bytes <= limit
@@ -95,8 +95,8 @@ def test_a_router_gives_less_weight_to_a_tier_without_removals() -> None:
     """Half of the prompt is in GPU memory and half in host memory, from which one of two engines announces no removals."""
     index = PrefixIndex()
     for name in ("a", "b"):
-        index.apply(RawBatch(name, 0, 0, 0, False, batch_of(stored(block_hashes=[1], token_ids=[1, 2], block_size=2))))
-        more = stored(block_hashes=[2], parent_block_hash=1, token_ids=[3, 4], block_size=2, medium="CPU")
+        index.apply(RawBatch(name, 0, 0, 0, False, batch_of(make_store(block_hashes=[1], token_ids=[1, 2], block_size=2))))
+        more = make_store(block_hashes=[2], parent_block_hash=1, token_ids=[3, 4], block_size=2, medium="CPU")
         index.apply(RawBatch(name, 0, 0, 1, False, batch_of(more)))
     trusts = {("a", 0): Trust("EXACT", inexact_tiers=("cpu",)), ("b", 0): Trust.EXACT}
     router = Router(policy("prefix-aware"), index, trust=trusts.__getitem__, whole_prompt=True)

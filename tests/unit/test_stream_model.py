@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvevents.stream import Batch, DegradedReason, RawBatch, Reset, Source, Stream, StreamLimits, Trust
 from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
 from kvevents.wire.framing import encode_seq
-from network_model import TOPIC, Network, Publisher, Twins, Word, payload_of
+from network_model import TOPIC, Claim, Network, Publisher, StreamPair, payload_of
 
 LIMITS = StreamLimits(max_pending_batches=40, max_replayed_digests=8)
 KINDS = st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear", "unreadable", "unreadable clear"])
-WORDS: st.SearchStrategy[Word] = st.sampled_from(["EXACT", "EXACT", "EXACT", "lie", "DEGRADED", "STALE"])
+WORDS: st.SearchStrategy[Claim] = st.sampled_from(["EXACT", "EXACT", "EXACT", "lie", "DEGRADED", "STALE"])
 
 
 class StreamMachine(RuleBasedStateMachine):
@@ -30,23 +30,23 @@ class StreamMachine(RuleBasedStateMachine):
         self.has_replay = replay
         source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="k", name="e")
         self.network = Network(Publisher(buffer_steps), self.open(source))
-        self.network.reports_at_once = at_once or isinstance(self.network.stream, Twins)
+        self.network.reports_at_once = at_once or isinstance(self.network.stream, StreamPair)
         if up:
             self.network.connect()
 
-    def open(self, source: Source) -> Stream | Twins:
+    def open(self, source: Source) -> Stream | StreamPair:
         return Stream(source, LIMITS)
 
     @rule(kinds=st.lists(KINDS, min_size=1, max_size=12))
     def publish(self, kinds: list[str]) -> None:
         for kind in kinds:
             self.network.publish(
-                drop=kind == "dropped", burnt=kind == "burnt", clear="clear" in kind, unreadable="unreadable" in kind
+                drop=kind == "dropped", skipped=kind == "burnt", clear="clear" in kind, unreadable="unreadable" in kind
             )
 
-    @rule(says=WORDS, drop=st.booleans())
-    def heartbeat(self, says: Word, drop: bool) -> None:
-        self.network.publish(says=says, drop=drop)
+    @rule(claim=WORDS, drop=st.booleans())
+    def heartbeat(self, claim: Claim, drop: bool) -> None:
+        self.network.publish(claim=claim, drop=drop)
 
     @rule()
     def spoil(self) -> None:
@@ -102,9 +102,9 @@ class StreamMachine(RuleBasedStateMachine):
         """Restart the subscriber with one of its checkpoints, and the state of that moment or of a later one."""
         self.network.resubscribe(self.open(self.network.stream.source), which, newer)
 
-    @rule(limit=st.none() | st.integers(1, 6), lose_marker=st.booleans(), mute=st.booleans())
-    def set_reply_faults(self, limit: int | None, lose_marker: bool, mute: bool) -> None:
-        self.network.reply_limit, self.network.lose_marker, self.network.mute = limit, lose_marker, mute
+    @rule(limit=st.none() | st.integers(1, 6), lose_marker=st.booleans(), is_silent=st.booleans())
+    def set_reply_faults(self, limit: int | None, lose_marker: bool, is_silent: bool) -> None:
+        self.network.reply_limit, self.network.lose_marker, self.network.is_silent = limit, lose_marker, is_silent
 
     @invariant()
     def waiting_batches_are_bounded(self) -> None:
@@ -113,7 +113,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @invariant()
     def divergence_is_never_a_false_alarm(self) -> None:
-        if hasattr(self, "network") and self.network.honest:
+        if hasattr(self, "network") and self.network.is_consistent:
             assert self.network.stream.counters.digests_mismatched == 0
 
     @precondition(lambda self: hasattr(self, "network"))
@@ -122,19 +122,19 @@ class StreamMachine(RuleBasedStateMachine):
         """On a healthy network everything that still exists arrives, and the trust says whether that is everything."""
         network = self.network
         self.quiesce()
-        life = network.publisher.life
+        true_incarnation = network.publisher.true_incarnation
         observer = network.observer
-        if self.has_replay and life.payloads:
-            assert observer.life == life.number, "a restart of an idle engine was not detected"
-            assert observer.next_seq > max(life.payloads), "the tail of an idle engine was not found"
+        if self.has_replay and true_incarnation.payloads:
+            assert observer.true_incarnation == true_incarnation.number, "a restart of an idle engine was not detected"
+            assert observer.next_seq > max(true_incarnation.payloads), "the tail of an idle engine was not found"
         network.publish()
-        network.publish(says="EXACT")
+        network.publish(claim="EXACT")
         self.quiesce()
         # If the heartbeat has shown another incarnation or state, everything was replayed and is not yet confirmed.
         network.publish()
         self.quiesce()
-        assert observer.next_seq == life.next_seq, "the newest batch was not delivered"
-        assert observer.life == life.number
+        assert observer.next_seq == true_incarnation.next_seq, "the newest batch was not delivered"
+        assert observer.true_incarnation == true_incarnation.number
         if not self.has_replay:
             assert network.stream.trust == Trust.DEGRADED
         elif network.stream.trust != Trust.EXACT:
@@ -149,7 +149,7 @@ class StreamMachine(RuleBasedStateMachine):
         """Deliver and report everything, repeatedly until that causes nothing new."""
         self.network.quiesce()
         self.on_reported()
-        while self.network.moved:
+        while self.network.has_delivered:
             self.network.quiesce()
             self.on_reported()
 
@@ -165,10 +165,10 @@ class StreamMachine(RuleBasedStateMachine):
 class RawStreamMachine(StreamMachine):
     """The same without decoding: late reports in any order have the same effect as decoding."""
 
-    twins: Twins
+    twins: StreamPair
 
-    def open(self, source: Source) -> Twins:
-        self.twins = Twins(source, LIMITS)
+    def open(self, source: Source) -> StreamPair:
+        self.twins = StreamPair(source, LIMITS)
         return self.twins
 
     @precondition(lambda self: hasattr(self, "twins") and self.twins.unreported)
