@@ -371,7 +371,7 @@ def test_only_a_response_to_a_later_request_completes_a_requested_check(
             await reader.checked.wait()
             assert answers > 1
 
-    with_partition(plane_at(server.url, name="doubts", partitions=1), work)
+    with_partition(plane_at(server.url, name="reasons", partitions=1), work)
 
 
 def test_an_error_while_applying_pages_ends_the_reader(server: NatsServer) -> None:

@@ -12,7 +12,7 @@ import zmq
 import paths
 from cli_cases import refuse_connections
 from kvevents.service.config import Probing
-from kvevents.service.reasons import REASON_OF_DOUBT, Reason
+from kvevents.service.reasons import CODES_OF_DEGRADED_REASONS, Reason
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint
 from service_cases import MODEL, EventStream, Service, engine, serving, wait_for, write
@@ -34,8 +34,8 @@ def test_a_fault_is_found_within_ten_seconds() -> None:
 
 
 def test_each_degraded_reason_has_its_own_code() -> None:
-    assert Reason.OTHER not in REASON_OF_DOUBT.values()
-    assert len(set(REASON_OF_DOUBT.values())) == len(DegradedReason)
+    assert Reason.OTHER not in CODES_OF_DEGRADED_REASONS.values()
+    assert len(set(CODES_OF_DEGRADED_REASONS.values())) == len(DegradedReason)
 
 
 def test_an_unknown_reason_code_is_read_as_other() -> None:

@@ -294,9 +294,9 @@ def test_a_replica_snapshot_between_the_parts_of_a_publisher_snapshot_is_not_exa
         apply_deliveries(found, index)
         for position, part in enumerate(parts, 3):
             if position == 3 + count:
-                state, doubts = found.states[0], found.doubts()
+                state, degraded_reasons = found.states[0], found.degraded_reasons()
                 found = LogSubscriber(lambda: 0.0, lambda _: None)
-                found.add_partition(0, state, doubts)
+                found.add_partition(0, state, degraded_reasons)
             assert position == 3 + count or found.trust("engine") != Trust.EXACT
             found.put(0, [make_message(position, batch_record(position + 5, part), *HEARTBEATS)])
             apply_deliveries(found, index)

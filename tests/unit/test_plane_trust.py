@@ -368,12 +368,12 @@ class LogReader:
             self.log.report(delivery, self.index.apply(delivery).report)
 
     def restart(self, folder: Path) -> None:
-        state, doubts = PartitionState.decode(self.log.states[0].encode()), self.log.doubts()
+        state, degraded_reasons = PartitionState.decode(self.log.states[0].encode()), self.log.degraded_reasons()
         self.index.snapshot(folder / "index", workers=[KEY] if self.index.workers() else [])
         self.index = PrefixIndex()
         self.index.merge(folder / "index")
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, state, doubts)
+        self.log.add_partition(0, state, degraded_reasons)
 
     def is_exact(self) -> bool:
         return self.log.trust(*KEY) == Trust.EXACT

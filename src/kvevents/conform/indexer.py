@@ -133,10 +133,10 @@ class Indexer(Target):
             worker, of_rank, _ = name.partition(":")
             true, answered = query.held.get(name, 0), held.get(name, 0)
             if answered != true and (name in query.held or not of_rank):
-                doubts = sorted(
+                states = sorted(
                     {state for state in matches[worker].trust.values() if state != EXACT} if worker in matches else ()
                 )
-                report = f"the answer is {', '.join(doubts)}" if doubts else None
+                report = f"the answer is {', '.join(states)}" if states else None
                 found.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens", report))
         return found
 

@@ -49,7 +49,7 @@ PAUSE_SECONDS: Final = 0.02
 MAX_REASON: Final = 500
 """Characters of a reason; an engine can send one of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
-"""Requests in a row for a sender's whole history; doubts that two histories do not end remain after a third."""
+"""Requests in a row for a sender's whole history; degraded reasons that two histories do not end remain after a third."""
 _CLEARED: Final = b"leared"
 """Part of every name of the clear event in known dialects."""
 _HEARTBEAT: Final = b"every"
@@ -192,18 +192,18 @@ class EngineReader(threading.Thread):
         return outcomes
 
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
-        """Return the report about a batch for its stream. A doubted stream starts over if its sender can send all of it.
+        """Return the report about a batch for its stream. A degraded stream starts over if its sender can send all of it.
 
-        Senders whose heartbeats have digests can. Whether the engine holds what was delivered, which would end the doubts too,
+        Senders whose heartbeats have digests can. Whether the engine holds what was delivered, which would end the reasons too,
         only a replica can find out.
         """
         report = inspect_payload(batch.payload)
         if report is None or report.heartbeat is None or report.heartbeat.digest is None or report.cleared or batch.replayed:
             return report
         key = (batch.source, batch.rank)
-        doubts = self._subscriber.checkpoint(*key).degraded_reasons
+        degraded_reasons = self._subscriber.checkpoint(*key).degraded_reasons
         requests = self._history_requests.get(key, 0)
-        if any(doubt.name in doubts and doubts[doubt.name] < batch.seq for doubt in REASONS_ENDED_BY_CLEAR):
+        if any(degraded_reasons.get(reason.name, batch.seq) < batch.seq for reason in REASONS_ENDED_BY_CLEAR):
             if requests == MAX_HISTORY_REQUESTS:
                 return report
             self._history_requests[key] = requests + 1
@@ -216,10 +216,9 @@ class EngineReader(threading.Thread):
     def _add_trust_changes(self) -> None:
         for key, trust in self._subscriber.trust_changes():
             status = self._subscriber.status(*key)
-            doubts = {doubt.name: status.last_seq for doubt in status.degraded_reasons} | self._subscriber.checkpoint(
-                *key
-            ).degraded_reasons
-            record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
+            degraded_reasons = {reason.name: status.last_seq for reason in status.degraded_reasons}
+            degraded_reasons |= self._subscriber.checkpoint(*key).degraded_reasons
+            record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], degraded_reasons)
             self._records.append(EngineRecord(record, self._follow_ids[key]))
 
     # --- commands
@@ -251,7 +250,7 @@ class EngineReader(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Computes its report when the subscriber asks for it, because reports of earlier batches change the doubts."""
+    """Computes its report when the subscriber asks for it, because reports of earlier batches change the degraded reasons."""
 
     reader: EngineReader
     delivery: Batch | RawBatch | Reset | Gap

@@ -88,7 +88,7 @@ class _Observed:
 
     incarnation: int
     has_batch: bool = False
-    doubts: TrustLedger = field(default_factory=TrustLedger)
+    ledger: TrustLedger = field(default_factory=TrustLedger)
     snapshot_end: int = -1
     """Last number that an engine's snapshot represents while the snapshot is not completely in the index; else -1."""
     heartbeat_seq: int = -1
@@ -97,31 +97,31 @@ class _Observed:
     def add_report(self, seq: int, report: BatchReport) -> bool:
         """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
-        As in `kvevents.stream`, a clear, an equal digest or an attestation that agrees ends only older doubts, whenever it is
+        As in `kvevents.stream`, a clear, an equal digest or an attestation that agrees ends only older reasons, whenever it is
         reported. An index with the engine's digest is what the log says, so an attestation that differs is not about the index.
         """
-        doubts = self.doubts
+        ledger = self.ledger
         if report.cleared:
-            doubts.clear(seq)
+            ledger.clear(seq)
         if any(each.loses_events for each in report.rejected):
-            doubts.reject(seq)
+            ledger.reject(seq)
         heartbeat = report.heartbeat
         if heartbeat is not None and seq > self.heartbeat_seq:
             self.heartbeat_seq = seq
-            doubts.discard(DegradedReason.SENDER)
+            ledger.discard(DegradedReason.SENDER)
             if heartbeat.trust != Trust.EXACT.name:
-                doubts.add(DegradedReason.SENDER, seq)
+                ledger.add(DegradedReason.SENDER, seq)
         is_whole = report.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
         if is_whole and seq > self.snapshot_end:
             # Each batch of a snapshot has a heartbeat, but only the last one is EXACT.
             self.snapshot_end = -1
         if report.digest_matches:
-            doubts.match_digest(seq)
+            ledger.match_digest(seq)
         if report.attestation_matches:
-            doubts.match_attestation(seq)
-        is_explained = report.digest_matches is True or doubts.explains(seq)
-        is_unattested = report.attestation_matches is False and doubts.mismatch_attestation(seq)
-        is_diverged = report.digest_matches is False and doubts.record_digest_mismatch(seq)
+            ledger.match_attestation(seq)
+        is_explained = report.digest_matches is True or ledger.explains(seq)
+        is_unattested = report.attestation_matches is False and ledger.mismatch_attestation(seq)
+        is_diverged = report.digest_matches is False and ledger.record_digest_mismatch(seq)
         return (is_diverged or is_unattested) and not is_explained
 
 
@@ -221,7 +221,7 @@ class LogSubscriber:
     # --- partitions
 
     def add_partition(
-        self, partition: int, state: PartitionState, doubts: Mapping[StreamKey, frozenset[DegradedReason]]
+        self, partition: int, state: PartitionState, degraded_reasons: Mapping[StreamKey, frozenset[DegradedReason]]
     ) -> None:
         """Read a partition from the end of a state on; the index already contains the state's streams."""
         with self._partitions_lock:
@@ -230,8 +230,8 @@ class LogSubscriber:
         self._partition_of.update(dict.fromkeys(state.streams, partition))
         for key, stream in state.streams.items():
             observed = self._observed[key] = _Observed(stream.incarnation, has_batch=stream.last_seq >= 0)
-            for doubt in doubts.get(key, ()):
-                observed.doubts.add(doubt, stream.last_seq)
+            for reason in degraded_reasons.get(key, ()):
+                observed.ledger.add(reason, stream.last_seq)
         self.registrations = _registrations(self.states.values())
 
     def drop_partition(self, partition: int) -> list[StreamKey]:
@@ -342,8 +342,8 @@ class LogSubscriber:
         if isinstance(event, InvalidRecord):
             log.error("partition %d, %s rank %d: invalid record: %s", partition, *event.key, event.reason)
             stream = self.states[partition].streams[event.key]
-            # Behind the last batch, so that no report about an earlier batch ends the doubt.
-            self._observe(event.key, stream.incarnation).doubts.add(DegradedReason.REJECTED, stream.last_seq + 1)
+            # Behind the last batch, so that no report about an earlier batch ends the reason.
+            self._observe(event.key, stream.incarnation).ledger.add(DegradedReason.REJECTED, stream.last_seq + 1)
         return None
 
     def _observe(self, key: StreamKey, incarnation: int) -> _Observed:
@@ -361,7 +361,7 @@ class LogSubscriber:
             if not observed.has_batch:
                 observed.has_batch = True
                 if event.seq > 0:
-                    observed.doubts.add(DegradedReason.LOST, event.seq - 1)
+                    observed.ledger.add(DegradedReason.LOST, event.seq - 1)
             counters.delivered += 1
             counters.replayed += event.replayed
         elif isinstance(event, Gap) and event.compacted:
@@ -370,7 +370,7 @@ class LogSubscriber:
         elif isinstance(event, Gap):
             counters.gaps += 1
             counters.lost += event.last - event.first + 1
-            observed.doubts.add(DegradedReason.LOST, event.last)
+            observed.ledger.add(DegradedReason.LOST, event.last)
         else:
             counters.resets += 1
 
@@ -408,9 +408,9 @@ class LogSubscriber:
             return reported
         if observed.snapshot_end >= 0:
             return Trust.REPLAYING.with_reason("a snapshot of the engine is being read")
-        if observed.doubts:
-            return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[doubt] for doubt in observed.doubts)))
-        return Trust.ATTESTED if observed.doubts.is_attested else reported
+        if observed.ledger:
+            return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[reason] for reason in observed.ledger)))
+        return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""
@@ -436,7 +436,7 @@ class LogSubscriber:
         if not lag or report.trust not in _CURRENT:
             return report
         reason = f"bridge {bridge_name(bridge)} lags by {lag:.0f} s: the engines' events are not in the log yet"
-        return TrustReport("REPLAYING", reason, report.doubts)
+        return TrustReport("REPLAYING", reason, report.degraded_reasons)
 
     def _is_alive(self, partition: int, bridge: str) -> bool:
         state, arrived = self.states.get(partition), self._heartbeats.get((partition, bridge))
@@ -458,22 +458,23 @@ class LogSubscriber:
         partition, stream = self._find(key)
         counters = self._counters.setdefault(key, StreamCounters())
         best, observed = self._best_report(partition, stream), self._observed.get(key)
-        reported = () if best is None else (DegradedReason[name] for name in best.doubts if name in DegradedReason.__members__)
-        doubts = frozenset((*(() if observed is None else observed.doubts), *reported))
+        names = () if best is None else best.degraded_reasons
+        reported = (DegradedReason[name] for name in names if name in DegradedReason.__members__)
+        reasons = frozenset((*(() if observed is None else observed.ledger), *reported))
         trust, position = self._trust(key), (stream.incarnation, stream.last_seq)
-        return StreamStatus(*key, f"partition {partition}", trust, doubts, *position, waiting=0, counters=counters.copy())
+        return StreamStatus(*key, f"partition {partition}", trust, reasons, *position, waiting=0, counters=counters.copy())
 
     def statuses(self) -> list[StreamStatus]:
         """Return the status of every stream."""
         return [self.status(*key) for key in self.registrations]
 
-    def doubts(self) -> dict[StreamKey, frozenset[DegradedReason]]:
-        """Return the doubts about each stream, for a snapshot."""
+    def degraded_reasons(self) -> dict[StreamKey, frozenset[DegradedReason]]:
+        """Return the degraded reasons of each degraded stream, for a snapshot."""
         found = {
-            key: frozenset((*observed.doubts, *((DegradedReason.LOST,) * (observed.snapshot_end >= 0))))
+            key: frozenset((*observed.ledger, *((DegradedReason.LOST,) * (observed.snapshot_end >= 0))))
             for key, observed in self._observed.items()
         }
-        return {key: doubts for key, doubts in found.items() if doubts}
+        return {key: reasons for key, reasons in found.items() if reasons}
 
     # --- the rest of a subscriber's interface
 

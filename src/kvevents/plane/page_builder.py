@@ -43,8 +43,8 @@ from kvevents.stream import RawBatch, trust_order
 
 RECORD_BYTES: Final = 96
 """Size of a record without its payload and texts, at most."""
-DOUBT_BYTES: Final = 32
-"""Size of a doubt's name and number, at most."""
+REASON_BYTES: Final = 32
+"""Size of a degraded reason's name and number, at most."""
 MAX_RECORDS: Final = 2_000
 """Records of one page."""
 
@@ -387,7 +387,7 @@ def _size(record: StreamRecord) -> int:
         return size + len(record.payload)
     size += len(getattr(record, "registration", b"")) + _length(getattr(record, "reason", ""))
     if isinstance(record, TrustRecord):
-        size += _length(record.bridge) + DOUBT_BYTES * len(record.doubts)
+        size += _length(record.bridge) + REASON_BYTES * len(record.degraded_reasons)
     return size
 
 

@@ -229,7 +229,7 @@ class PartitionReader:
                     f"partition {self._partition} has no leader; wait until a majority of its servers runs", fault="away"
                 )
             return ReadFailure("truncated", info.first)
-        if (failure := await self._resolve_doubts(info)) is not None:
+        if (failure := await self._verify_tail(info)) is not None:
             return failure
         if requests == self._check_requests:
             self.checked.set()
@@ -240,7 +240,7 @@ class PartitionReader:
             self.caught_up.set()
         return None
 
-    async def _resolve_doubts(self, info: PartitionInfo) -> ReadFailure | None:
+    async def _verify_tail(self, info: PartitionInfo) -> ReadFailure | None:
         dispute = self._dispute
         if dispute is None and self.checked.is_set():
             return None

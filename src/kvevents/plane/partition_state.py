@@ -48,7 +48,7 @@ from kvevents.settings import build_decoder_now
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
-_KEPT: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)
+_PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED: Final = 100_000
 """Streams that have left and whose last incarnation is remembered, so that its late records are void; the oldest go first."""
 MAX_REPORTS: Final = 64
@@ -62,7 +62,7 @@ class TrustReport(msgspec.Struct, frozen=True, array_like=True):
 
     trust: str
     reason: str
-    doubts: dict[str, int]
+    degraded_reasons: dict[str, int]
 
 
 class StreamJoined(NamedTuple):
@@ -328,7 +328,7 @@ class PartitionState:
             return
         stream.trust_reports.pop(record.bridge, None)
         if record.trust:
-            stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.doubts)
+            stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.degraded_reasons)
         if len(stream.trust_reports) > MAX_REPORTS:
             del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
         yield TrustChanged(record.key)
@@ -366,7 +366,7 @@ class PartitionState:
         return self._newest.get(key)
 
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
-        """Return where a bridge continues a stream, with the bridge's own doubts or those of the latest report."""
+        """Return where a bridge continues a stream, with the bridge's own degraded reasons or those of the latest report."""
         stream = self.streams.get(key)
         if stream is None:
             return ResumePoint(None, self.min_incarnation)
@@ -380,8 +380,9 @@ class PartitionState:
         fingerprint = Fingerprint(stream.last_seq, digest, True)
         reports = stream.trust_reports
         report = reports.get(bridge) or next(reversed(reports.values()), None)
-        doubts = {} if report is None else {name: last for name, last in report.doubts.items() if name in _KEPT}
-        return ResumePoint(Checkpoint(*key, stream.incarnation, stream.last_seq, (fingerprint,), True, doubts), 0)
+        reported = {} if report is None else report.degraded_reasons
+        persistent = {name: last for name, last in reported.items() if name in _PERSISTENT_NAMES}
+        return ResumePoint(Checkpoint(*key, stream.incarnation, stream.last_seq, (fingerprint,), True, persistent), 0)
 
     # --- encode for snapshots
 

@@ -108,7 +108,7 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     trust: str
     """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
     reason: str
-    doubts: dict[str, _Last]
+    degraded_reasons: dict[str, _Last]
     """The last affected batch number by name of `DegradedReason`; the newest number if checkpoints do not keep the reason."""
 
 

@@ -112,31 +112,36 @@ class SnapshotBody(msgspec.Struct, array_like=True):
     partition: int
     state: bytes
     """The encoded `PartitionState`."""
-    doubts: list[tuple[str, int, list[str]]]
-    """Source, rank and names of the doubts of each doubted stream."""
+    degraded_reasons: list[tuple[str, int, list[str]]]
+    """Source, rank and names of the degraded reasons of each degraded stream."""
     digests: list[tuple[str, int, str]]
     """Source, rank and index digest of each stream."""
 
     def decode(self) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
-        """Return the partition's state and the doubts. Raises `SnapshotError`."""
+        """Return the partition's state and the degraded reasons. Raises `SnapshotError`."""
         if self.version != VERSION:
             raise SnapshotError(
                 f"the snapshot has version {self.version}, but this release reads version {VERSION}; use another snapshot"
             )
         try:
             state = PartitionState.decode(self.state)
-            doubts = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in self.doubts}
+            rows = self.degraded_reasons
+            reasons = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in rows}
         except (ValueError, KeyError) as error:
             raise SnapshotError(f"cannot read the streams of the snapshot: {error}; use another snapshot") from error
-        return state, doubts
+        return state, reasons
 
 
 def capture(
-    partition: int, state: PartitionState, doubts: Mapping[StreamKey, frozenset[DegradedReason]], index: PrefixIndex, path: Path
+    partition: int,
+    state: PartitionState,
+    degraded_reasons: Mapping[StreamKey, frozenset[DegradedReason]],
+    index: PrefixIndex,
+    path: Path,
 ) -> SnapshotBody:
     """Write the index of a partition's streams to `path` and return the rest. Nothing must be applied to them meanwhile."""
     index.snapshot(path, workers=list(state.streams))
-    names = [(*key, [doubt.name for doubt in doubts[key]]) for key in state.streams if key in doubts]
+    names = [(*key, [reason.name for reason in degraded_reasons[key]]) for key in state.streams if key in degraded_reasons]
     return SnapshotBody(VERSION, partition, state.encode(), names, stream_digests(index, state.streams))
 
 
@@ -274,7 +279,7 @@ class Snapshots:
     async def load(
         self, snapshot: SnapshotInfo, index: PrefixIndex, folder: Path
     ) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
-        """Add a snapshot's streams to an index, with a temporary file in `folder`; return the state and the doubts.
+        """Add a snapshot's streams to an index, with a temporary file in `folder`; return the state and the degraded reasons.
 
         Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
         """
@@ -285,13 +290,13 @@ class Snapshots:
                 body = await self.load_body(snapshot)
                 with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
                     await self._get(f"{snapshot.name}.index", file)
-            state, doubts = body.decode()
+            state, degraded_reasons = body.decode()
             await asyncio.to_thread(_merge, index, path, body, snapshot.name)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {snapshot.name} was not read within {seconds:g} s", fault="timeout") from error
         finally:
             path.unlink(missing_ok=True)
-        return state, doubts
+        return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
         """Read a snapshot without its index. Raises `SnapshotError` for a damaged snapshot."""

@@ -179,8 +179,8 @@ class DigestTracker:
         """Apply batches as they were sent. Releases the interpreter lock."""
         if self._index is None:
             for seq, payload in batches:
-                is_doubted = self._missing is not None or seq != self._last_seq + 1
-                self._note(seq, _CLEARED if is_doubted and _clears_everything(payload) else _APPLIED)
+                has_gap = self._missing is not None or seq != self._last_seq + 1
+                self._note(seq, _CLEARED if has_gap and _clears_everything(payload) else _APPLIED)
             return
         raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
         done = 0

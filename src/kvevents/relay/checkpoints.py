@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._written_number = -1
         """The next number when the upstreams' checkpoints were taken last."""
         self._written_at = self._snapshot_tried_at = -math.inf
-        self._doubts: list[frozenset[DegradedReason]] = []
+        self._degraded_reasons: list[frozenset[DegradedReason]] = []
         """Degraded reasons of the upstreams at the last checkpoint."""
 
     def request(self) -> None:
@@ -128,7 +128,7 @@ class CheckpointWriter:
             return
         has_news = self._sequencer.next_number != self._written_number
         is_due = has_news and now >= self._written_at + self._limits.checkpoint_interval
-        if is_due or [each.degraded_reasons for each in statuses] != self._doubts:
+        if is_due or [each.degraded_reasons for each in statuses] != self._degraded_reasons:
             self._written_at = now
             self.take(statuses)
         journal.tick(now)
@@ -139,7 +139,7 @@ class CheckpointWriter:
     def take(self, statuses: Sequence[StreamStatus]) -> None:
         """Take the checkpoints of the upstreams and write them. Call it when everything received has been sent."""
         self._written_number = self._sequencer.next_number
-        self._doubts = [each.degraded_reasons for each in statuses]
+        self._degraded_reasons = [each.degraded_reasons for each in statuses]
         self.checkpoints = self._upstreams.checkpoints()
         self.write()
 

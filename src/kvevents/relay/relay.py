@@ -21,8 +21,9 @@ receives first.
   the same incarnation, and receives what was missed. Otherwise there is a reset.
 
 A relay can be killed between any two steps, and afterwards it knows only what it has written. So each step is written before
-its consequences. A reset is written before what it removes, or the upstream could continue where it was. The doubt of a gap is
-written before the batches that follow the gap; otherwise these would count as forwarded, and the loss would be forgotten.
+its consequences. A reset is written before what it removes, or the upstream could continue where it was. A gap's degraded
+reason is written before the batches that follow the gap; otherwise these would count as forwarded, and the loss would be
+forgotten.
 
 A turn that an exception interrupts can have taken deliveries that were not sent. The relay then refuses further turns, and a
 new relay continues with what was written.
@@ -352,7 +353,7 @@ class Relay:
         """Return how far what was sent so far is to be trusted, while more is to be sent.
 
         Findings in it and lost batches count already: a heartbeat that ignored them would make consumers EXACT too early.
-        Doubts from before a reset are forgotten as soon as the reset is received, so trust is `_INCOMPLETE` until it is
+        Degraded reasons from before a reset end as soon as the reset is received, so trust is `_INCOMPLETE` until it is
         forwarded.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
@@ -416,7 +417,7 @@ class Relay:
             self._heartbeats.send_attested(self._current_trust(), heartbeat.attestation, self._clock())
 
     def _clear_if_empty(self) -> None:
-        """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends the consumers' doubt."""
+        """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends LOST at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
         if not any(map(len, self._transform.blocks().values())) and self._upstreams.trust() == Trust.EXACT:

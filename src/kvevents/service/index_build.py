@@ -137,8 +137,8 @@ class IndexBuild:
 
     async def _begin(self, partition: int) -> None:
         info = await partition_info(self._client.jetstream(), self._layout, partition)
-        state, doubts = await self._restore_partition(partition, info)
-        await self._order(lambda: self.subscriber.add_partition(partition, state, doubts))
+        state, degraded_reasons = await self._restore_partition(partition, info)
+        await self._order(lambda: self.subscriber.add_partition(partition, state, degraded_reasons))
         self.stream_ids[partition], self._begun_at[partition] = info.stream_id, time.monotonic()
         self._reading[partition] = asyncio.create_task(self._read(partition, state.tail))
 
@@ -149,7 +149,7 @@ class IndexBuild:
         for kept in await self._snapshots.matching(partition, info):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
-                    state, doubts = await self._snapshots.load(kept, self.index, Path(folder))
+                    state, degraded_reasons = await self._snapshots.load(kept, self.index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
                         raise
@@ -158,7 +158,7 @@ class IndexBuild:
             self.newest[partition] = kept
             if not _are_pages_missing(state.position, info):
                 self.loaded_snapshots[partition] = kept.name
-                return state, doubts
+                return state, degraded_reasons
             self._forget(state.streams)
         if _are_pages_missing(0, info):
             why = "; ".join(self._unread.get(partition, {}).values())
@@ -254,7 +254,7 @@ class IndexBuild:
         state = self.subscriber.states.get(partition)
         if state is None:
             raise SnapshotError(f"partition {partition} is no longer held here; another replica takes its snapshots")
-        return capture(partition, state, self.subscriber.doubts(), self.index, path)
+        return capture(partition, state, self.subscriber.degraded_reasons(), self.index, path)
 
 
 def _are_pages_missing(position: int, state: PartitionInfo) -> bool:

@@ -116,8 +116,8 @@ class Member:
         faults = self._faults_that_explain(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
-        doubts = self.status.degraded_reasons if self.status is not None else ()
-        reasons = reasons_of(trust.name, doubts, faults, self.index_faults)
+        degraded_reasons = self.status.degraded_reasons if self.status is not None else ()
+        reasons = reasons_of(trust.name, degraded_reasons, faults, self.index_faults)
         # The registration names them, not the stream: a replica reads its streams from a log, which has no such setting.
         if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)

@@ -122,7 +122,7 @@ class Prober:
     def _round(self, now: float) -> None:
         wanted: set[tuple[Member, Which]] = set()
         for member in list(self._fleet.members.values()):
-            if (which := _in_doubt(member)) is not None:
+            if (which := _endpoint_to_probe(member)) is not None:
                 wanted.add((member, which))
         for each in [known for known in self._probes if known not in wanted]:
             del self._probes[each]
@@ -198,7 +198,7 @@ class Prober:
             log.info("%s: this fault has ended: %s", member.registration.label, former.sentence)
 
 
-def _in_doubt(member: Member) -> Which | None:
+def _endpoint_to_probe(member: Member) -> Which | None:
     """Return which endpoint of a member needs a probe; None if none does."""
     if member.trust in {Trust.CONNECTING, Trust.STALE}:
         return "endpoint"

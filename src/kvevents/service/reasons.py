@@ -94,8 +94,8 @@ ENDPOINT_FAULTS: Final = frozenset(
     }
 )
 """Faults with which an endpoint cannot deliver anything."""
-REASON_OF_DOUBT: Final[dict[DegradedReason, Reason]] = {
-    doubt: Reason(doubt.name.lower().replace("_", "-")) for doubt in DegradedReason
+CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
+    reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
 """The reason of a state that no other reason explains."""
@@ -110,15 +110,19 @@ class SourceFault(NamedTuple):
 
 
 def reasons_of(
-    state: str, doubts: Iterable[DegradedReason], faults: Collection[SourceFault], index_faults: Collection[SourceFault]
+    state: str,
+    degraded_reasons: Iterable[DegradedReason],
+    faults: Collection[SourceFault],
+    index_faults: Collection[SourceFault],
 ) -> tuple[Reason, ...]:
     """Return all reasons why a source is in a state; at least one unless the state is EXACT.
 
-    `doubts` are those of the stream, `faults` what is wrong with its endpoints, `index_faults` what the index says against it.
+    `degraded_reasons` are those of the stream, `faults` what is wrong with its endpoints, and `index_faults` what the index
+    reports about it.
     """
     if state == "EXACT":
         return ()
-    found = sorted(REASON_OF_DOUBT[doubt] for doubt in doubts)
+    found = sorted(CODES_OF_DEGRADED_REASONS[reason] for reason in degraded_reasons)
     found += sorted(fault.reason for fault in (*faults, *index_faults))
     explained = bool(faults) or (state == "STALE" and not _STALE_WHILE_CONNECTED.isdisjoint(found))
     if state in _REASON_OF_STATE and not explained:

@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
     """The members that can hold blocks of a prompt."""
 
     members: tuple[Member, ...]
-    doubtful: tuple[Member, ...]
+    inexact: tuple[Member, ...]
     """The candidates that are not EXACT. The index can miss blocks that they hold."""
 
 

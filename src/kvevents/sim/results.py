@@ -116,7 +116,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     disagreements: int
     """Compared lookups in which index and engine differ."""
     unproven: int
-    """Lookups that could not be compared, because batches before them were lost or in doubt."""
+    """Lookups that could not be compared, because batches before them were lost or the stream was degraded."""
     predicted_tokens: int
     """Cached tokens that the index predicted when requests were routed; 0 for policies that do not use it."""
     overpredictions: int

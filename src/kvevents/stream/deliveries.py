@@ -205,7 +205,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more fingerprints than are stored: then IDENTITY stays in doubt, regardless of what replay repeats."""
+    """Whether there were more fingerprints than are stored. Then IDENTITY stays a degraded reason, regardless of what replay
+    repeats."""
 
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:
@@ -277,7 +278,7 @@ class StreamPosition(NamedTuple):
     def after_deliveries(self, taken: Iterable[Batch | RawBatch | Reset | Gap], current: StreamPosition) -> StreamPosition:
         """Return the position after the application has taken some deliveries, of which others still wait.
 
-        `current` is the position after all of them. Fingerprints stay as they were, so that an incarnation in doubt is not
+        `current` is the position after all of them. Fingerprints stay as they were, so that an unverified incarnation is not
         verified by its own batches.
         """
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)

@@ -23,7 +23,7 @@ from kvevents.stream.limits import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Each connection without a verified publisher adds two. If there are more of them in a row, IDENTITY stays in doubt."""
+"""Each connection without a verified publisher adds two. After more of them in a row, IDENTITY stays a degraded reason."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -308,7 +308,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             self._cannot_confirm(reason)
         else:
             # A busy stream has evicted the batch from a small buffer. The next check uses a newer one. The fingerprints from
-            # before a reconnect cannot be verified any more; IDENTITY has been in doubt since the verification failed.
+            # before a reconnect cannot be verified any more; IDENTITY is a degraded reason since the verification failed.
             if fetch.verifies_reconnect or is_of_chain:
                 self._chain = FingerprintChain(is_incomplete=DegradedReason.IDENTITY in self._ledger)
             self._apply(Input.FINGERPRINT_EVICTED, reason)

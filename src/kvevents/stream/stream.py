@@ -369,7 +369,7 @@ class Stream(ReplayLayer[BatchT]):
         self._chain.wants_first_of_connection = not self._quarantine.has_new
         self._release_quarantine()
 
-    def _doubt_identity(self) -> None:
+    def _degrade_identity(self) -> None:
         self._abandon()
         self._degrade(DegradedReason.IDENTITY)
         self._fetch_if_missing()
@@ -482,7 +482,7 @@ class Stream(ReplayLayer[BatchT]):
             Action.FINISH_COMPARISON: _finish_comparison,
             Action.SKIP_COMPARISON: _skip_comparison,
             Action.ABANDON: _abandon,
-            Action.DOUBT_IDENTITY: _doubt_identity,
+            Action.DEGRADE_IDENTITY: _degrade_identity,
             Action.CONFIRM_ANSWER: _confirm_answer,
             Action.CLOSE_FETCH: _close_fetch,
             Action.NOTHING: _do_nothing,

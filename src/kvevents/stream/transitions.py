@@ -34,11 +34,11 @@ Early batches with lower numbers are dropped then, since the snapshot contains t
 
 A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which incarnation it is,
 and when the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A
-matching digest ends all doubt about earlier batches. If the digest or the incarnation differs, the stream starts over: such a
-publisher answers a request from 0 with everything that it holds. A publisher inside the engine also attests what the engine's
-own cache holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees, a clear or
-another incarnation ends the doubt. After several restarts in a row without an agreement the stream stays DEGRADED. Reports
-come while other inputs are processed, so `Stream.deliveries` starts over.
+matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts
+over: such a publisher answers a request from 0 with everything that it holds. A publisher inside the engine also attests what
+the engine's own cache holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees,
+a clear or another incarnation ends that degraded reason. After several restarts in a row without an agreement the stream stays
+DEGRADED. Reports come while other inputs are processed, so `Stream.deliveries` starts over.
 
 How the table works
 ===================
@@ -115,8 +115,8 @@ class Action(enum.Enum):
     BEGIN_INCARNATION = "begin an incarnation, release the quarantine"
     FETCH_MISSING = "fetch what is missing"
     VERIFY = "fetch from the first fingerprint"
-    FOLLOW_UNVERIFIED = "release the quarantine; IDENTITY is in doubt if anything was delivered"
-    CONTINUE_UNVERIFIED = "close the fetch, release the quarantine; IDENTITY is in doubt"
+    FOLLOW_UNVERIFIED = "release the quarantine; degrade by IDENTITY if anything was delivered"
+    CONTINUE_UNVERIFIED = "close the fetch, release the quarantine; degrade by IDENTITY"
     DISCONNECT = "close the fetch"
     SEQUENCE = "put the frame in order"
     QUARANTINE = "let the frame wait"
@@ -134,7 +134,7 @@ class Action(enum.Enum):
     FINISH_COMPARISON = "count a complete answer; close the fetch"
     SKIP_COMPARISON = "read on; compare later"
     ABANDON = "close the fetch; compare later"
-    DOUBT_IDENTITY = "close the fetch; IDENTITY is in doubt"
+    DEGRADE_IDENTITY = "close the fetch; degrade by IDENTITY"
     CONFIRM_ANSWER = "read the answer on, up to the live batch"
     CLOSE_FETCH = "close the fetch; ask replay for the live batch, if due"
     NOTHING = "wait"
@@ -181,8 +181,8 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.COMPARED: (State.FOLLOWING, Action.FINISH_COMPARISON),
             Input.NOT_COMPARABLE: (State.CATCHING_UP, Action.SKIP_COMPARISON),
             Input.FINGERPRINT_EVICTED: (State.CATCHING_UP, Action.ABANDON),
-            Input.NOTHING_HELD: (State.CATCHING_UP, Action.DOUBT_IDENTITY),
-            Input.NOTHING_HELD_OF_INCARNATION: (State.CATCHING_UP, Action.DOUBT_IDENTITY),
+            Input.NOTHING_HELD: (State.CATCHING_UP, Action.DEGRADE_IDENTITY),
+            Input.NOTHING_HELD_OF_INCARNATION: (State.CATCHING_UP, Action.DEGRADE_IDENTITY),
             Input.REPLAY_AHEAD: (State.CATCHING_UP, Action.NOTHING),
             Input.REACHED_LIVE: (State.FOLLOWING, Action.CONFIRM_ANSWER),
             Input.COMPLETE: (State.FOLLOWING, Action.CLOSE_FETCH),
@@ -223,7 +223,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.NOT_COMPARABLE: (State.FOLLOWING, Action.SKIP_COMPARISON),
             Input.FINGERPRINT_EVICTED: (State.FOLLOWING, Action.ABANDON),
             Input.NOTHING_HELD: (State.FOLLOWING, Action.ABANDON),
-            Input.NOTHING_HELD_OF_INCARNATION: (State.FOLLOWING, Action.DOUBT_IDENTITY),
+            Input.NOTHING_HELD_OF_INCARNATION: (State.FOLLOWING, Action.DEGRADE_IDENTITY),
             Input.REPLAY_AHEAD: (State.CATCHING_UP, Action.NOTHING),
             Input.REACHED_LIVE: (State.FOLLOWING, Action.CONFIRM_ANSWER),
             Input.COMPLETE: (State.FOLLOWING, Action.CLOSE_FETCH),

@@ -128,7 +128,7 @@ class FrontEnd(Generic[BatchT]):
         """Report what reading and applying a batch has shown, so that trust can take it into account. None does nothing.
 
         Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
-        Reasons for doubt that are newer than the batch stay. The subscriber has decoded a `Batch` itself, so only
+        Degraded reasons that are newer than the batch stay. The subscriber has decoded a `Batch` itself, so only
         `report.digest_matches` counts for it. If that is False, the next delivery may be a `Reset`. A report about another
         kind of delivery, or about a source that was removed, is ignored.
         """

@@ -342,7 +342,7 @@ def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
         return ok("trust", text)
     if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN} and not counters.live:
         return ok("trust", text, _IDLE)
-    advice = "; ".join(_ADVICE.get(doubt, doubt.value) for doubt in DegradedReason if doubt in status.degraded_reasons)
+    advice = "; ".join(_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons)
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:

@@ -301,9 +301,9 @@ def _hashes(service: Service, request: HttpRequest) -> tuple[HashQueryRequest, l
 
 def _answered(service: Service, body: IndexerRequest, scope: Scope, found: LookupResult) -> Response:
     rows, missing = found
-    if doubtful := service.candidates.of(scope).doubtful:  # they may hold more blocks than the index knows, as their trust says
+    if inexact := service.candidates.of(scope).inexact:  # they may hold more blocks than the index knows, as their trust says
         holders = {row.member.worker for row in rows}
-        rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
+        rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in inexact if member.worker not in holders]
     rows = [each for each in rows if not each.member.is_hidden]
     if body.instance_id is not None and body.model_name is None:
         rows = [each for each in rows if each.member.registration.instance == str(body.instance_id)]
