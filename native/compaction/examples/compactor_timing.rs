@@ -103,8 +103,10 @@ fn main() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
     for blocks in [1, 32, 512] {
         let mut random = Random(7);
-        let kept = LIVE / blocks;
-        let runs: Vec<Vec<u64>> = (0..2 * kept).map(|_| (0..blocks).map(|_| random.next()).collect()).collect();
+        let live_runs = LIVE / blocks;
+        let runs: Vec<Vec<u64>> = (0..2 * live_runs)
+            .map(|_| (0..blocks).map(|_| random.next()).collect())
+            .collect();
         let parent = |at: usize| (!at.is_multiple_of(20)).then(|| runs[at - 1][blocks - 1]);
         let stores: Vec<Vec<u8>> = (0..runs.len()).map(|at| stored(&runs[at], parent(at), &mut random)).collect();
         let removals: Vec<Vec<u8>> = runs
@@ -116,9 +118,9 @@ fn main() {
         let (mut store, mut remove, mut alone) = (Vec::new(), Vec::new(), Vec::new());
         for (at, payload) in stores.iter().enumerate() {
             let took = timed(|| compactor.apply(payload, &schema));
-            if at >= kept {
+            if at >= live_runs {
                 store.push(took);
-                remove.push(timed(|| compactor.apply(&removals[at - kept], &schema)));
+                remove.push(timed(|| compactor.apply(&removals[at - live_runs], &schema)));
                 alone.push(timed(|| assert!(scan(payload, &schema, &mut scratch).is_some())));
             }
         }

@@ -126,7 +126,8 @@ impl State {
             self.repeated.sort_unstable();
             for &(hash, announcement) in &self.fresh {
                 if self.repeated.binary_search(&hash).is_ok() {
-                    self.blocks.doubt(hash, self.announcements.on_placement_of(announcement));
+                    self.blocks
+                        .mark_uncertain(hash, self.announcements.on_placement_of(announcement));
                 }
             }
         }
@@ -239,14 +240,14 @@ impl State {
         }
         let announcement = self.announcements.number_of(store, Some(store.block_size));
         let announcement = announcement.ok_or("announcements")?;
-        let alike = self.announcements.on_placement_of(announcement);
+        let same_placement = self.announcements.on_placement_of(announcement);
         for &hash in store.hashes.iter() {
             match self.blocks.find(hash) {
                 // A group that does not hold a block reports it where the window of a hit does not reach.
-                Some(number) if self.origin == Origin::Reused => self.blocks.assure(number, alike),
+                Some(number) if self.origin == Origin::Reused => self.blocks.mark_certain(number, same_placement),
                 None if self.origin == Origin::Reused => {}
                 Some(number) => {
-                    if self.origin == Origin::Unstated && !self.blocks.is_certain(number, alike) {
+                    if self.origin == Origin::Unstated && !self.blocks.is_certain(number, same_placement) {
                         self.fresh.push((hash, announcement));
                     }
                     self.blocks.add_copy(number, announcement);
@@ -270,8 +271,8 @@ impl State {
     /// Notes a block whose new copy might be the one that it already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 && self.origin == Origin::Unstated {
-            let alike = self.announcements.on_placement_of(announcement);
-            if self.blocks.count_on(number, alike) > 1 {
+            let same_placement = self.announcements.on_placement_of(announcement);
+            if self.blocks.count_on(number, same_placement) > 1 {
                 self.repeated.push(hash);
             }
         }
@@ -336,7 +337,7 @@ impl State {
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 let reused_on = self.reused_on(announcement);
-                if bits(reused_on).any(|alike| self.waiting.has(hash, alike.into())) {
+                if bits(reused_on).any(|number| self.waiting.has(hash, number.into())) {
                     awaited = Some(hash);
                     continue;
                 }

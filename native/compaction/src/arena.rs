@@ -219,7 +219,7 @@ mod tests {
     /// Blocks keep what is written to them while others come and go, and memory goes with the last one.
     #[test]
     fn blocks_are_apart() {
-        let (mut arena, mut kept, mut random) = (Arena::default(), Vec::new(), 7_usize);
+        let (mut arena, mut live, mut random) = (Arena::default(), Vec::new(), 7_usize);
         let widths = [0, 1, 3, 17, 5000, 9000];
         for value in 0..12_000_u32 {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
@@ -230,20 +230,20 @@ mod tests {
                     ..Record::default()
                 };
                 let number = arena.insert(record, &vec![value; width]).expect("there are numbers");
-                kept.push((number, value, width));
-            } else if !kept.is_empty() {
-                let (number, value, width) = kept.swap_remove((random >> 20) % kept.len());
+                live.push((number, value, width));
+            } else if !live.is_empty() {
+                let (number, value, width) = live.swap_remove((random >> 20) % live.len());
                 check(&arena, number, value, width);
                 arena.remove(number);
             }
         }
-        let mut numbers: Vec<u32> = kept.iter().map(|(number, ..)| *number).collect();
+        let mut numbers: Vec<u32> = live.iter().map(|(number, ..)| *number).collect();
         numbers.sort_unstable();
         assert!(arena.numbers().eq(numbers.iter().copied()) && arena.used == numbers.len());
         assert_eq!(arena.widths(), widths.len());
         let held: usize = arena.chunks.iter().map(Chunk::bytes).sum();
         assert_eq!(arena.chunk_bytes, held);
-        for (number, value, width) in kept {
+        for (number, value, width) in live {
             check(&arena, number, value, width);
             arena.remove(number);
         }

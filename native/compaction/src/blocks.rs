@@ -73,7 +73,7 @@ pub struct Blocks {
     extra_count: usize,
     /// Blocks and announcements whose copies might not exist, by the rules of an index: a copy was removed and others are left, or
     /// `State::end_payload` has detected it.
-    doubts: HashSet<(u32, u8)>,
+    uncertain: HashSet<(u32, u8)>,
     secret: Secret,
 }
 
@@ -130,7 +130,7 @@ impl Blocks {
             + self.same_hash.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
             + self.same_hash_len * 8
             + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
-            + self.doubts.capacity() * (size_of::<(u32, u8)>() + 1)
+            + self.uncertain.capacity() * (size_of::<(u32, u8)>() + 1)
     }
 
     /// One more than the highest number in use, or more.
@@ -167,13 +167,13 @@ impl Blocks {
     }
 
     /// Whether its copies in one announcement might not exist.
-    pub fn is_doubtful(&self, number: u32, announcement: u8) -> bool {
-        !self.doubts.is_empty() && self.doubts.contains(&(number, announcement))
+    pub fn is_uncertain(&self, number: u32, announcement: u8) -> bool {
+        !self.uncertain.is_empty() && self.uncertain.contains(&(number, announcement))
     }
 
-    /// Whether there are doubtful blocks.
-    pub fn has_doubts(&self) -> bool {
-        !self.doubts.is_empty()
+    /// Whether there are uncertain copies.
+    pub fn has_uncertain_copies(&self) -> bool {
+        !self.uncertain.is_empty()
     }
 
     /// Copies of a block in all of these announcements.
@@ -185,23 +185,23 @@ impl Blocks {
     /// Whether a block certainly has a copy in one of these announcements.
     pub fn is_certain(&self, number: u32, announcements: u64) -> bool {
         let copies = self.attributes(number).copies & announcements;
-        copies != 0 && !bits(copies).any(|announcement| self.is_doubtful(number, announcement))
+        copies != 0 && !bits(copies).any(|announcement| self.is_uncertain(number, announcement))
     }
 
-    /// Marks the copies of the block with this `hash` as doubtful in these announcements.
-    pub fn doubt(&mut self, hash: u64, announcements: u64) {
+    /// Marks the copies of the block with this `hash` as uncertain in these announcements.
+    pub fn mark_uncertain(&mut self, hash: u64, announcements: u64) {
         if let Some(number) = self.find(hash)
             && let Some(announcement) = bits(self.attributes(number).copies & announcements).next()
         {
-            self.doubts.insert((number, announcement));
+            self.uncertain.insert((number, announcement));
         }
     }
 
-    /// Removes the doubt about the copies of a block in these announcements.
-    pub fn assure(&mut self, number: u32, announcements: u64) {
-        if self.has_doubts() {
+    /// Marks the copies of a block as certain in these announcements.
+    pub fn mark_certain(&mut self, number: u32, announcements: u64) {
+        if self.has_uncertain_copies() {
             for announcement in bits(self.attributes(number).copies & announcements) {
-                self.doubts.remove(&(number, announcement));
+                self.uncertain.remove(&(number, announcement));
             }
         }
     }
@@ -268,7 +268,7 @@ impl Blocks {
             if self.attributes(number).copies & block.reused_on == 0 {
                 self.add_copy(number, block.announcement);
             } else {
-                self.assure(number, block.reused_on);
+                self.mark_certain(number, block.reused_on);
             }
             self.make_latest(block.hash, number);
             return Stored::Known(number);
@@ -360,7 +360,7 @@ impl Blocks {
         } else {
             *self.extra_copies.entry((number, announcement)).or_default() += 1;
             self.extra_count += 1;
-            self.doubts.remove(&(number, announcement));
+            self.uncertain.remove(&(number, announcement));
         }
     }
 
@@ -395,12 +395,12 @@ impl Blocks {
                 self.extra_copies.remove(&(number, announcement));
                 self.shrink_extra_copies();
             }
-            self.doubts.insert((number, announcement));
+            self.uncertain.insert((number, announcement));
         } else {
             self.keep_copies(number, copies & !(1 << announcement));
             let left = copies & removable.placement & !(1 << announcement);
             if left != 0 {
-                self.doubts.insert((number, left.trailing_zeros() as u8));
+                self.uncertain.insert((number, left.trailing_zeros() as u8));
             }
         }
         true
@@ -418,18 +418,18 @@ impl Blocks {
             0 => copies & removable.placement,
             exact => exact,
         };
-        let kept = candidates.trailing_zeros() as u8;
+        let chosen = candidates.trailing_zeros() as u8;
         for announcement in bits(copies & removable.placement) {
             self.extra_count -= self.extra_copies.remove(&(number, announcement)).unwrap_or(0) as usize;
-            self.doubts.remove(&(number, announcement));
+            self.uncertain.remove(&(number, announcement));
         }
         if count > 1 {
-            self.extra_copies.insert((number, kept), count - 1);
+            self.extra_copies.insert((number, chosen), count - 1);
             self.extra_count += count as usize - 1;
         } else {
             self.shrink_extra_copies();
         }
-        self.keep_copies(number, copies & !removable.placement | u64::from(count > 0) << kept);
+        self.keep_copies(number, copies & !removable.placement | u64::from(count > 0) << chosen);
         true
     }
 
@@ -460,12 +460,12 @@ impl Blocks {
 
     /// Keeps only these copies of a block. Without copies it is removed, or marked dead if other blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
-        if self.has_doubts() {
+        if self.has_uncertain_copies() {
             for announcement in bits(self.attributes(number).copies & !copies) {
-                self.doubts.remove(&(number, announcement));
+                self.uncertain.remove(&(number, announcement));
             }
-            if self.doubts.is_empty() {
-                self.doubts = HashSet::new();
+            if self.uncertain.is_empty() {
+                self.uncertain = HashSet::new();
             }
         }
         if copies != 0 {

@@ -92,13 +92,13 @@ impl<'a> Exporter<'a> {
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
             // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
-            // Of several blocks that share a hash only the oldest can be doubtful, and that is the one that the removal takes it from.
-            let is_doubtful = blocks.is_doubtful(run[0], announcement);
-            if is_doubtful {
+            // Of several blocks that share a hash only the oldest can be uncertain, and that is the one that the removal takes it from.
+            let is_uncertain = blocks.is_uncertain(run[0], announcement);
+            if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
                 self.surplus.extend(hashes.map(|hash| (hash, announcement)));
             }
-            let count = blocks.count(run[0], announcement) + u32::from(is_doubtful) - u32::from(announcement == first);
+            let count = blocks.count(run[0], announcement) + u32::from(is_uncertain) - u32::from(announcement == first);
             if count > 0 {
                 let copy = if with_tokens >> announcement & 1 != 0 && !is_twin {
                     self.announced(announcement, store.clone())

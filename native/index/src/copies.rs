@@ -53,7 +53,7 @@ impl Copies {
     }
 
     /// Whether it is possible that no copy is left.
-    pub fn is_doubtful(self) -> bool {
+    pub fn is_uncertain(self) -> bool {
         self.least == 0
     }
 }
@@ -64,16 +64,16 @@ pub enum Change {
     /// Nothing.
     Same,
     /// The block might be gone from now on.
-    Doubted,
+    BecameUncertain,
     /// It is certainly there again.
-    Assured,
+    BecameCertain,
 }
 
 impl Change {
     fn between(before: Copies, after: Copies) -> Self {
-        match (before.is_doubtful(), after.is_doubtful()) {
-            (false, true) => Self::Doubted,
-            (true, false) => Self::Assured,
+        match (before.is_uncertain(), after.is_uncertain()) {
+            (false, true) => Self::BecameUncertain,
+            (true, false) => Self::BecameCertain,
             _ => Self::Same,
         }
     }
@@ -83,7 +83,7 @@ impl Change {
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,
-    doubtful: usize,
+    uncertain: usize,
 }
 
 impl CopyTable {
@@ -105,8 +105,8 @@ impl CopyTable {
     }
 
     /// Blocks that might be gone, once for each placement.
-    pub fn doubtful(&self) -> usize {
-        self.doubtful
+    pub fn uncertain(&self) -> usize {
+        self.uncertain
     }
 
     /// Copies beyond the first, at most.
@@ -142,7 +142,7 @@ impl CopyTable {
     }
 
     /// Records that a held block certainly has at least one copy.
-    pub fn assure(&mut self, number: u32, placement: u16) -> Change {
+    pub fn mark_certain(&mut self, number: u32, placement: u16) -> Change {
         let Copies { least, most } = self.get(number, placement);
         let copies = Copies {
             least: least.max(1),
@@ -163,15 +163,15 @@ impl CopyTable {
             copies.least = copies.most;
             *copies != Copies::ONE
         });
-        self.doubtful = 0;
+        self.uncertain = 0;
         self.shrink();
     }
 
     /// Blocks that might be gone.
-    pub fn all_doubtful(&self) -> impl Iterator<Item = (u32, u16)> + '_ {
+    pub fn all_uncertain(&self) -> impl Iterator<Item = (u32, u16)> + '_ {
         self.entries
             .iter()
-            .filter(|(_, copies)| copies.is_doubtful())
+            .filter(|(_, copies)| copies.is_uncertain())
             .map(|(key, _)| *key)
     }
 
@@ -186,17 +186,17 @@ impl CopyTable {
         self.entries.reserve(more);
     }
 
-    /// Approximate heap bytes, including the list of doubtful blocks that lookups read.
+    /// Approximate heap bytes, including the list of uncertain blocks that lookups read.
     pub fn bytes(&self) -> usize {
-        self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1) + self.doubtful * DOUBT_BYTES
+        self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1) + self.uncertain * UNCERTAIN_BYTES
     }
 
     fn changed(&mut self, before: Copies, after: Copies) -> Change {
         let change = Change::between(before, after);
         match change {
             Change::Same => {}
-            Change::Doubted => self.doubtful += 1,
-            Change::Assured => self.doubtful -= 1,
+            Change::BecameUncertain => self.uncertain += 1,
+            Change::BecameCertain => self.uncertain -= 1,
         }
         change
     }
@@ -208,8 +208,8 @@ impl CopyTable {
     }
 }
 
-/// Approximate bytes of a block in `Member::doubts`.
-const DOUBT_BYTES: usize = 16;
+/// Approximate bytes of a block in `Member::uncertain`.
+const UNCERTAIN_BYTES: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -240,7 +240,7 @@ mod tests {
             )
         ) {
             let (mut table, mut held, mut truth) = (CopyTable::default(), false, 0);
-            let (mut doubted, mut stores, mut reports) = (false, 0, 0);
+            let (mut is_uncertain, mut stores, mut reports) = (false, 0, 0);
             for step in steps {
                 let is_store = match step {
                     Step::Evict => false,
@@ -258,26 +258,26 @@ mod tests {
                         Change::Same
                     };
                     held = true;
-                    prop_assert_eq!(change == Change::Assured, doubted);
-                    doubted = false;
+                    prop_assert_eq!(change == Change::BecameCertain, is_uncertain);
+                    is_uncertain = false;
                 } else if matches!(step, Step::Evict) && truth > 0 {
                     truth -= 1;
                     prop_assert!(held);
                     match table.take(0, 0) {
-                        Some(Change::Doubted) => doubted = true,
+                        Some(Change::BecameUncertain) => is_uncertain = true,
                         Some(change) => prop_assert_eq!(change, Change::Same),
-                        None => (held, doubted) = (false, table.remove(0, 0).1 == Change::Doubted),
+                        None => (held, is_uncertain) = (false, table.remove(0, 0).1 == Change::BecameUncertain),
                     }
                 }
                 if held {
                     let copies = table.get(0, 0);
                     prop_assert!(copies.least <= truth && truth <= copies.most);
-                    prop_assert_eq!(copies.is_doubtful(), doubted);
+                    prop_assert_eq!(copies.is_uncertain(), is_uncertain);
                 } else {
                     prop_assert_eq!(truth, 0);
                     prop_assert!(table.is_empty());
                 }
-                prop_assert_eq!(table.doubtful(), usize::from(doubted));
+                prop_assert_eq!(table.uncertain(), usize::from(is_uncertain));
                 if reports == 0 && stores == 1 {
                     prop_assert!(table.is_empty());
                 }

@@ -22,7 +22,7 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 pub struct GroupCache {
     groups: HashMap<i64, HashMap<u64, Held, Secret>, Secret>,
     /// Blocks that might be gone.
-    doubtful: usize,
+    uncertain: usize,
     /// Salts by the part of a seed that they stand for.
     salts: HashMap<u64, String, Secret>,
     /// Whether prompts have salts that `salts` does not contain.
@@ -52,7 +52,7 @@ pub struct Found {
     pub certain: [u32; LEVELS],
 }
 
-fn doubts(held: Held) -> bool {
+fn is_uncertain(held: Held) -> bool {
     held >> LEVELS != held & ((1 << LEVELS) - 1)
 }
 
@@ -64,7 +64,7 @@ impl GroupCache {
         let (low, high) = (1 << level, 1 << (level + LEVELS));
         let held = before & !(low | high);
         let held = held | if is_held { low } else { 0 } | if is_held && is_certain { high } else { 0 };
-        self.doubtful = self.doubtful + usize::from(doubts(held)) - usize::from(doubts(before));
+        self.uncertain = self.uncertain + usize::from(is_uncertain(held)) - usize::from(is_uncertain(before));
         if held == 0 {
             group.remove(&hash);
             if group.capacity() > 64 && group.len() < group.capacity() / 8 {
@@ -78,7 +78,7 @@ impl GroupCache {
     /// Forgets all blocks.
     pub fn clear(&mut self) {
         self.groups.clear();
-        self.doubtful = 0;
+        self.uncertain = 0;
     }
 
     /// Keeps a salt, by the part of a seed that it stands for, if it reproduces the hash of the first block of a prompt. Returns whether it
@@ -137,7 +137,7 @@ impl GroupCache {
             })
         };
         let tokens = by_level(|level| find((1 << (level + 1)) - 1));
-        let certain = if self.doubtful == 0 {
+        let certain = if self.uncertain == 0 {
             tokens
         } else {
             by_level(|level| find(((1 << (level + 1)) - 1) << LEVELS))

@@ -69,7 +69,7 @@ impl BlockRow {
 }
 
 /// Places of blocks that might be gone which are looked at for one stream; all behind them counts as not certain.
-const MAX_DOUBTS: usize = 64;
+const MAX_UNCERTAIN: usize = 64;
 
 /// Buffers that are kept from one match to the next.
 #[derive(Debug, Default)]
@@ -314,7 +314,7 @@ impl Walk {
     pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
         for hit in hits {
             let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
-            if view.doubtful.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
+            if view.uncertain.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
                 let tokens = self.certain_tokens(view, scheme, prompt, hit);
                 out.push(Hit { tokens, ..*hit });
             }
@@ -334,9 +334,9 @@ impl Walk {
         let mut places = BTreeSet::new();
         for row in self.rows.iter().filter(|row| row.start < blocks) {
             let behind = row.number + (row.end.min(blocks) - row.start) as u32;
-            let doubts = member.doubts.range((row.number, 0)..(behind, 0));
-            let found = doubts.map(|(number, _)| row.start + (number - row.number) as usize);
-            places.extend(found.take(MAX_DOUBTS * LEVELS));
+            let uncertain = member.uncertain.range((row.number, 0)..(behind, 0));
+            let found = uncertain.map(|(number, _)| row.start + (number - row.number) as usize);
+            places.extend(found.take(MAX_UNCERTAIN * LEVELS));
         }
         if places.is_empty() {
             return hit.tokens;
@@ -354,11 +354,11 @@ impl Walk {
 
     /// Steps in which a stream holds nothing of blocks at these places but the copies that are certain.
     fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
-        let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_DOUBTS)), 0);
+        let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_UNCERTAIN)), 0);
         let mut looked = 0;
         for &Step { end, holders } in steps {
             for &place in places.range(start..end) {
-                if looked == MAX_DOUBTS {
+                if looked == MAX_UNCERTAIN {
                     return certain;
                 }
                 looked += 1;
@@ -381,13 +381,13 @@ impl Walk {
     /// The placements on which a stream certainly holds the block at a position.
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Vec<Word> {
         let mut words: Vec<Word> = Vec::new();
-        let doubts = view.members[stream as usize].as_ref().map(|member| &member.doubts);
+        let uncertain = view.members[stream as usize].as_ref().map(|member| &member.uncertain);
         let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
         for number in self.rows.iter().filter_map(|row| row.record(place)) {
             let Some(chunk) = view.chunk(number) else { continue };
             for word in view.words(chunk.set(number)) {
-                let is_doubtful = || doubts.is_some_and(|doubts| doubts.contains(&(number, word.placement() as u16)));
-                if word.word() == at && word.bits & bit != 0 && !is_doubtful() {
+                let is_uncertain = || uncertain.is_some_and(|uncertain| uncertain.contains(&(number, word.placement() as u16)));
+                if word.word() == at && word.bits & bit != 0 && !is_uncertain() {
                     words.push(Word { at: word.at, bits: bit });
                 }
             }
@@ -590,11 +590,11 @@ fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
 /// Merges the answers of several schemes.
 pub fn merge(hits: &mut Vec<Hit>) {
     hits.sort_by_key(|hit| hit.stream);
-    hits.dedup_by(|next, kept| {
-        let same = next.stream == kept.stream;
+    hits.dedup_by(|next, first| {
+        let same = next.stream == first.stream;
         if same {
-            for (kept, next) in kept.tokens.iter_mut().zip(next.tokens) {
-                *kept = next.max(*kept);
+            for (most, next) in first.tokens.iter_mut().zip(next.tokens) {
+                *most = next.max(*most);
             }
         }
         same

@@ -33,7 +33,7 @@ pub struct Member {
     /// Its blocks, as of its last batch.
     pub blocks: AtomicUsize,
     /// Records that it holds on a placement, but which might be gone there (`crate::copies`).
-    pub doubts: BTreeSet<(u32, u16)>,
+    pub uncertain: BTreeSet<(u32, u16)>,
 }
 
 /// The streams of a model.

@@ -49,7 +49,7 @@ impl State {
                 lookup: None,
                 schemes: Vec::new(),
                 blocks: AtomicUsize::new(0),
-                doubts: BTreeSet::new(),
+                uncertain: BTreeSet::new(),
             };
             shared.join(number, member);
             shared.use_scheme(number, SCHEME);

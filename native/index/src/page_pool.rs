@@ -415,17 +415,17 @@ mod tests {
                 assert!(piece.iter().flatten().all(|&value| value == number as u64 + round * 1000));
                 piece.fill([number as u64 + (round + 1) * 1000; 512]);
             }
-            let kept: Vec<_> = pieces.drain(..).enumerate().filter(|(number, _)| number % 3 == 0).collect();
-            let more = 700 - kept.len();
-            let kept_numbers: Vec<u64> = kept.iter().map(|(number, _)| *number as u64).collect();
+            let live: Vec<_> = pieces.drain(..).enumerate().filter(|(number, _)| number % 3 == 0).collect();
+            let more = 700 - live.len();
+            let live_numbers: Vec<u64> = live.iter().map(|(number, _)| *number as u64).collect();
             drop(
                 (0..more)
                     .map(|_| Piece::<[u64; 512], 2>::filled([7; 512]))
                     .collect::<Vec<_>>(),
             );
             assert!(
-                kept.iter()
-                    .zip(kept_numbers)
+                live.iter()
+                    .zip(live_numbers)
                     .all(|((_, piece), number)| piece[1][511] == number + (round + 1) * 1000)
             );
             pieces = (0..700)
@@ -439,11 +439,11 @@ mod tests {
     /// Pieces of all sizes share regions, in any order of coming and going.
     #[test]
     fn sizes_share_regions() {
-        fn turn<const COUNT: usize>(kept: &mut Vec<(u64, Piece<u64, COUNT>)>, number: u64, random: usize) {
-            if random.is_multiple_of(5) || kept.len() < 200 {
-                kept.push((number, Piece::filled(number)));
+        fn turn<const COUNT: usize>(live: &mut Vec<(u64, Piece<u64, COUNT>)>, number: u64, random: usize) {
+            if random.is_multiple_of(5) || live.len() < 200 {
+                live.push((number, Piece::filled(number)));
             } else {
-                let (number, piece) = kept.swap_remove(random % kept.len());
+                let (number, piece) = live.swap_remove(random % live.len());
                 assert!(piece.iter().all(|&value| value == number));
             }
         }

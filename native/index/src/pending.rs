@@ -457,10 +457,10 @@ mod tests {
                         prop_assert_eq!(dropped as usize, before + 1 - model.len());
                     }
                     Step::Take(awaited) => {
-                        let (taken, kept) = model.iter().copied().partition(|entry| entry.2 == awaited);
+                        let (taken, left) = model.iter().copied().partition(|entry| entry.2 == awaited);
                         let taken: Vec<Plain> = taken;
                         prop_assert_eq!(queue.take_awaiting(awaited).iter().map(plain).collect::<Vec<_>>(), taken);
-                        model = kept;
+                        model = left;
                     }
                     Step::Remove(hash, placement) => {
                         let here = |entry: &Plain| entry.0 == hash && entry.1 == placement;

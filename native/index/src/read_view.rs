@@ -40,10 +40,10 @@ pub struct View {
     pub models: HashMap<Option<String>, Model, Secret>,
     /// Streams matched by rules of groups.
     pub hybrid: Vec<u64>,
-    /// Streams with blocks that might be gone.
-    pub doubtful: Vec<u64>,
+    /// Streams with uncertain copies: blocks that might be gone.
+    pub uncertain: Vec<u64>,
     /// Whether there are any.
-    pub has_doubts: bool,
+    pub has_uncertain_copies: bool,
     /// Chunks of records that are in use, as of the last time that a writer published them.
     pub chunks: Vec<Option<Arc<Memory>>>,
     /// Holders by the number of their set, as of then.
@@ -67,8 +67,8 @@ impl View {
             visible: Vec::new(),
             models: HashMap::with_hasher(secret),
             hybrid: Vec::new(),
-            doubtful: Vec::new(),
-            has_doubts: false,
+            uncertain: Vec::new(),
+            has_uncertain_copies: false,
             chunks: Vec::new(),
             sets: Vec::new(),
             contexts: Known::new(secret),

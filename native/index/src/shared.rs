@@ -407,18 +407,18 @@ impl SharedState {
         drop(former); // readers do not wait for that
     }
 
-    /// Sets or clears the doubt whether a block of a stream on a placement is gone.
+    /// Marks a block of a stream on a placement as uncertain, if it might be gone, or as certain.
     #[cold]
-    pub fn doubt(&mut self, stream: u32, number: u32, placement: u16, is_doubtful: bool) {
-        self.view.change().doubt(stream, (number, placement), is_doubtful);
+    pub fn set_uncertain(&mut self, stream: u32, number: u32, placement: u16, is_uncertain: bool) {
+        self.view.change().set_uncertain(stream, (number, placement), is_uncertain);
     }
 
-    /// Clears all doubts about a stream's blocks.
-    pub fn end_doubts(&mut self, stream: u32) {
-        let is_certain = |member: &Member| member.doubts.is_empty();
+    /// Marks all of a stream's blocks as certain.
+    pub fn mark_all_certain(&mut self, stream: u32) {
+        let is_certain = |member: &Member| member.uncertain.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
-            let doubts = self.view.change().end_doubts(stream);
-            drop(doubts); // readers do not wait for that
+            let uncertain = self.view.change().mark_all_certain(stream);
+            drop(uncertain); // readers do not wait for that
         }
     }
 
@@ -463,7 +463,7 @@ impl View {
         let words = self.members.len().div_ceil(64);
         self.visible.resize(words, 0);
         self.hybrid.resize(words, 0);
-        self.doubtful.resize(words, 0);
+        self.uncertain.resize(words, 0);
         let model = member.model.clone();
         self.members[at] = Some(member);
         self.label(number, model);
@@ -534,34 +534,34 @@ impl View {
         std::mem::replace(&mut member.lookup, lookup)
     }
 
-    fn doubt(&mut self, stream: u32, block: (u32, u16), is_doubtful: bool) {
+    fn set_uncertain(&mut self, stream: u32, block: (u32, u16), is_uncertain: bool) {
         let Some(member) = self.members[stream as usize].as_mut() else {
             return;
         };
-        if is_doubtful {
-            member.doubts.insert(block);
+        if is_uncertain {
+            member.uncertain.insert(block);
         } else {
-            member.doubts.remove(&block);
+            member.uncertain.remove(&block);
         }
-        let has_doubts = !member.doubts.is_empty();
-        self.mark_doubtful(stream, has_doubts);
+        let has_uncertain_copies = !member.uncertain.is_empty();
+        self.set_stream_uncertain(stream, has_uncertain_copies);
     }
 
-    fn mark_doubtful(&mut self, stream: u32, is_doubtful: bool) {
-        set_bit(&mut self.doubtful, stream, is_doubtful);
-        self.has_doubts = is_doubtful || self.doubtful.iter().any(|&bits| bits != 0);
+    fn set_stream_uncertain(&mut self, stream: u32, is_uncertain: bool) {
+        set_bit(&mut self.uncertain, stream, is_uncertain);
+        self.has_uncertain_copies = is_uncertain || self.uncertain.iter().any(|&bits| bits != 0);
     }
 
-    fn end_doubts(&mut self, stream: u32) -> Option<BTreeSet<(u32, u16)>> {
-        self.mark_doubtful(stream, false);
+    fn mark_all_certain(&mut self, stream: u32) -> Option<BTreeSet<(u32, u16)>> {
+        self.set_stream_uncertain(stream, false);
         self.members[stream as usize]
             .as_mut()
-            .map(|member| std::mem::take(&mut member.doubts))
+            .map(|member| std::mem::take(&mut member.uncertain))
     }
 
     fn leave(&mut self, stream: u32) {
         self.use_lookup(stream, None);
-        self.mark_doubtful(stream, false);
+        self.set_stream_uncertain(stream, false);
         set_bit(&mut self.visible, stream, false);
         if let Some(member) = self.members[stream as usize].take() {
             self.unlabel(stream, &member);

@@ -196,7 +196,7 @@ impl Stream {
         self.has_attested = true;
         if is_equal && !self.copies.is_empty() {
             self.copies.certify();
-            shared.end_doubts(self.number);
+            shared.mark_all_certain(self.number);
             self.rebuild_group_cache(shared);
         }
         let is_whole = self.counters.evicted == self.evicted_when_whole;
@@ -263,7 +263,7 @@ impl Stream {
 
     /// Blocks that might be gone, once for each placement: they were announced several times and removed less often.
     pub fn uncertain(&self) -> usize {
-        self.copies.doubtful()
+        self.copies.uncertain()
     }
 
     /// Placements that the stream has named, and the blocks held on each.
@@ -414,7 +414,7 @@ impl Stream {
     /// Publishes to lookups that a block might be gone, or certainly exists again.
     fn note(&self, shared: &mut SharedState, number: u32, placement: u16, change: Change) {
         if change != Change::Same {
-            shared.doubt(self.number, number, placement, change == Change::Doubted);
+            shared.set_uncertain(self.number, number, placement, change == Change::BecameUncertain);
         }
     }
 
@@ -432,7 +432,7 @@ impl Stream {
     }
 
     /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot must be changed before, so that no lookup
-    /// finds the block without the doubt.
+    /// finds the block marked as certain.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);

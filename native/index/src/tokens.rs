@@ -201,7 +201,7 @@ const STRANGE: u8 = 0x40;
 const SHORT: usize = 128;
 
 /// Mask of the bytes of a token of each length.
-const KEPT: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
+const TOKEN_MASKS: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
 /// The bytes that one, two or four tokens take if they begin at a byte of a tile. One additional step is room for reads past the end.
 #[derive(Debug)]
@@ -419,7 +419,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);
-    u32::from_be_bytes([near[end], near[end + 1], near[end + 2], near[end + 3]]) & KEPT[length & 7]
+    u32::from_be_bytes([near[end], near[end + 1], near[end + 2], near[end + 3]]) & TOKEN_MASKS[length & 7]
 }
 
 #[cfg(test)]

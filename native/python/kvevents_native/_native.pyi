@@ -184,7 +184,7 @@ class Scorer:
     """The score of workers, by what tiers and loads are worth."""
 
     def __new__(
-        cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float, doubtful: float
+        cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float, uncertain_weight: float
     ) -> Self: ...
     def weigh(
         self,
@@ -201,7 +201,7 @@ class Scorer:
 
         Of each worker `tokens` are held on whatever tiers, `certain` of them certainly; `tiers` has how far the prefix reaches
         on each, with faster ones; `believed` is from 0 to 1. `inexact` has, by place, tiers whose tokens might all be gone.
-        Tokens that might be gone are believed as `doubtful`.
+        Tokens that might be gone have the weight `uncertain_weight`.
         """
 
 class Ties:

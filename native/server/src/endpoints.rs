@@ -125,21 +125,21 @@ impl Endpoints {
         match question {
             Question::Query => self.query(
                 &table,
-                self.read_prompt(head, body, "token_ids", |asked: &mut Query| &mut asked.token_ids)?,
+                self.read_prompt(head, body, "token_ids", |request: &mut Query| &mut request.token_ids)?,
             ),
             Question::QueryByHash => self.query_by_hash(&table, &self.read(head, body)?),
             Question::Match => {
-                let asked = if is_raw {
+                let request = if is_raw {
                     raw(head.query_string.as_deref().unwrap_or_default(), body)?
                 } else {
-                    self.read_prompt(head, body, "tokens", |asked: &mut Match| &mut asked.tokens)?
+                    self.read_prompt(head, body, "tokens", |request: &mut Match| &mut request.tokens)?
                 };
-                self.one_match(&table, &asked, head)
+                self.one_match(&table, &request, head)
             }
             Question::MatchMany => self.many_matches(&table, &self.read(head, body)?, head),
             Question::Select => self.select(
                 &table,
-                &self.read_prompt(head, body, "tokens", |asked: &mut Select| &mut asked.tokens)?,
+                &self.read_prompt(head, body, "tokens", |request: &mut Select| &mut request.tokens)?,
                 head,
             ),
         }
@@ -149,25 +149,25 @@ impl Endpoints {
     pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Vec<u8>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
         let table = self.table()?;
-        let mut asked: Match = self.read_message(&message)?;
-        asked.tokens = tokens;
-        self.one_match(&table, &asked, &OF_MESSAGE)
+        let mut request: Match = self.read_message(&message)?;
+        request.tokens = tokens;
+        self.one_match(&table, &request, &OF_MESSAGE)
     }
 
     pub(crate) fn answer_match_many(&self, mut message: MatchManyRequest) -> Option<Vec<u8>> {
         let prompts = std::mem::take(&mut message.prompts);
         let table = self.table()?;
-        let mut asked: MatchMany = self.read_message(&message)?;
-        asked.prompts = Some(prompts.into_iter().map(|prompt| prompt.tokens).collect());
-        self.many_matches(&table, &asked, &OF_MESSAGE)
+        let mut request: MatchMany = self.read_message(&message)?;
+        request.prompts = Some(prompts.into_iter().map(|prompt| prompt.tokens).collect());
+        self.many_matches(&table, &request, &OF_MESSAGE)
     }
 
     pub(crate) fn answer_select(&self, mut message: SelectRequest) -> Option<Vec<u8>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
         let table = self.table()?;
-        let mut asked: Select = self.read_message(&message)?;
-        asked.tokens = tokens;
-        self.select(&table, &asked, &OF_MESSAGE)
+        let mut request: Select = self.read_message(&message)?;
+        request.tokens = tokens;
+        self.select(&table, &request, &OF_MESSAGE)
     }
 
     /// A message without its token ids.
@@ -184,11 +184,11 @@ impl Endpoints {
             return None;
         }
         match head.format {
-            Format::Json => serde_json::from_slice(body).ok().map(|Object(asked)| asked),
+            Format::Json => serde_json::from_slice(body).ok().map(|Object(request)| request),
             Format::Msgpack => {
                 let mut reader = rmp_serde::Deserializer::new(body);
-                let Object(asked) = Object::deserialize(&mut reader).ok()?;
-                reader.get_ref().is_empty().then_some(asked)
+                let Object(request) = Object::deserialize(&mut reader).ok()?;
+                reader.get_ref().is_empty().then_some(request)
             }
             Format::Raw => None,
         }
@@ -206,9 +206,9 @@ impl Endpoints {
             return self.read(head, body);
         }
         let (rest, prompt) = tokens::lift(body, name)?;
-        let mut asked = self.read(head, &rest)?;
-        *place(&mut asked) = Some(prompt);
-        Some(asked)
+        let mut request = self.read(head, &rest)?;
+        *place(&mut request) = Some(prompt);
+        Some(request)
     }
 
     // --- the index
@@ -260,26 +260,26 @@ impl Endpoints {
 
     // --- the endpoints
 
-    fn query(&self, table: &Table, asked: Query) -> Option<Vec<u8>> {
-        let tokens = asked.token_ids.as_deref()?;
+    fn query(&self, table: &Table, request: Query) -> Option<Vec<u8>> {
+        let tokens = request.token_ids.as_deref()?;
         self.check_tokens(tokens.len())?;
-        let found = table.candidates(&asked.scope()?)?;
+        let found = table.candidates(&request.scope()?)?;
         let options = Options {
             media: &[],
             expected: false,
-            whole_prompt: asked.whole_prompt,
+            whole_prompt: request.whole_prompt,
         };
         let rows = self.find(table, &found, tokens, &options)?;
         self.field(
             table,
             &found,
             rows,
-            (asked.model_name.is_some(), asked.instance_id.as_ref(), asked.block_size),
+            (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
         )
     }
 
-    fn query_by_hash(&self, table: &Table, asked: &HashQuery) -> Option<Vec<u8>> {
-        let mut given = [&asked.block_hashes, &asked.seq_hashes, &asked.block_hash]
+    fn query_by_hash(&self, table: &Table, request: &HashQuery) -> Option<Vec<u8>> {
+        let mut given = [&request.block_hashes, &request.seq_hashes, &request.block_hash]
             .into_iter()
             .flatten();
         let (hashes, None) = (given.next()?, given.next()) else {
@@ -289,10 +289,10 @@ impl Endpoints {
             return None;
         }
         let mut keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>()?;
-        if asked.block_hashes.is_some() {
+        if request.block_hashes.is_some() {
             keys::chain(None, &mut keys);
         }
-        let found = table.candidates(&asked.scope()?)?;
+        let found = table.candidates(&request.scope()?)?;
         let mut rows = Vec::new();
         for scope in &found.within {
             for size in &found.block_sizes {
@@ -305,7 +305,7 @@ impl Endpoints {
             table,
             &found,
             rows,
-            (asked.model_name.is_some(), asked.instance_id.as_ref(), asked.block_size),
+            (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
         )
     }
 
@@ -321,7 +321,7 @@ impl Endpoints {
             return None;
         }
         // Those that are not EXACT might hold more than is known, and their trust says so.
-        add_others(&mut rows, &found.doubtful);
+        add_others(&mut rows, &found.inexact);
         let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
         rows.retain(|row| {
             let worker = table.worker(row.place);
@@ -336,14 +336,14 @@ impl Endpoints {
         })
     }
 
-    fn one_match(&self, table: &Table, asked: &Match, head: &Head) -> Option<Vec<u8>> {
-        let tokens = asked.tokens.as_deref()?;
+    fn one_match(&self, table: &Table, request: &Match, head: &Head) -> Option<Vec<u8>> {
+        let tokens = request.tokens.as_deref()?;
         self.check_tokens(tokens.len())?;
-        let found = table.candidates(&asked.scope().filter(|_| asked.has_good_names())?)?;
+        let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
         let options = Options {
-            media: &asked.mm,
-            expected: asked.expected,
-            whole_prompt: asked.whole_prompt,
+            media: &request.mm,
+            expected: request.expected,
+            whole_prompt: request.whole_prompt,
         };
         let mut rows = self.find(table, &found, tokens, &options)?;
         add_others(&mut rows, &found.workers);
@@ -355,14 +355,14 @@ impl Endpoints {
         encode_answer(&answer, head)
     }
 
-    fn many_matches(&self, table: &Table, asked: &MatchMany, head: &Head) -> Option<Vec<u8>> {
-        let prompts = asked.checked()?;
+    fn many_matches(&self, table: &Table, request: &MatchMany, head: &Head) -> Option<Vec<u8>> {
+        let prompts = request.checked()?;
         self.check_tokens(prompts.iter().map(Vec::len).sum())?;
-        let found = table.candidates(&asked.scope().filter(|_| asked.has_good_names())?)?;
+        let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
         let options = Options {
-            media: &asked.mm,
-            expected: asked.expected,
-            whole_prompt: asked.whole_prompt,
+            media: &request.mm,
+            expected: request.expected,
+            whole_prompt: request.whole_prompt,
         };
         let mut matches = Vec::with_capacity(prompts.len());
         for tokens in prompts {
@@ -388,43 +388,43 @@ impl Endpoints {
         encode_answer(&answer, head)
     }
 
-    fn select(&self, table: &Table, asked: &Select, head: &Head) -> Option<Vec<u8>> {
-        let tokens = asked.tokens.as_deref()?;
+    fn select(&self, table: &Table, request: &Select, head: &Head) -> Option<Vec<u8>> {
+        let tokens = request.tokens.as_deref()?;
         self.check_tokens(tokens.len())?;
-        if !asked.is_sound()
-            || !asked.has_good_names()
-            || asked
+        if !request.is_sound()
+            || !request.has_good_names()
+            || request
                 .candidates
                 .as_ref()
                 .is_some_and(|some| some.len() > self.limits.max_candidates)
         {
             return None;
         }
-        let found = table.candidates(&asked.scope()?)?;
+        let found = table.candidates(&request.scope()?)?;
         let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
-        let candidates: Vec<Candidate> = match &asked.candidates {
+        let candidates: Vec<Candidate> = match &request.candidates {
             Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
             None => found.workers.iter().map(all).collect(),
         };
         let options = Options {
-            media: &asked.mm,
-            expected: asked.expected,
-            whole_prompt: asked.whole_prompt,
+            media: &request.mm,
+            expected: request.expected,
+            whole_prompt: request.whole_prompt,
         };
         let rows = self.find(table, &found, tokens, &options)?;
         let (selected, place) = select::select(
             table,
             &found,
-            asked,
+            request,
             &candidates,
             &rows,
             tokens.len(),
             (&self.unfollowed, &self.terms, &self.ties, &self.loads),
         )?;
-        if asked.expect_seconds > 0.0
+        if request.expect_seconds > 0.0
             && let Some(place) = place
         {
-            table.expect(place, &found.scope, tokens, asked.expect_seconds);
+            table.expect(place, &found.scope, tokens, request.expect_seconds);
         }
         encode_answer(&selected, head)
     }
@@ -467,9 +467,9 @@ fn raw(query_string: &str, body: &[u8]) -> Option<Match> {
     if !rest.is_empty() {
         return None;
     }
-    let mut asked = requests::of_query_string(query_string)?;
-    asked.tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());
-    Some(asked)
+    let mut request = requests::of_query_string(query_string)?;
+    request.tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());
+    Some(request)
 }
 
 fn encode_answer<T: Serialize>(answer: &T, head: &Head) -> Option<Vec<u8>> {

@@ -470,9 +470,9 @@ mod tests {
 
     #[test]
     fn a_body_is_one_message() {
-        let asked = HealthCheckRequest { service: "x".into() };
-        let body = framed(&asked);
-        assert_eq!(HealthCheckRequest::decode(unframed(&body).unwrap()).unwrap(), asked);
+        let request = HealthCheckRequest { service: "x".into() };
+        let body = framed(&request);
+        assert_eq!(HealthCheckRequest::decode(unframed(&body).unwrap()).unwrap(), request);
         for wrong in [&body[..3], &body[..body.len() - 1], &[&body[..], &[0]].concat()] {
             assert_eq!(
                 unframed(&Bytes::copy_from_slice(wrong)).unwrap_err().code,

@@ -392,7 +392,7 @@ impl<'de, K: Deserialize<'de> + Clone + PartialEq> Deserialize<'de> for Weights<
 
 /// Returns the query in the query string of a raw prompt. None if anything about it is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
-    let mut asked = Match::default();
+    let mut request = Match::default();
     let mut seen: Vec<&str> = Vec::new();
     for pair in query.split('&') {
         let (name, value) = pair.split_once('=')?;
@@ -403,23 +403,23 @@ pub(crate) fn of_query_string(query: &str) -> Option<Match> {
         seen.push(name);
         let text = Some(value.to_owned());
         match name {
-            "model_name" => asked.model_name = text,
-            "modelname" => asked.modelname = text,
-            "model" => asked.model = text,
-            "tenant_id" => asked.tenant_id = text,
-            "tenant" => asked.tenant = text,
-            "routing_group" => asked.routing_group = text,
-            "group" => asked.group = text,
-            "lora_name" => asked.lora_name = text,
-            "lora" => asked.lora = text,
-            "cache_salt" => asked.cache_salt = text,
-            "salt" => asked.salt = text,
-            "expected" => asked.expected = value.parse().ok()?,
-            "whole_prompt" => asked.whole_prompt = value.parse().ok()?,
+            "model_name" => request.model_name = text,
+            "modelname" => request.modelname = text,
+            "model" => request.model = text,
+            "tenant_id" => request.tenant_id = text,
+            "tenant" => request.tenant = text,
+            "routing_group" => request.routing_group = text,
+            "group" => request.group = text,
+            "lora_name" => request.lora_name = text,
+            "lora" => request.lora = text,
+            "cache_salt" => request.cache_salt = text,
+            "salt" => request.salt = text,
+            "expected" => request.expected = value.parse().ok()?,
+            "whole_prompt" => request.whole_prompt = value.parse().ok()?,
             _ => return None,
         }
     }
-    Some(asked)
+    Some(request)
 }
 
 #[cfg(test)]

@@ -66,14 +66,14 @@ impl TierWeights {
 
 /// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `doubtful`, but
-/// at most `own`. So a doubtful block costs the credit for that block and those after it, not for the whole prefix.
-pub fn trust_weight(tokens: u64, certain: u64, own: f64, doubtful: f64) -> f64 {
+/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `uncertain_weight`, but
+/// at most `own`. So an uncertain block costs the credit for that block and those after it, not for the whole prefix.
+pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;
     }
     let share = certain as f64 / tokens as f64;
-    own * share + own.min(doubtful) * (1.0 - share)
+    own * share + own.min(uncertain_weight) * (1.0 - share)
 }
 
 /// Weights of loads, and the load from which on a worker is hot.
@@ -176,7 +176,7 @@ fn relative_loads(candidates: &[Candidate]) -> Vec<f64> {
 fn sum(values: &[f64]) -> f64 {
     let mut partials: Vec<f64> = Vec::new();
     for &value in values {
-        let (mut rest, mut kept) = (value, 0);
+        let (mut rest, mut count) = (value, 0);
         for at in 0..partials.len() {
             let other = partials[at];
             let (large, small) = if rest.abs() < other.abs() {
@@ -187,12 +187,12 @@ fn sum(values: &[f64]) -> f64 {
             let high = large + small;
             let low = small - (high - large);
             if low != 0.0 {
-                partials[kept] = low;
-                kept += 1;
+                partials[count] = low;
+                count += 1;
             }
             rest = high;
         }
-        partials.truncate(kept);
+        partials.truncate(count);
         partials.push(rest);
     }
     // Adds from the largest on until rounding occurs; a tie is rounded according to the remaining partial sums.
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn doubtful_tokens_cost_only_their_own_credit() {
+    fn uncertain_tokens_cost_only_their_own_credit() {
         assert_eq!(trust_weight(100, 100, 0.8, 0.5), 0.8);
         assert_eq!(trust_weight(0, 0, 1.0, 0.5), 1.0);
         assert_eq!(trust_weight(100, 75, 1.0, 0.5), 0.875);

@@ -36,11 +36,11 @@ pub(crate) struct Terms {
 
 impl Terms {
     /// Returns these terms with the weights of a request, which take precedence.
-    fn of(&self, asked: &Select) -> Self {
+    fn of(&self, request: &Select) -> Self {
         Self {
-            tiers: self.tiers.updated(&asked.tiers),
-            trust: self.trust.updated(&asked.trust),
-            load_weight: asked.load_weight.unwrap_or(self.load_weight),
+            tiers: self.tiers.updated(&request.tiers),
+            trust: self.trust.updated(&request.trust),
+            load_weight: request.load_weight.unwrap_or(self.load_weight),
         }
     }
 
@@ -153,7 +153,7 @@ pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
 pub(crate) fn select<'a>(
     table: &'a Table,
     found: &Candidates,
-    asked: &Select,
+    request: &Select,
     named: &'a [Candidate],
     rows: &[Row],
     whole: usize,
@@ -192,10 +192,10 @@ pub(crate) fn select<'a>(
     let question = Question {
         scope: [&found.scope.tenant, &found.scope.group, &found.scope.model],
         prompt_tokens: whole,
-        tie: asked.tie,
-        explain: asked.explain,
+        tie: request.tie,
+        explain: request.explain,
     };
-    let selected = choose(&contenders, &question, &terms.of(asked), (ties, loads))?;
+    let selected = choose(&contenders, &question, &terms.of(request), (ties, loads))?;
     let place = places.get(&(selected.instance, selected.rank)).copied();
     Some((selected, place))
 }
@@ -239,7 +239,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
     }
 
     #[derive(Deserialize)]
-    struct Asked {
+    struct Input {
         scope: [String; 3],
         prompt_tokens: usize,
         tie: Tie,
@@ -248,15 +248,15 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
         candidates: Vec<Given>,
     }
 
-    let asked: Asked = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
-    let contenders: Vec<Contender<'_>> = asked.candidates.iter().map(Given::contender).collect();
+    let input: Input = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
+    let contenders: Vec<Contender<'_>> = input.candidates.iter().map(Given::contender).collect();
     let question = Question {
-        scope: asked.scope.each_ref().map(String::as_str),
-        prompt_tokens: asked.prompt_tokens,
-        tie: asked.tie,
-        explain: asked.explain,
+        scope: input.scope.each_ref().map(String::as_str),
+        prompt_tokens: input.prompt_tokens,
+        tie: input.tie,
+        explain: input.explain,
     };
-    let selected = choose(&contenders, &question, &asked.terms, (ties, loads)).ok_or("there are no candidates")?;
+    let selected = choose(&contenders, &question, &input.terms, (ties, loads)).ok_or("there are no candidates")?;
     rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
 }
 
@@ -278,16 +278,16 @@ fn choose<'a>(
         let held = one.tiers.0.unwrap_or_default();
         let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
         let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
-        let doubtful = terms.weight_of_trust(State::Degraded);
-        let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), doubtful);
+        let uncertain_weight = terms.weight_of_trust(State::Degraded);
+        let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
         let inexact = one.inexact_tiers();
         let credit = if inexact.is_empty() {
             believed * weights.saved(tokens, whole, reach)
         } else {
             let is_inexact = |at: usize| tiers[at].is_some_and(|tier| inexact.iter().any(|name| name == TIERS[tier]));
             let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
-            let factor = |at: usize| if is_inexact(at) { doubtful } else { believed };
-            (weights.multiplied(factor, if has_other { doubtful } else { believed })).saved(tokens, whole, reach)
+            let factor = |at: usize| if is_inexact(at) { uncertain_weight } else { believed };
+            (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
         };
         score::Candidate {
             credit,

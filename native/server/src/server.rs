@@ -360,8 +360,8 @@ async fn respond(
         return Ok(response);
     }
     let question = Question::from_path(path).filter(|_| shared.settings.answers_queries && head.method == Method::POST);
-    let asked = question.and_then(|question| Some((question, parse_head(&head)?)));
-    let is_admitted = asked.is_some()
+    let query = question.and_then(|question| Some((question, parse_head(&head)?)));
+    let is_admitted = query.is_some()
         && body.size_hint().lower() <= shared.settings.limits.max_body_bytes as u64
         && shared.policy.admits(&head.headers);
     if has_body && !is_admitted {
@@ -390,12 +390,12 @@ async fn respond(
         }
     };
     if is_admitted
-        && let Some((question, asked)) = asked
-        && let Some(found) = answer_query(shared, question, &asked, &body).await
+        && let Some((question, parsed)) = query
+        && let Some(found) = answer_query(shared, question, &parsed, &body).await
     {
         shared.endpoints.metrics.request(question.path(), 200, began.elapsed());
         let mut response = Response::new(Body::full(found.into()));
-        let kind = if asked.wants_msgpack && question.is_ours() {
+        let kind = if parsed.wants_msgpack && question.is_ours() {
             MSGPACK
         } else {
             JSON

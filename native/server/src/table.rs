@@ -170,7 +170,7 @@ pub(crate) struct Candidates {
     /// Places of workers in the table.
     pub(crate) workers: Vec<u32>,
     /// The workers among them that are not EXACT.
-    pub(crate) doubtful: Vec<u32>,
+    pub(crate) inexact: Vec<u32>,
     pub(crate) block_sizes: Vec<u32>,
 }
 
@@ -233,37 +233,37 @@ impl Table {
     }
 
     /// Returns where prompts of a scope are looked up. None for an error, which the control plane reports.
-    pub(crate) fn candidates(&self, asked: &Scope) -> Option<Arc<Candidates>> {
+    pub(crate) fn candidates(&self, scope: &Scope) -> Option<Arc<Candidates>> {
         if self.has_failed || self.index.is_damaged() {
             return None;
         }
-        if let Some(found) = self.remembered.read().get(asked) {
+        if let Some(found) = self.remembered.read().get(scope) {
             return Some(found.clone());
         }
-        let found = Arc::new(self.find(self.resolve_model(asked)?)?);
+        let found = Arc::new(self.find(self.resolve_model(scope)?)?);
         let mut remembered = self.remembered.write();
         if remembered.len() >= MAX_REMEMBERED {
             remembered.clear();
         }
-        remembered.insert(asked.clone(), found.clone());
+        remembered.insert(scope.clone(), found.clone());
         Some(found)
     }
 
     /// The scope with the base model if its model is an adapter's name. None if several models have that adapter.
-    fn resolve_model(&self, asked: &Scope) -> Option<Scope> {
-        let fleet = asked.fleet();
-        let is_adapter = match &asked.lora {
+    fn resolve_model(&self, scope: &Scope) -> Option<Scope> {
+        let fleet = scope.fleet();
+        let is_adapter = match &scope.lora {
             None => true,
-            Some(Lora::Name(name)) => *name == asked.model,
+            Some(Lora::Name(name)) => *name == scope.model,
             Some(Lora::Id(_)) => false,
         };
         match self.bases.get(&fleet).map_or(&[][..], Vec::as_slice) {
-            [] => Some(asked.clone()),
-            _ if !is_adapter || self.fleets.contains(&fleet) => Some(asked.clone()),
+            [] => Some(scope.clone()),
+            _ if !is_adapter || self.fleets.contains(&fleet) => Some(scope.clone()),
             [base] => Some(Scope {
                 model: base.clone(),
-                lora: Some(Lora::Name(asked.model.clone())),
-                ..asked.clone()
+                lora: Some(Lora::Name(scope.model.clone())),
+                ..scope.clone()
             }),
             _ => None,
         }
@@ -295,10 +295,10 @@ impl Table {
         }
         let places = 0..self.workers.len() as u32;
         let workers: Vec<u32> = places.filter(|&place| self.worker(place).scope.admits(&scope)).collect();
-        let is_doubtful = |place: &u32| self.worker(*place).trust.state != State::Exact;
+        let is_inexact = |place: &u32| self.worker(*place).trust.state != State::Exact;
         Some(Candidates {
             within,
-            doubtful: workers.iter().copied().filter(is_doubtful).collect(),
+            inexact: workers.iter().copied().filter(is_inexact).collect(),
             workers,
             block_sizes: self.block_sizes.get(&scope.fleet()).cloned().unwrap_or_default(),
             scope,

@@ -172,18 +172,18 @@ impl<'a> Runs<'a> {
     fn is_continued(&self, one: u32, other: u32) -> bool {
         let blocks = self.blocks;
         let (before, after) = (blocks.attributes(one), blocks.attributes(other));
-        let is_alike = std::ptr::eq(before, after)
+        let has_same_attributes = std::ptr::eq(before, after)
             || (before.copies == after.copies
                 && (before.copies != 0 || before.origin == after.origin)
                 && before.context == after.context
                 && before.namespace.without_extra_keys() == after.namespace.without_extra_keys());
-        let counts_alike = || bits(before.copies).all(|number| blocks.count(one, number) == blocks.count(other, number));
-        let is_doubtful = |number: u8| blocks.is_doubtful(one, number) == blocks.is_doubtful(other, number);
-        let doubts_alike = || bits(before.copies).all(is_doubtful);
-        is_alike
+        let has_same_counts = || bits(before.copies).all(|number| blocks.count(one, number) == blocks.count(other, number));
+        let has_same_certainty = |number: u8| blocks.is_uncertain(one, number) == blocks.is_uncertain(other, number);
+        let are_equally_certain = || bits(before.copies).all(has_same_certainty);
+        has_same_attributes
             && !self.twins.contain(blocks.get(other).hash)
-            && (blocks.extra_copies() == 0 || counts_alike())
-            && (!blocks.has_doubts() || doubts_alike())
+            && (blocks.extra_copies() == 0 || has_same_counts())
+            && (!blocks.has_uncertain_copies() || are_equally_certain())
     }
 }
 

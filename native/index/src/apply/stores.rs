@@ -43,7 +43,7 @@ enum Pause {
     /// This block was placed, and pending blocks wait for it.
     Awaited { next: usize, number: u32 },
     /// Too many blocks are equal to the next one in hash and placement.
-    Alike,
+    TooManyEqual,
 }
 
 /// A row of slots that is being filled.
@@ -314,7 +314,7 @@ impl Stream {
                     self.place_orphans(writer, chain.hashes[next - 1], number);
                     at = next;
                 }
-                Pause::Alike => return Err("too-many-alike"),
+                Pause::TooManyEqual => return Err("too-many-alike"),
             }
         }
         Ok(())
@@ -340,7 +340,7 @@ impl Stream {
                     if open.used == open.stretch.length {
                         self.close_row(shared, chain, &mut open);
                         if !self.open_row(shared, chain, &mut open, before, at, end - at) {
-                            return Pause::Alike;
+                            return Pause::TooManyEqual;
                         }
                     }
                     let number = open.stretch.first + open.used;
@@ -359,7 +359,7 @@ impl Stream {
             }
             self.close_row(shared, chain, &mut open);
             let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
-                return Pause::Alike;
+                return Pause::TooManyEqual;
             };
             if chain.locals.is_some() {
                 (*parent, is_new) = (Some(placed.number), placed.is_new);

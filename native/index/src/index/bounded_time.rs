@@ -25,7 +25,7 @@ struct RepeatedEvent {
     /// The first hash, how many there are, and whether they are all the same.
     first: u8,
     count: u16,
-    alike: bool,
+    has_equal_hashes: bool,
     parent: Option<u8>,
     token: u8,
     place: Option<u8>,
@@ -41,12 +41,12 @@ fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
         (prop::option::of(hash), 0..100_u8, prop::option::of(0..3_u8), 0..2_u8),
     );
     let event = event.prop_map(
-        |((kind, times, first, count, alike), (parent, token, place, group))| RepeatedEvent {
+        |((kind, times, first, count, has_equal_hashes), (parent, token, place, group))| RepeatedEvent {
             kind,
             times,
             first,
             count,
-            alike,
+            has_equal_hashes,
             parent,
             token,
             place,
@@ -68,7 +68,7 @@ impl RepeatedEvent {
     fn encoded(&self) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
-            if self.alike {
+            if self.has_equal_hashes {
                 self.first
             } else {
                 (usize::from(self.first) + at) as u8 % 100
@@ -183,7 +183,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
         times,
         first: 7,
         count,
-        alike: true,
+        has_equal_hashes: true,
         parent: None,
         token: 0,
         place,

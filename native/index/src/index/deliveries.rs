@@ -280,7 +280,7 @@ impl Room {
         for event in &scratch.events {
             cleared |= stream.apply_event(writer, &read, event, work);
         }
-        stream.doubt_fresh(writer);
+        stream.mark_fresh_uncertain(writer);
         stream.publish_groups(writer);
         stream.last = seq;
         Outcome::Applied(cleared)

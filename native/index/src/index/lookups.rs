@@ -252,7 +252,7 @@ impl Index {
                     if !goes_on {
                         let before = hits.len();
                         room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
-                        if view.has_doubts {
+                        if view.has_uncertain_copies {
                             room.walk
                                 .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
                         }
@@ -329,7 +329,7 @@ impl Index {
                         let tokens = keys.len() * scheme.size as usize;
                         let length = PromptLength { tokens, longest: tokens };
                         room.walk.hits(&view, scheme, length, streams, &mut hits);
-                        if view.has_doubts {
+                        if view.has_uncertain_copies {
                             room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
                         }
                     }
@@ -345,9 +345,9 @@ impl Index {
                 }
                 // Keys are not the hashes that some engines find blocks by.
                 let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
-                let doubted: Vec<Hit> = hits.iter().filter(is_estimate).map(|&hit| uncertain(hit)).collect();
+                let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(|&hit| uncertain(hit)).collect();
                 certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
-                certain.extend(doubted);
+                certain.extend(estimates);
                 let mut matches = Matches {
                     hits,
                     uncertain: Vec::new(),

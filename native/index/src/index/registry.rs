@@ -56,7 +56,7 @@ pub(super) fn register(
         lookup: None,
         schemes: Vec::new(),
         blocks: AtomicUsize::new(0),
-        doubts: BTreeSet::new(),
+        uncertain: BTreeSet::new(),
     };
     shared.join(number, member);
     stream
@@ -196,11 +196,11 @@ impl Index {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
         let ranks = registry.streams.remove(source).unwrap_or_default();
-        let (removed, kept): (Vec<_>, Vec<_>) = ranks
+        let (removed, remaining): (Vec<_>, Vec<_>) = ranks
             .into_iter()
             .partition(|other| rank.is_none_or(|rank| rank == other.rank));
-        if !kept.is_empty() {
-            registry.streams.insert(source.into(), kept);
+        if !remaining.is_empty() {
+            registry.streams.insert(source.into(), remaining);
         }
         let worker_of = |rank: &Rank| Worker {
             source: source.into(),

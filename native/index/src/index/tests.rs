@@ -136,8 +136,8 @@ fn what_a_lookup_finds_was_true_at_one_moment() {
         let [one, two] = [1, 2].map(tokens);
         while !ended.load(Ordering::SeqCst) {
             let found = index.match_prompt(&one, &Scope::default());
-            let kept = found.hits.iter().find(|hit| found.worker(hit).source == "kept");
-            assert_eq!(kept.map(|hit| hit.tokens[0]), Some(2 * BLOCKS as u32));
+            let hit = found.hits.iter().find(|hit| found.worker(hit).source == "kept");
+            assert_eq!(hit.map(|hit| hit.tokens[0]), Some(2 * BLOCKS as u32));
             let found = index.match_prompt(&two, &Scope::default());
             assert!(found.hits.iter().all(|hit| found.worker(hit).source == "busy"));
         }

@@ -124,7 +124,7 @@ impl Stream {
             let placements = shared.sets.placements(shared.records.set(number), self.number);
             for placement in placements.filter(|&placement| is_meant(placement)) {
                 is_held = true;
-                is_certain |= !self.copies.get(number, placement).is_doubtful();
+                is_certain |= !self.copies.get(number, placement).is_uncertain();
             }
         };
         match self.collisions.get(hash) {

@@ -88,7 +88,7 @@ impl Stream {
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
             if self.origin == Origin::Reused {
-                let change = self.copies.assure(number, placement);
+                let change = self.copies.mark_certain(number, placement);
                 return self.note(shared, number, placement, change);
             }
             let (length, capacity) = self.copies.room();
@@ -108,10 +108,10 @@ impl Stream {
         }
     }
 
-    /// Does the same for a store without tokens, as of groups with sliding windows. See `doubt_fresh`.
+    /// Does the same for a store without tokens, as of groups with sliding windows. See `mark_fresh_uncertain`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
-        if !is_held || self.copies.get(number, placement).is_doubtful() {
+        if !is_held || self.copies.get(number, placement).is_uncertain() {
             match self.origin {
                 // A block that no group of this kind holds is announced as reused where the window of a hit does not reach.
                 Origin::Reused if !is_held => return,
@@ -126,8 +126,8 @@ impl Stream {
     /// be there; nor one that might have been gone before.
     ///
     /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
-    /// group does not hold. A request that is computed again is announced alike.
-    pub fn doubt_fresh(&mut self, shared: &mut SharedState) {
+    /// group does not hold. A request that is computed again is announced in the same way.
+    pub fn mark_fresh_uncertain(&mut self, shared: &mut SharedState) {
         let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
         if !fresh.is_empty() && !repeated.is_empty() {
             repeated.sort_unstable();

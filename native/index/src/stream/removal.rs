@@ -280,7 +280,7 @@ impl Stream {
         }
         writer.show(number, false);
         step_counter::count(self.blocks + self.waiting.len());
-        writer.end_doubts(number);
+        writer.mark_all_certain(number);
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
             let numbers = in_removal_order(self.numbers(), self.blocks, bound);

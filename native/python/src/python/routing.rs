@@ -18,7 +18,7 @@ pub(super) struct Scorer {
     weights: TierWeights,
     loads: LoadWeights,
     /// Weight of tokens that might be gone.
-    doubtful: f64,
+    uncertain_weight: f64,
 }
 
 /// Score, uncached share, load, and whether it is hot.
@@ -27,7 +27,14 @@ type Plain = (f64, f64, f64, bool);
 #[pymethods]
 impl Scorer {
     #[new]
-    fn new(tiers: &Bound<'_, PyDict>, wait: f64, mean: f64, guard: f64, guard_requests: f64, doubtful: f64) -> PyResult<Self> {
+    fn new(
+        tiers: &Bound<'_, PyDict>,
+        wait: f64,
+        mean: f64,
+        guard: f64,
+        guard_requests: f64,
+        uncertain_weight: f64,
+    ) -> PyResult<Self> {
         let named = tiers
             .iter()
             .map(|(name, weight)| Ok((name.cast_into::<PyString>()?.unbind(), weight.extract::<f64>()?)));
@@ -41,7 +48,7 @@ impl Scorer {
                 guard,
                 guard_requests,
             },
-            doubtful,
+            uncertain_weight,
         })
     }
 
@@ -75,7 +82,7 @@ impl Scorer {
             } else {
                 let reached = self.reached(&tiers.get_item(at)?)?;
                 let reach = |tier: usize| reached[tier];
-                let believed = score::trust_weight(tokens[at], certain[at], believed[at], self.doubtful);
+                let believed = score::trust_weight(tokens[at], certain[at], believed[at], self.uncertain_weight);
                 match inexact.get(&at) {
                     None => believed * self.weights.saved(tokens[at], length, reach),
                     Some(names) => {
@@ -98,14 +105,20 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// Returns the weights of tiers, multiplied by `doubtful` for those in `names`, and by `believed` for the others.
+    /// Returns the weights of tiers, multiplied by `uncertain_weight` for those in `names`, and by `believed` for the others.
     fn trusted_weights(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
-        let factor = |at: usize| if names.contains(&known[at]) { self.doubtful } else { believed };
+        let factor = |at: usize| {
+            if names.contains(&known[at]) {
+                self.uncertain_weight
+            } else {
+                believed
+            }
+        };
         let has_other = names.iter().any(|name| !known.contains(name));
         Ok(self
             .weights
-            .multiplied(factor, if has_other { self.doubtful } else { believed }))
+            .multiplied(factor, if has_other { self.uncertain_weight } else { believed }))
     }
 
     /// Returns the length of the prefix on each tier that has a weight.

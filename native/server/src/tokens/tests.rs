@@ -113,7 +113,7 @@ proptest! {
         prop_assert!(text[..found.end].ends_with(']'));
     }
 
-    /// Numbers of every width, mostly separated alike, with something after them, some bytes replaced, and cut off somewhere.
+    /// Numbers of every width, mostly with equal separators, with something after them, some bytes replaced, and cut off somewhere.
     #[test]
     fn the_quick_way_answers_as_care_does(
         numbers in prop_oneof![

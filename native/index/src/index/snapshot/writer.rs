@@ -260,15 +260,15 @@ impl<W: Write> Saving<'_, W> {
             Some(_) => is_linked,
             None => true,
         };
-        let alike = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
-        if !(alike && self.run.set == set && stream.is_single()) {
+        let continues = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
+        if !(continues && self.run.set == set && stream.is_single()) {
             let held = shared
                 .sets
                 .placements(set, stream.number)
                 .map(|placement| (placement, stream.count(number, placement)));
             self.run.other.clear();
             self.run.other.extend(held);
-            if !(alike && self.run.other == self.run.placements) {
+            if !(continues && self.run.other == self.run.placements) {
                 self.begin_run(shared, context);
             }
             self.run.set = set;
