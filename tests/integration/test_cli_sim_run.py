@@ -323,7 +323,7 @@ def test_the_final_state_of_the_streams_is_summarised_in_one_line() -> None:
         trust="EXACT",
         batches=1_000,
         replayed=3,
-        healed=1,
+        gaps_repaired=1,
         lost=0,
         resets=2,
         reconnects=4,

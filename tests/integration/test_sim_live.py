@@ -89,7 +89,7 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
         worker: simulated.batches for worker, simulated in run.fleet.fleet.workers.items()
     }
     assert sum_streams(run.streams, "batches") == result.batches
-    assert [sum_streams(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
+    assert [sum_streams(run.streams, name) for name in ("replayed", "gaps_repaired", "resets", "reconnects")] == [0] * 4
     assert run.fleet.injected == {}
 
 
@@ -292,13 +292,15 @@ def test_a_port_in_use_is_an_error_that_leaves_nothing_open(behind: int, wrong: 
 
 FAULTS: dict[str, Callable[[RunResult], object]] = {
     "restart:200ms": lambda run: sum_streams(run.streams, "resets") > 0 < run.result.retried,
-    "drop:10%": lambda run: sum_streams(run.streams, "healed") > 0,
+    "drop:10%": lambda run: sum_streams(run.streams, "gaps_repaired") > 0,
     "cut:80ms": lambda run: sum_streams(run.streams, "reconnects") > 0,
     "stall:150ms": lambda run: run.fleet.injected["stall"] > 0,
     "reset:80ms": lambda run: run.fleet.injected["reset"] > 0 == sum_streams(run.streams, "resets"),
     # Replay, which is requested at the first live batch, can overtake delayed batches.
     "delay:100ms": lambda run: sum_streams(run.streams, "resets") == 0,
-    "restart:200ms,drop:10%,cut:100ms": lambda run: sum_streams(run.streams, "resets") > 0 < sum_streams(run.streams, "healed"),
+    "restart:200ms,drop:10%,cut:100ms": lambda run: (
+        sum_streams(run.streams, "resets") > 0 < sum_streams(run.streams, "gaps_repaired")
+    ),
 }
 """Faults, and a condition that holds if the fault had an effect."""
 

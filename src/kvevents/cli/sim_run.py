@@ -215,13 +215,13 @@ def _wait_for_subscriber(fleet: LiveFleet, seconds: float | None) -> None:
 def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> str:
     """Return one line about the streams of a live fleet, and the faults that were injected."""
     exact = sum(stream.trust == "EXACT" for stream in streams)
-    batches, healed, lost, resets = (
-        sum(getattr(stream, name) for stream in streams) for name in ("batches", "healed", "lost", "resets")
+    batches, repaired, lost, resets = (
+        sum(getattr(stream, name) for stream in streams) for name in ("batches", "gaps_repaired", "lost", "resets")
     )
     injected = "".join(f", {plural(count, kind)}" for kind, count in faults.items())
     return (
         f"{exact} of {plural(len(streams), 'stream')} EXACT; {plural(batches, 'batch')} delivered, "
-        f"{plural(healed, 'gap')} repaired, {lost:,} lost, {plural(resets, 'reset')}{injected}"
+        f"{plural(repaired, 'gap')} repaired, {lost:,} lost, {plural(resets, 'reset')}{injected}"
     )
 
 

@@ -258,7 +258,7 @@ class LiveFleet:
                 trust=str(status.trust),
                 batches=status.counters.delivered,
                 replayed=status.counters.replayed,
-                healed=status.counters.gaps_repaired,
+                gaps_repaired=status.counters.gaps_repaired,
                 lost=status.counters.lost,
                 resets=status.counters.resets,
                 reconnects=status.counters.reconnects,
@@ -298,9 +298,10 @@ class LiveFleet:
         confirm_at = 0.0
         while (waiting := self._not_settled()) and (now := time.monotonic()) < until and not self._stop.is_set():
             self.follower.check()
-            if now >= confirm_at and (unproven := [worker for worker, status in waiting.items() if self._is_unproven(status)]):
+            unconfirmed = [worker for worker, status in waiting.items() if self._is_unconfirmed(status)]
+            if now >= confirm_at and unconfirmed:
                 confirm_at = now + CONFIRM_SECONDS
-                for worker in unproven:
+                for worker in unconfirmed:
                     self.fleet.publish_empty(worker)
             time.sleep(POLL)
 
@@ -316,7 +317,7 @@ class LiveFleet:
     def _is_settled(self, status: StreamStatus) -> bool:
         return self._has_arrived(status) and status.trust.name == "EXACT"
 
-    def _is_unproven(self, status: StreamStatus) -> bool:
+    def _is_unconfirmed(self, status: StreamStatus) -> bool:
         return (
             self._has_arrived(status)
             and status.trust.name == "DEGRADED"

@@ -148,7 +148,7 @@ class StreamResult(Struct, frozen=True, kw_only=True):
     """Batches delivered, of all incarnations."""
     replayed: int
     """Batches delivered by replay."""
-    healed: int
+    gaps_repaired: int
     """Gaps that replay filled."""
     lost: int
     """Batches that replay did not deliver."""
