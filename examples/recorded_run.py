@@ -20,7 +20,7 @@ from kvevents.testing import Faults, TapePlayer
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
-LIVES = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
+RUNS = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
 """Two runs of the recording: before the restart blocks of 32 tokens, after it blocks of 64."""
 LOST = 0.2
 """Share of live batches."""
@@ -99,9 +99,9 @@ class Demo:
             self.gaps += 1
             self._console.line(*self._lines.gap(delivery))
 
-    def has_all_of(self, life: int) -> bool:
-        """Whether as many batches as a life published have come."""
-        return len(self.delivered[life]) >= len(self._tape.batches(life))
+    def has_all_of(self, incarnation: int) -> bool:
+        """Whether as many batches have come as an incarnation published."""
+        return len(self.delivered[incarnation]) >= len(self._tape.batches(incarnation))
 
     @property
     def is_exact(self) -> bool:
@@ -109,41 +109,42 @@ class Demo:
         return self._subscriber.trust().name == "EXACT"
 
 
-def play_rest(tape: TapePlayer, demo: Demo, life: int, batches: int) -> None:
-    """Publish the rest of a life of so many batches, the last one when all before have come.
+def play_rest(tape: TapePlayer, demo: Demo, incarnation: int, batches: int) -> None:
+    """Publish the rest of an incarnation of so many batches, the last one when all before have come.
 
     That one is not lost: a live batch has to confirm what replay has brought.
     """
-    playing = tape.start_playing(batches - len(tape.batches(life)) - 1, rate=RATE)
-    demo.follow(lambda: playing.done() and demo.has_all_of(life))
+    playing = tape.start_playing(batches - len(tape.batches(incarnation)) - 1, rate=RATE)
+    demo.follow(lambda: playing.done() and demo.has_all_of(incarnation))
     tape.faults = replace(tape.faults, drop=0.0)
     tape.play(1)
-    demo.follow(lambda: demo.has_all_of(life) and demo.is_exact)
+    demo.follow(lambda: demo.has_all_of(incarnation) and demo.is_exact)
     tape.faults = replace(tape.faults, drop=LOST)
 
 
 def play(tape: TapePlayer, demo: Demo) -> None:
-    """Both lives of the engine."""
+    """Both incarnations of the engine."""
     demo.say("an engine has been running for a while; we subscribe late, and a fifth of what it sends now is lost on the way")
-    play_rest(tape, demo, 0, len(list(live_batches(RECORDING, LIVES[0]))))
+    play_rest(tape, demo, 0, len(list(live_batches(RECORDING, RUNS[0]))))
     demo.say("the engine is killed, comes back on the same port, and is busy before we have reconnected")
-    second_life = [batch._replace(topic=b"kv-events") for batch in live_batches(RECORDING, LIVES[1])]
-    tape.restart(second_life, unseen_until=UNSEEN_AFTER_RESTART)
-    play_rest(tape, demo, 1, len(second_life))
+    second_run = [batch._replace(topic=b"kv-events") for batch in live_batches(RECORDING, RUNS[1])]
+    tape.restart(second_run, unseen_until=UNSEEN_AFTER_RESTART)
+    play_rest(tape, demo, 1, len(second_run))
 
 
 def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
     """Compare, batch by batch and byte by byte."""
     demo.say("published and delivered, compared payload by payload")
     lossless = True
-    for life in sorted(demo.delivered):
-        published = tape.batches(life)
-        delivered = demo.delivered[life]
+    for incarnation in sorted(demo.delivered):
+        published = tape.batches(incarnation)
+        delivered = demo.delivered[incarnation]
         equal = [(batch.seq, batch.payload) for batch in delivered] == published
         lossless = lossless and equal
         replayed = sum(batch.replayed for batch in delivered)
-        counts = f"life {life}: {len(published):3} published, {len(delivered):3} delivered, {replayed:3} of them by replay: "
-        console.line(counts, Span("equal, in order, byte for byte", "good") if equal else Span("NOT EQUAL", "bad"))
+        counts = f"{len(published):3} published, {len(delivered):3} delivered, {replayed:3} of them by replay: "
+        outcome = Span("equal, in order, byte for byte", "good") if equal else Span("NOT EQUAL", "bad")
+        console.line(f"incarnation {incarnation}: {counts}", outcome)
     return lossless and not demo.gaps and tape.counts.incarnations == len(demo.delivered)
 
 
@@ -169,7 +170,7 @@ def main() -> int:
     """Play, follow, compare."""
     console = Console()
     faults = Faults(drop=LOST, replay_send_limit=REPLIES_END_AFTER, replay_holes=EveryOtherTime(), seed=4)
-    with TapePlayer(RECORDING, run=LIVES[0], faults=faults) as tape:
+    with TapePlayer(RECORDING, run=RUNS[0], faults=faults) as tape:
         tape.play(BEFORE_WE_CAME)
         with Subscriber(Source(tape.endpoint, tape.replay_endpoint, name="vllm")) as subscriber:
             demo = Demo(tape, subscriber, console)

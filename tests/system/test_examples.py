@@ -45,7 +45,7 @@ def test_the_recorded_run_delivers_what_was_published() -> None:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
     assert logged_states(ended.err) <= {"no connection"}  # while the engine restarts
-    counts = re.findall(r"life (\d): +(\d+) published, +(\d+) delivered, .*: equal, in order, byte for byte", ended.out)
+    counts = re.findall(r"incarnation (\d): +(\d+) published, +(\d+) delivered, .*: equal, in order, byte for byte", ended.out)
     assert counts == [("0", "79", "79"), ("1", "35", "35")]
     assert "RESET   incarnation 1 begins" in ended.out
     assert "Try next:" in ended.out
