@@ -140,7 +140,8 @@ def test_native_and_python_decoding_find_the_same_token_ids(natively_decoding: S
         assert native.reason == in_python.reason
         return
     assert native.json == in_python.json
-    tokens = json.loads(text)["token_ids"]
+    # Both decoders skip unknown fields without decoding them, so a skipped name or value might not be UTF-8.
+    tokens = json.loads(text.decode("utf-8-sig", "replace"))["token_ids"]
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, STORED_TOKENS, strict=False))))
     same = min(same, max(len(tokens) - 1, 0))  # an engine recomputes the last token
     if "scores" not in native.json:  # a fault has changed `model_name` to `modelname`, the field of Mooncake
@@ -602,7 +603,9 @@ def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path:
         [compacted] = [line for line in metrics.splitlines() if line.startswith("kvevents_source_compacted_batches_total{")]
         assert compacted.endswith(f" {source['compacted']}")
         for name in ('kvevents_source_lost_batches_total{engine="old"', 'kvevents_source_gaps_total{engine="old"'):
-            assert all(line.endswith(" 0") for line in metrics.splitlines() if line.startswith(name) and "healed" not in line)
+            lines = [line for line in metrics.splitlines() if line.startswith(name)]
+            [losses] = [line for line in lines if 'outcome="recovered"' not in line]
+            assert losses.endswith(" 0"), lines
         assert not service.log_lines("WARNING|lost")
 
 
