@@ -89,7 +89,7 @@ TOML = {
 }
 JSON = {
     "docs/guides/service.md": "test_the_requests_of_the_guide_work",
-    "docs/guides/workloads.md": "test_the_guide_is_true",
+    "docs/guides/workloads.md": "test_the_guide_of_workloads_is_correct",
     "docs/reference/conformance.md": "test_the_scenario_in_the_reference_is_valid",
 }
 
