@@ -245,8 +245,8 @@ class Plan(NamedTuple):
     partitions: int
     share: float
     """Largest share of the partitions that a replica holds."""
-    asked: int
-    """Replicas, the one that is asked among them, that an answer is of."""
+    replicas_per_answer: int
+    """Replicas that an answer is of, including the one that receives the request."""
     read: float
     """Bytes a second, that the replica with the largest share reads."""
     partition_bytes: float
@@ -311,7 +311,7 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
         replicas,
         MAX_PARTITIONS,
         share,
-        _asked(shares),
+        _replicas_per_answer(shares),
         pages * share,
         partition_bytes,
         fleet.blocks * share * costs.memory,
@@ -359,7 +359,7 @@ def _replicas(whole: float, holders: int) -> int:
     return replicas
 
 
-def _asked(shares: dict[str, list[int]]) -> int:
+def _replicas_per_answer(shares: dict[str, list[int]]) -> int:
     """Replicas that an answer asks, on average."""
     counts = []
     for name, partitions in shares.items():
@@ -420,11 +420,11 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         ("replicas", str(found.replicas), f"each partition held by {fleet.holders}"),
         ("partitions", str(found.partitions), "as many as there can be: the more, the more even"),
         ("the largest share", f"{found.share:.1%} of the partitions", f"{fleet.holders / found.replicas:.1%} were even"),
-        ("replicas that an answer is of", str(found.asked), "the fewest that hold all partitions"),
+        ("replicas that an answer is of", str(found.replicas_per_answer), "the fewest that hold all partitions"),
         ("memory of the largest index", amount(found.memory, "B"), ""),
         ("bytes a second to its replica", amount(found.read, "B"), ""),
         ("size of a partition", amount(found.partition_bytes, "B"), "three snapshots' time"),
-        ("subjects of pages", str(found.subjects), "whatever the number of engines"),
+        ("subjects of pages", str(found.subjects), "independent of the number of engines"),
         ("a snapshot", amount(found.snapshot, "B"), "of a partition; two are kept"),
         (
             "until a partition has moved",

@@ -78,7 +78,7 @@ class HttpConnections:
                 limit=0,
                 limit_per_host=max_connections,
                 ssl=True if tls is None else tls,
-                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, whatever else is installed
+                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, even if others are installed
                 use_dns_cache=False,
                 # Without reuse, connections stay open until `close` aborts them: closing TLS in order takes another round trip.
                 keepalive_timeout=idle_seconds or None,

@@ -121,7 +121,7 @@ async def test_before_the_first_connection_errors_go_to_the_caller_of_connect(ca
     calls = connection_log.callbacks(client)  # type: ignore[arg-type]
     with pytest.raises(ConnectionRefusedError):
         await calls["error_cb"](ConnectionRefusedError(111, "refused"))
-    connection_log.mute()
+    connection_log.stop_logging()
     await calls["error_cb"](ConnectionRefusedError(111, "refused"))
     await calls["closed_cb"]()
     assert not caplog.records

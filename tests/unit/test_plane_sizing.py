@@ -42,11 +42,11 @@ def test_the_scarcest_resource_determines_the_number_of_replicas() -> None:
 
 def test_each_partition_has_the_configured_number_of_holders() -> None:
     found = plan(FLEET._replace(holders=2), COSTS)
-    assert (found.replicas, found.share, found.asked) == (2, 1.0, 1)
+    assert (found.replicas, found.share, found.replicas_per_answer) == (2, 1.0, 1)
     many = plan(FLEET._replace(blocks=10e9, holders=2), COSTS)
     assert many.replicas > 20
     assert 2 / many.replicas < many.share < 4 / many.replicas
-    assert many.replicas / 2 <= many.asked <= many.replicas
+    assert many.replicas / 2 <= many.replicas_per_answer <= many.replicas
 
 
 def test_a_bootstrap_also_reads_the_log_that_arrives_meanwhile() -> None:

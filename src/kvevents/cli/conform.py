@@ -117,7 +117,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_output(parser: ArgumentParser) -> None:
-    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 whatever the verdicts are")
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")
     parser.add_argument(
         "--save",

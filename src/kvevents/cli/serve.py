@@ -61,6 +61,6 @@ def run(args: Namespace) -> int:
     # The service itself logs which engines cannot be reached, with more details.
     logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
     configure_threads()
-    with trimming_memory(keep=server.KEPT_BYTES):
+    with trimming_memory(keep=server.HEAP_RESERVE_BYTES):
         server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK

@@ -249,15 +249,15 @@ def _column_width(column: SourceColumn, cells: Sequence[Text]) -> int:
 
 def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
-    kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
+    selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
 
     def left() -> int:
-        return width - sum(kept.values()) - _GAP * (len(kept) - 1)
+        return width - sum(selected.values()) - _GAP * (len(selected) - 1)
 
-    while left() < 0 and (least := max(kept, key=lambda column: column.rank)).rank:
-        del kept[least]
-    if ISSUES in kept:
-        kept[ISSUES] = min(widths[ISSUES], kept[ISSUES] + left())
+    while left() < 0 and (least := max(selected, key=lambda column: column.rank)).rank:
+        del selected[least]
+    if ISSUES in selected:
+        selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + left())
     elif left() < 0:  # cut the name, not the state
-        kept[COLUMNS[0]] = max(kept[COLUMNS[0]] + left(), 1)
-    return kept
+        selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + left(), 1)
+    return selected

@@ -146,7 +146,7 @@ class PublisherConstructor:
         try:
             show_in_engine_log(self._engine)
             return self._create(self._settings, rank, given, own)
-        except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+        except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
             log_unused(self._engine, error)
         return self._original(*arguments, **options)
 
@@ -165,7 +165,7 @@ def replace_publisher(
     """Replace the entry `zmq` of `module.EventPublisherFactory`. Return the new entry.
 
     Return None if the settings disable the plugin, or if another package has replaced the entry, which is logged. Raises
-    `ConfigError` for wrong settings, and whatever an unknown release of the engine causes.
+    `ConfigError` for wrong settings, and any exception that an unknown release of the engine causes.
     """
     settings = read_settings(environ)
     if not settings.enabled:

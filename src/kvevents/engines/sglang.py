@@ -68,7 +68,7 @@ def register() -> None:
         entry = replace_publisher(_ENGINE, "attn_dp_rank", sys.modules[_EVENTS_MODULE], _create_publisher, os.environ)
         if entry is not None and OWN_NAME not in factory._registry:  # noqa: SLF001 - SGLang has no other way to look it up
             factory.register_publisher(OWN_NAME, entry)
-    except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+    except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
         log_unused(_ENGINE, error)
 
 

@@ -49,7 +49,7 @@ def register() -> None:
     """Replace vLLM's publisher `zmq`. Called by vLLM as a plugin; never raises and may be called repeatedly."""
     try:
         replace_publisher(_ENGINE, "data_parallel_rank", importlib.import_module(_EVENTS_MODULE), _create_publisher, os.environ)
-    except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+    except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
         log_unused(_ENGINE, error)
 
 

@@ -16,8 +16,8 @@ class MultiModal:
     """One multimodal item of a prompt, such as an image: the span of its placeholder tokens."""
 
     id: str | int | bytes
-    """As the engine sends it in `extra_keys`. A number is Dynamo's `mm_hash`; its lowest 64 bits count, whatever the item's
-    position in a block. Text and bytes count together with that position."""
+    """As the engine sends it in `extra_keys`. A number is Dynamo's `mm_hash`; its lowest 64 bits count, at any position
+    of the item in a block. Text and bytes count together with that position."""
     start: int
     """Position of its first token in the prompt."""
     length: int

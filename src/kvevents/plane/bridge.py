@@ -3,7 +3,7 @@
 Theory of operation. One thread follows the engines (`engine_reader`) and passes on records. Everything else runs in one event
 loop, in which each partition reads and writes by itself (`partition_writer`). Any number of bridges can follow an engine, and
 any of them can be killed at any time. The servers accept a page only from a bridge that has read all earlier pages, and the
-engines can replay whatever a bridge has in memory.
+engines can replay everything that a bridge has in memory.
 
 - *Back-pressure*: records that the servers do not accept are queued. If a partition accepts nothing and its queue exceeds its
   share of `max_queued_bytes`, its streams are *paused*: the bridge stops following them until the queue is written, and then

@@ -180,7 +180,7 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
         if not client.is_connected:  # the server has closed the connection instead of answering the first PING
             raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py does not raise it
     except BaseException:
-        states.mute()
+        states.stop_logging()
         await _end(client, settings.connection.close_seconds)
         raise
     states.set_state("connected")
@@ -337,7 +337,7 @@ class ConnectionLog:
         if self._on_state is not None:
             self._on_state(state)
 
-    def mute(self) -> None:
+    def stop_logging(self) -> None:
         """Log nothing from now on, because the first connection has failed."""
         self._state = "closed"
 

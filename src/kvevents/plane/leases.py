@@ -7,7 +7,7 @@ longer than its length after the moment *before* it sent the last renewal, by a 
 lease
 
 - when the entry is gone: it was deleted, or has expired by the servers' clock, which counts from the arrival of the renewal;
-- when it has seen the entry unchanged for the whole length by its own clock, whatever the servers' clock does;
+- when it has seen the entry unchanged for the whole length by its own clock, regardless of the servers' clock;
 - at once, if the holder was a process of the same machine that has ended.
 
 So two processes never believe at once that they hold a lease, except if the servers' clock was set forward. Then the former

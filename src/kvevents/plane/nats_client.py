@@ -4,7 +4,7 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 
 - If TLS is required, the client sends nothing to a server that does not offer it. nats-py follows the server's INFO alone, so
   an attacker in between could read the login.
-- The client reconnects whatever reason a server gives for ending a connection, such as an expired login. nats-py would close.
+- If a server ends a connection, the client reconnects for any reason given, such as an expired login. nats-py would close.
 - The client aborts a connection that it has given up. nats-py waits until all written data is read, which a stopped server
   never does, and meanwhile connects to no other server.
 - A task that waits to publish can be cancelled; nats-py swallows the cancellation. The same holds for a task whose answer

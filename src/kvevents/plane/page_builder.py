@@ -8,7 +8,7 @@ builder then classifies each of its queued records (`bridge_rules`):
   seen that the log's newest batch equals its own, byte for byte. Once is enough, because every other bridge has done the same.
 - The record is next: it is written.
 - Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. There the publisher
-  either proves that it is the one in the log, or a new incarnation begins.
+  is either verified to be the one in the log, or a new incarnation begins.
 
 Records are dropped only because they were read or acknowledged, never because they were sent. So it does not matter which page
 was lost, or whether its acknowledgement was.

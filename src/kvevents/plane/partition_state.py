@@ -17,7 +17,7 @@ numbers again.
 
 A partition that is deleted and recreated has another `epoch`, in which pages of a bridge that has not noticed are void. If
 pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*. Nothing
-behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over, for every reader alike.
+behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class QueuedPublisher(EventPublisher):
 
     def _set_attention_rank(self, events: Any) -> None:
         """Set the rank of a batch without `data_parallel_rank`: SGLang calls it `attn_dp_rank`, users' own types have none."""
-        with suppress(Exception):  # whatever a user's own type raises; its encoding reports the problem
+        with suppress(Exception):  # any exception of a user's own type; its encoding reports the problem
             if getattr(events, "attn_dp_rank", self) is None:
                 events.attn_dp_rank = self._data_parallel_rank
 

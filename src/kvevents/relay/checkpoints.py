@@ -295,9 +295,9 @@ def _split_parts(recovered: Recovered) -> tuple[list[bytes], Ownership]:
 class _NewestForwarded:
     """Finds the newest batch of each upstream that was forwarded after its checkpoint.
 
-    A restarted relay skips batches that it has forwarded. So the upstream must prove that it sent this one. A batch with a
-    heartbeat is not in the journal as received. If it holds nothing else it proves nothing. If it is a part of a snapshot, the
-    upstream cannot repeat it, and is followed from its start.
+    A restarted relay skips batches that it has forwarded. So the upstream must confirm that it sent this one. A batch with a
+    heartbeat is not in the journal as received. If it holds nothing else, it confirms nothing. If it is a part of a snapshot,
+    the upstream cannot repeat it, and is followed from its start.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:

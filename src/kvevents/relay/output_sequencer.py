@@ -27,7 +27,7 @@ from kvevents.wire.dialects import Dialect, detect_dialect, dialect_for
 
 UNKNOWN: Final = ""
 SAMPLED_PAYLOADS: Final = 64
-"""First payloads of an upstream that are examined. Half of all unsigned 64-bit hashes prove that hashes are unsigned."""
+"""First payloads of an upstream that are examined. Half of all unsigned 64-bit hashes show that hashes are unsigned."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
     UNKNOWN: None,
@@ -125,8 +125,8 @@ def last_heartbeat(events: list[KVEvent]) -> Heartbeat | None:
 
 def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
     """Remove heartbeats from events. A heartbeat describes its sender's stream, so the relay must not forward it."""
-    kept = (event for event in events if _heartbeat_of(event) is None or _has_hashes(event))
-    return [event if _heartbeat_of(event) is None else msgspec.structs.replace(event, heartbeat=None) for event in kept]
+    remaining = (event for event in events if _heartbeat_of(event) is None or _has_hashes(event))
+    return [event if _heartbeat_of(event) is None else msgspec.structs.replace(event, heartbeat=None) for event in remaining]
 
 
 def loses_events(report: BatchReport) -> bool:
@@ -137,9 +137,9 @@ def loses_events(report: BatchReport) -> bool:
 def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:
     if dialect.batch_form == "map":
         return "map batch"
-    # Hashes below 2**63 do not show whether they are signed: the form detected before is kept.
-    kept = before.startswith(dialect.event_form) and before.endswith("signed")
-    return f"{dialect.event_form} signed" if signed or kept else dialect.event_form
+    # Hashes below 2**63 do not show whether they are signed: the form detected before stays.
+    was_signed = before.startswith(dialect.event_form) and before.endswith("signed")
+    return f"{dialect.event_form} signed" if signed or was_signed else dialect.event_form
 
 
 def _has_hashes(event: KVEvent) -> bool:
@@ -257,7 +257,7 @@ class OutputSequencer:
     def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Record the newest of the batches from which the next payloads are made.
 
-        The journal holds the changed payloads only. After a kill the upstream must prove that it sent this batch.
+        The journal holds the changed payloads only. After a kill the upstream must confirm by replay that it sent this batch.
         """
         newest = batches[-1]
         if self._journal is not None:
@@ -318,8 +318,8 @@ class OutputSequencer:
         parts = [payload]
         if report.heartbeat is not None:
             batch = decode_batch(payload).batch
-            kept = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
-            parts = self.encoder.encode_payloads(kept)
+            remaining = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
+            parts = self.encoder.encode_payloads(remaining)
         for each in parts:
             if len(each) <= self.encoder.max_payload:
                 self._send(ordinal, [origin], [each])

@@ -2,9 +2,9 @@
 
 Theory of operation. One thread takes deliveries from the subscriber, in order and each exactly once. A batch gets the next
 number, is applied to an index of what consumers hold (whose digest goes into heartbeats), is written into the journal, and is
-then sent. So the journal has whatever a consumer has received, and a relay that was killed continues with the same bytes under
-the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a consumer that starts late
-receives first.
+then sent. So the journal has every batch that a consumer has received, and a relay that was killed continues with the same
+bytes under the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a consumer that
+starts late receives first.
 
 - A *reset* of an upstream removes what it stored: by a clear in the relay's stream, or by removals if several upstreams share
   it. Numbers continue.
@@ -17,7 +17,7 @@ receives first.
   reset.
 - A *heartbeat* says how far the relay is to be trusted. The replay buffer always holds one. So a consumer that starts late,
   and gets older batches as a snapshot, learns the trust in the same answer.
-- The journal records how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is
+- The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
   the same incarnation, and receives what was missed. Otherwise there is a reset.
 
 A relay can be killed between any two steps, and afterwards it knows only what it has written. So each step is written before

@@ -269,22 +269,22 @@ class BatchTransform:
             payloads = encode_payloads(batch, self._dialect, self._limits.max_payload_bytes)
         except EncodeError:
             return self._encode(self._drop_unencodable(batch, rejected), rejected)
-        kept = [payload for payload in payloads if len(payload) <= self._limits.max_payload_bytes]
-        if len(kept) < len(payloads):
+        fitting = [payload for payload in payloads if len(payload) <= self._limits.max_payload_bytes]
+        if len(fitting) < len(payloads):
             rejected.append(Rejected("oversized", f"an event needs more than {self._limits.max_payload_bytes} bytes"))
-        return kept
+        return fitting
 
     def _drop_unencodable(self, batch: KVEventBatch, rejected: list[Rejected]) -> KVEventBatch:
         """Drop the events that the dialect cannot encode."""
-        kept: list[KVEvent] = []
+        encodable: list[KVEvent] = []
         for at, event in enumerate(batch.events):
             try:
                 encode_payloads(KVEventBatch(batch.ts, [event]), self._dialect)
             except EncodeError as error:
                 rejected.append(Rejected("bad-field", str(error), at))
             else:
-                kept.append(event)
-        return KVEventBatch(batch.ts, kept, batch.data_parallel_rank)
+                encodable.append(event)
+        return KVEventBatch(batch.ts, encodable, batch.data_parallel_rank)
 
 
 def expressible_placement(dialect: Dialect | None) -> frozenset[str]:

@@ -60,7 +60,7 @@ class Upstreams:
     sent. Both must be of one incarnation; see `resume_point`. Replay returns the batches between them again, and these are
     skipped.
 
-    A sequence number identifies a batch only within one incarnation. So an upstream that has not proven to be the same
+    A sequence number identifies a batch only within one incarnation. So an upstream that is not verified to be the same
     incarnation is followed from its start, with a `Reset`.
     """
 
@@ -149,7 +149,7 @@ class Upstreams:
         """Follow an upstream from number 0, since its numbers can be those of another incarnation."""
         source = self.sources[ordinal]
         log.warning(
-            "%s rank %d: not proven to be the same incarnation as before the relay restarted; following it from its start",
+            "%s rank %d: not verified to be the same incarnation as before the relay restarted; following it from its start",
             source.label,
             source.rank,
         )

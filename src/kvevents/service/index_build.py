@@ -146,18 +146,18 @@ class IndexBuild:
         self, partition: int, info: PartitionInfo
     ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
         """Load the newest readable snapshot of a partition into the index, and return the state of the partition."""
-        for kept in await self._snapshots.matching(partition, info):
+        for snapshot in await self._snapshots.matching(partition, info):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
-                    state, degraded_reasons = await self._snapshots.load(kept, self.index, Path(folder))
+                    state, degraded_reasons = await self._snapshots.load(snapshot, self.index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
                         raise
-                    self._record_unreadable(kept, str(error))
+                    self._record_unreadable(snapshot, str(error))
                     continue
-            self.newest[partition] = kept
+            self.newest[partition] = snapshot
             if not _are_pages_missing(state.position, info):
-                self.loaded_snapshots[partition] = kept.name
+                self.loaded_snapshots[partition] = snapshot.name
                 return state, degraded_reasons
             self._forget(state.streams)
         if _are_pages_missing(0, info):
@@ -166,8 +166,8 @@ class IndexBuild:
             return PartitionState.after_unknown_prefix(info.first - 1, missing_pages), {}
         return PartitionState(), {}
 
-    def _record_unreadable(self, kept: SnapshotInfo, why: str) -> None:
-        self._unread.setdefault(kept.partition, {})[kept.name] = why
+    def _record_unreadable(self, snapshot: SnapshotInfo, why: str) -> None:
+        self._unread.setdefault(snapshot.partition, {})[snapshot.name] = why
         if why not in self._logged:  # a partition with missing pages is begun repeatedly
             self._logged.add(why)
             log.warning("%s", why)
@@ -229,12 +229,12 @@ class IndexBuild:
         ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
         return {partition: age for partition, age in ages.items() if age is not None}
 
-    def record(self, kept: SnapshotInfo) -> None:
+    def record(self, snapshot: SnapshotInfo) -> None:
         """Record a readable snapshot of a partition."""
-        if kept.partition in self.stream_ids:
-            self.newest[kept.partition] = kept
-            if kept.name not in self._unread.get(kept.partition, ()):
-                self._unread.pop(kept.partition, None)
+        if snapshot.partition in self.stream_ids:
+            self.newest[snapshot.partition] = snapshot
+            if snapshot.name not in self._unread.get(snapshot.partition, ()):
+                self._unread.pop(snapshot.partition, None)
 
     async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
         """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
@@ -331,9 +331,9 @@ class Snapshotter:
 
     async def _is_fresh(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
         """Return whether the newest valid snapshot of any replica is new enough."""
-        kept = await snapshots.list_valid(partition)
-        if kept:
-            build.record(kept[0])
+        valid = await snapshots.list_valid(partition)
+        if valid:
+            build.record(valid[0])
         known_for = snapshots.newest_age(partition)
         return known_for is not None and known_for < self._seconds * FRESH_FRACTION
 

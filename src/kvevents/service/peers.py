@@ -2,8 +2,8 @@
 
 Theory of operation. Replicas announce their URLs in a bucket of the plane, and every user with permission to write there can
 announce any URL. Prompts and the token of this replica are sent to announced URLs. So the host of an announced URL must match
-the patterns of `shard.allow`. If this replica is reached by `https`, the others must be too: then TLS proves that the host is
-the named one.
+the patterns of `shard.allow`. If this replica is reached by `https`, the others must be too: then TLS verifies that the host
+is the named one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Theory of operation. A query goes to the smallest set of replicas that together hold all partitions, this one first. Each
 answer lists the partitions that it covers. A partition that a replica has released, or whose replica does not answer, is
-requested from the next replica that announces it. Only one replica at a time is asked for a partition, and each engine is in
+requested from the next replica that announces it. Only one replica at a time is queried for a partition, and each engine is in
 one partition, so no match occurs twice. The answer names the partitions that no replica covers.
 
 The engines of other replicas, for listings and candidates, are refreshed every few seconds. Their trust is part of each
@@ -221,8 +221,8 @@ class ScatterGather:
             return
         left = set(range(layout.partitions)) - self.answering.served()
         for _ in range(MAX_ROUNDS):
-            asked, _ = plan_queries(self._name, left, self._holding(self._present(), {}, failed=False))
-            reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in asked.items()))
+            queries, _ = plan_queries(self._name, left, self._holding(self._present(), {}, failed=False))
+            reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in queries.items()))
             left -= set().union(*reached)
             if all(reached):
                 break
@@ -311,22 +311,22 @@ class ScatterGather:
     async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
         """Query other replicas for the partitions that are left. Return False if no replica holds any of them."""
         present = self._present()
-        asked, unassigned = plan_queries(self._name, asking.left, self._holding(present, asking.refused, failed=False))
+        queries, unassigned = plan_queries(self._name, asking.left, self._holding(present, asking.refused, failed=False))
         if unassigned:
-            asked |= plan_queries(
-                self._name, unassigned, self._holding(present, asking.refused, failed=True, except_for=asked)
+            queries |= plan_queries(
+                self._name, unassigned, self._holding(present, asking.refused, failed=True, except_for=queries)
             )[0]
         parts = await asyncio.gather(
-            *(self._ask(name, present[name].url, question, partitions) for name, partitions in asked.items())
+            *(self._ask(name, present[name].url, question, partitions) for name, partitions in queries.items())
         )
-        for (name, partitions), part in zip(asked.items(), parts, strict=True):
+        for (name, partitions), part in zip(queries.items(), parts, strict=True):
             answered = set() if part is None else await self._known_of(name, part, partitions)
             asking.refused.setdefault(name, set()).update(set(partitions) - answered)
             if part is not None:
                 asking.known = asking.known or part.known
                 asking.left.difference_update(answered)
                 self._merge(asking.rows, part, answered)
-        return bool(asked)
+        return bool(queries)
 
     def _holding(
         self,
@@ -387,7 +387,7 @@ class ScatterGather:
 
     # --- expectations
 
-    def expect(self, asked: Expectation) -> None:
+    def expect(self, expectation: Expectation) -> None:
         """Send an expectation to the replicas that hold the engine, without waiting for an answer."""
         if len(self._expecting) >= MAX_EXPECTATIONS:
             return
@@ -395,20 +395,20 @@ class ScatterGather:
             (
                 member.partition
                 for member in self._members.values()
-                if (member.registration.instance, member.registration.rank) == (asked.instance, asked.rank)
-                and member.admits(scope_of(asked))
+                if (member.registration.instance, member.registration.rank) == (expectation.instance, expectation.rank)
+                and member.admits(scope_of(expectation))
             ),
             None,
         )
         for name, announced in self._present().items():
             if partition in announced.held:
-                task = asyncio.create_task(self._expect(name, announced.url, asked))
+                task = asyncio.create_task(self._expect(name, announced.url, expectation))
                 self._expecting.add(task)
                 task.add_done_callback(self._expecting.discard)
 
-    async def _expect(self, name: str, url: str, asked: Expectation) -> None:
+    async def _expect(self, name: str, url: str, expectation: Expectation) -> None:
         try:
-            await self.peers.ask(name, url, "/v1/shard/expect", asked, ExpectationAnswer)
+            await self.peers.ask(name, url, "/v1/shard/expect", expectation, ExpectationAnswer)
         except PeerUnavailableError as error:
             log.debug("an expectation was not sent: %s", error)
 

@@ -107,9 +107,9 @@ MAX_COMPARED: Final = 40
 """Longest name in characters that is compared with the known ones."""
 
 
-def model_of(asked: Any) -> str:
+def model_of(request: Any) -> str:
     """Return the name of the model. Raises `ServiceError` if it is missing."""
-    model = pick(asked, MODEL)
+    model = pick(request, MODEL)
     if not model:
         raise ServiceError(
             "model_name (or model) is missing",
@@ -120,27 +120,27 @@ def model_of(asked: Any) -> str:
     return model
 
 
-def scope_of(asked: Any) -> Scope:
+def scope_of(request: Any) -> Scope:
     """Return the scope of the prompts of a request. An empty LoRA or salt means none. Raises `ServiceError`."""
-    tenant, group = pick(asked, TENANT), pick(asked, GROUP)
-    lora = pick(asked, LORA)
+    tenant, group = pick(request, TENANT), pick(request, GROUP)
+    lora = pick(request, LORA)
     return Scope(
-        model_of(asked),
+        model_of(request),
         DEFAULT_GROUP if tenant is None else tenant,
         DEFAULT_GROUP if group is None else group,
-        asked.lora_id if lora is None else lora,
-        pick(asked, SALT),
+        request.lora_id if lora is None else lora,
+        pick(request, SALT),
     )
 
 
-def pick(asked: Any, names: tuple[str, ...]) -> str | None:
+def pick(request: Any, names: tuple[str, ...]) -> str | None:
     """Return the value that a request has under one of `names`; None if it has none. Raises `RefusedError` for two values.
 
     An empty LoRA or salt means no value; an empty tenant, group or model is a value.
     """
     found, at = None, ""
     for name in names:
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is None or value is UNSET or (not value and names in _OPTIONAL):
             continue
         if found is not None and value != found:

@@ -67,7 +67,7 @@ SEND_BYTES: Final = 1 << 18
 """Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
 MAX_THREADS: Final = 8
 """Most threads of the data plane; it has one for each CPU up to this number."""
-KEPT_BYTES: Final = 64 << 20
+HEAP_RESERVE_BYTES: Final = 64 << 20
 """Freed memory that the process does not return to the system, for the next large request."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -282,8 +282,8 @@ def _keep_heap() -> None:
     """Make glibc keep the memory of large bodies. To return it after each of them would cost more than the request."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, HEAP_RESERVE_BYTES // 2)
+        mallopt(_M_TRIM_THRESHOLD, HEAP_RESERVE_BYTES)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -178,15 +178,16 @@ class ShardServer:
         found = [[_shard_match(row) for row in each] for each in rows]
         return ShardAnswer(partitions=partitions, known=True, version=self.version, found=found)
 
-    def members(self, asked: PartitionQuery) -> MemberList:
+    def members(self, query: PartitionQuery) -> MemberList:
         """Return the engines of some partitions."""
-        partitions = within(asked.partitions, self.served())
+        partitions = within(query.partitions, self.served())
         members = [member for member in list(self.fleet.members.values()) if self.partition_of(member) in partitions]
         return MemberList(partitions=partitions, version=self.version, members=[_description(member) for member in members])
 
-    def expect(self, asked: Expectation) -> ExpectationAnswer:
+    def expect(self, expectation: Expectation) -> ExpectationAnswer:
         """Add a speculative entry if the engine belongs to this replica."""
-        known = self.fleet.expect(scope_of(asked), (asked.instance, asked.rank), _tokens(asked.prompt), asked.seconds)
+        key = (expectation.instance, expectation.rank)
+        known = self.fleet.expect(scope_of(expectation), key, _tokens(expectation.prompt), expectation.seconds)
         return ExpectationAnswer(known=known)
 
 

@@ -34,7 +34,7 @@ _STREAMS: Final = "streams-{}.msgpack"
 _UNREADABLE: Final = "unreadable"
 
 
-_KEPT: Final = msgspec.msgpack.Decoder(list[Checkpoint])
+_CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 _REGISTRATIONS: Final = msgspec.json.Decoder(list[Registration])
 
 
@@ -69,8 +69,8 @@ class StateStore:
             _write_index(index, self.folder / _INDEX.format(generation))
             # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
             # recognises them by their sequence numbers.
-            kept = [before[key].merge_later(each) for each in standing() if (key := (each.source, each.rank)) in before]
-            _write(streams, msgspec.msgpack.encode(kept))
+            checkpoints = [before[key].merge_later(each) for each in standing() if (key := (each.source, each.rank)) in before]
+            _write(streams, msgspec.msgpack.encode(checkpoints))
             _write(self.folder / _CURRENT, generation.encode())
         except TimeoutError:
             raise
@@ -88,13 +88,13 @@ class StateStore:
         if generation is None:
             return {}
         try:
-            kept = _KEPT.decode((self.folder / _STREAMS.format(generation)).read_bytes())
+            checkpoints = _CHECKPOINTS.decode((self.folder / _STREAMS.format(generation)).read_bytes())
             index.restore(self.folder / _INDEX.format(generation))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             self._rename_unreadable(generation)
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
-        return {(each.source, each.rank): each for each in kept}
+        return {(each.source, each.rank): each for each in checkpoints}
 
     def save_registrations(self, registrations: Callable[[], list[Registration]]) -> None:
         """Write the registrations of clients. `registrations` is called just before writing, so the newest list is written."""

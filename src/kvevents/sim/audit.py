@@ -177,7 +177,7 @@ class Audit:
             start = split
             self._compare_until(worker, stream, Mark(stream.incarnation, batch.seq, split))
         heartbeat = report.heartbeat if report is not None else None
-        # Its digest covers the entire batch, whatever its position in it.
+        # Its digest covers the entire batch, regardless of its position in it.
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
         applied = self._apply_batch(stream, _part(batch, [*batch.events[start:], *last]))
         agrees = applied.report.digest_matches if applied.report is not None else None

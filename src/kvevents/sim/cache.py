@@ -227,7 +227,7 @@ class PrefixCache:
     def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
         """Record that these blocks hold the contents of the sequence from block `start` on."""
         names = sequence.hashes[start : start + len(blocks)]
-        blocks = group.kept(sequence, start, blocks)
+        blocks = group.retained_blocks(sequence, start, blocks)
         self.pool.name(group.table, blocks, names)
         self._changes.append(_Filled(sequence, group, start, blocks))
         if self._host is not None:
@@ -316,7 +316,7 @@ class _Group:
         """Return the number of the first block that the next token reaches after `computed` tokens."""
         return max(0, computed - (self.window or 0) + 1) // self._block_size
 
-    def kept(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
+    def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
         """Return `blocks`, which begin at number `start`, with `NULL` for those from which no later prompt can continue."""
         if self.window is None:
             return blocks
@@ -335,7 +335,7 @@ class _Filled:
     group: _Group
     start: int
     blocks: list[int]
-    """`NULL` for blocks whose contents are not kept."""
+    """`NULL` for blocks whose contents are not retained."""
 
 
 Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"

@@ -102,12 +102,12 @@ class Pool:
 
     def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:
         """Record that these blocks hold the contents with these hashes."""
-        tables, whole, kept = self._tables, table.whole, self._names
+        tables, whole, block_names = self._tables, table.whole, self._names
         named = 0
         for block, name in zip(blocks, names, strict=True):
             if block:
                 named += 1
-                kept[block] = name
+                block_names[block] = name
                 tables[block] = table
                 if whole.setdefault(name, block) != block:
                     table.duplicates.setdefault(name, []).append(block)

@@ -40,7 +40,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A fleet of equal engines. Raises `ConfigError`, which names the field, for invalid values."""
 
     engines: Positive = 8
-    """Engines, all alike."""
+    """Number of equal engines."""
     ranks: Positive = 1
     """Data-parallel ranks of each engine, each with a cache, a scheduler and a stream of its own."""
     preset: Name = DEFAULT_PRESET

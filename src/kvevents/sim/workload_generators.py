@@ -282,12 +282,13 @@ class LlmD(Traffic):
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`. A session is one question, named after the user."""
         writer = Writer(random)
-        asked: list[tuple[str, Text, str | None, str | None]] = []
+        requests: list[tuple[str, Text, str | None, str | None]] = []
         for group in range(self.groups):
             system, (lora, salt) = writer.write(self.system), self.tenant(random)
-            asked += [(f"user-{group}.{user}", system + writer.write(self.question), lora, salt) for user in range(self.users)]
-        random.shuffle(asked)
-        for name, prompt, lora, salt in cycle(asked):
+            names = [f"user-{group}.{user}" for user in range(self.users)]
+            requests += [(name, system + writer.write(self.question), lora, salt) for name in names]
+        random.shuffle(requests)
+        for name, prompt, lora, salt in cycle(requests):
             yield TrafficSession(name, iter((Turn(prompt, writer.write(self.output), None),)), lora, salt)
 
 

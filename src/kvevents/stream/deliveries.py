@@ -186,7 +186,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
     Store it with the state that was made of these deliveries, both of one moment; see `merge_later` if they are not. It takes
-    a few hundred bytes, whatever the batches hold. Write it with `encode`, or inside of something larger with msgspec.
+    a few hundred bytes, independent of what the batches hold. Write it with `encode`, or inside something larger with msgspec.
     """
 
     source: str

@@ -4,8 +4,8 @@ Theory of operation
 ===================
 
 A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, with holes. Replay
-replies arrive in order too, with holes, from whatever the publisher still holds. Neither identifies an incarnation. So four
-questions are kept apart, and one module answers each:
+replies arrive in order too, with holes, from what the publisher still holds. Neither identifies an incarnation. So four
+questions are separate, and one module answers each:
 
 - **Order** (`sequencer`). One number may be delivered next. Batches that arrive early wait in a reorder buffer.
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
@@ -15,8 +15,8 @@ questions are kept apart, and one module answers each:
   repeated a live batch of this connection whose number is not below anything that the answer brought, or if another answer
   has done so that began with the newest batch of the first. A live batch below what was replayed is compared with the digest
   of that number; without a digest, replay is asked for the number again. A difference is a conflict.
-- **Completeness**. An end marker proves nothing, since engines drop messages inside a reply. History is complete only when live
-  frames reach it, or when an answer brings nothing new: an answer of one message cannot have lost any.
+- **Completeness**. An end marker confirms nothing, since engines drop messages inside a reply. History is complete only when
+  live frames reach it, or when an answer brings nothing new: an answer of one message cannot have lost any.
 
 One replay request is open at a time (`replay_fetch`). It fills a gap, verifies the publisher after a reconnect, probes a quiet
 stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins: two answers may

@@ -1,6 +1,6 @@
 """Polls the HTTP servers of engines that publish no load.
 
-Theory of operation. One thread runs an event loop with one task for each URL, whatever the number of ranks behind it. A task
+Theory of operation. One thread runs an event loop with one task for each URL, for any number of ranks behind it. A task
 requests the URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and
 few run at one time, so a server that is slow or hostile costs its own load and nothing else. While a server fails, pauses grow
 up to `MAX_PAUSE_SECONDS`. The reason of a failure is stored with each rank, and is logged when it begins and when it ends.

@@ -197,7 +197,7 @@ def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]
 
 @lru_cache(maxsize=_REMEMBERED_LINES)
 def _parse_line(line: bytes) -> tuple[tuple[str, Mapping[str, str], float], ...]:
-    """Parse a line that does not change while its engine lives."""
+    """Parse a line that does not change while its engine runs."""
     return tuple(_parse_metrics(line)) if len(line) <= MAX_LINE_BYTES else ()
 
 

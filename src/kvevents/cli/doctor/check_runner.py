@@ -113,7 +113,7 @@ class EngineChecks:
         return TrafficSample(self._args.endpoint, self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
 
     def _find_replay(self, sample: TrafficSample, stop: StopSignal) -> CheckResult:
-        """Look for a replay endpoint, and use it if it provably belongs to the stream."""
+        """Look for a replay endpoint, and use it if it is verified to belong to the stream."""
         if self._args.no_replay or self._args.bind:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
 
@@ -126,13 +126,13 @@ class EngineChecks:
 
     def _comparisons(self, sample: TrafficSample, response: ReplayResponse | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
-        proven: str | None = None
+        verified: str | None = None
         if self.replay is not None and response is not None and response.answered:
             comparison = compare(self.replay, sample.numbers, self._curve)
             if (finding := check_stream(self.replay, comparison)) is not None:
                 yield finding
-            proven = self.replay if comparison.same_stream else None
-        if (losses := check_losses(sample.numbers, proven, self._curve)) is not None:
+            verified = self.replay if comparison.same_stream else None
+        if (losses := check_losses(sample.numbers, verified, self._curve)) is not None:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: StopSignal) -> StreamStatus:

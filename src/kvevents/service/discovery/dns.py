@@ -240,8 +240,8 @@ class DnsProvider:
         _, host, port = DnsTarget.parse(self.target)
         return await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
 
-    def _fault(self, error: ResolveError, kept: Finding) -> DiscoveryFault:
-        known = len(kept.registrations) + len(kept.providers)
+    def _fault(self, error: ResolveError, last: Finding) -> DiscoveryFault:
+        known = len(last.registrations) + len(last.providers)
         stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
         return DiscoveryFault(DnsTarget.parse(self.target).host, f"{error}{stay}")
 

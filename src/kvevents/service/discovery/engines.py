@@ -193,7 +193,7 @@ def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, ho
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
-    # The replay socket is always bound on the host of the HTTP server, whatever host events are sent to.
+    # The replay socket is always bound on the host of the HTTP server, regardless of the host that events are sent to.
     replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
     # A load port that cannot be used costs the load only.
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0

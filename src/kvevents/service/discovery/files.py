@@ -81,8 +81,8 @@ class FileProvider:
         try:
             return build_finding(read_sources(self.path, alone=self.alone, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
-            kept = "; the sources that it named before stay" if known.registrations or known.providers else ""
-            faults = tuple(DiscoveryFault(str(self.path), f"{error}{kept}") for error in errors.exceptions[:MAX_FAULTS])
+            note = "; the sources that it named before stay" if known.registrations or known.providers else ""
+            faults = tuple(DiscoveryFault(str(self.path), f"{error}{note}") for error in errors.exceptions[:MAX_FAULTS])
             return replace(known, faults=faults)
 
 
