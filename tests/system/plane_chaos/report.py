@@ -69,7 +69,7 @@ _HEAD: Final = """\
 # Chaos of a plane
 
 For users who decide whether to rely on a [plane](../concepts/plane.md), and for contributors: do three replicas end with what
-the engines hold, whatever happens to engines, bridges, servers and replicas?
+the engines hold, even if engines, bridges, servers and replicas fail?
 
 `make plane-chaos` plays rounds. `python -m tests.system.plane_chaos --rounds 200 --write` writes this page: do not edit it.
 
