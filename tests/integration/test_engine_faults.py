@@ -71,6 +71,11 @@ def follow(publisher: Any, until: Callable[[PrefixIndex], bool]) -> None:
         consumer.subscriber.close()
 
 
+def logged_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the log messages of the engine and of the plugin."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith(("vllm", "kvevents"))]
+
+
 def count_blocks(index: PrefixIndex) -> int:
     return sum(worker.blocks for worker in index.workers())
 
@@ -249,7 +254,9 @@ def test_the_engine_continues_and_events_are_published(
             assert isinstance(publisher, vllm.VllmEventPublisher)
             assert type(publisher._successor) is (engine.own_publisher if case.publisher == "own after plugin" else type(None))
         follow(publisher, lambda index: count_blocks(index) == BLOCKS)
-    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith(("vllm", "kvevents"))]
+    # The publisher thread writes it after the takeover.
+    wait_until(lambda: logged_lines(caplog), "the line in the log")
+    (line,) = logged_lines(caplog)
     assert line.startswith(case.line)
 
 
@@ -391,6 +398,8 @@ def test_one_failure_does_not_end_the_publisher(
         scheduler.step()
     follow(publisher, lambda index: count_blocks(index) == BLOCKS)
     assert publisher._successor is None
+    # Replay can answer before the next send.
+    wait_until(lambda: "sending works again" in caplog.text, "the line in the log")
     assert caplog.text.count("sending works again after 1 failures") == 1
 
 
@@ -452,7 +461,7 @@ def test_if_the_publisher_of_vllm_fails_too_the_log_reports_that_nothing_is_publ
     monkeypatch.setattr(EventSocket, "send", raise_error)
     scheduler.pool.store(1, 0)
     scheduler.step()
-    wait_until(lambda: publisher._own is None, "the failed takeover")
+    wait_until(lambda: publisher._own is None and logged_lines(caplog), "the failed takeover")
     scheduler.pool.store(2, 1)
     scheduler.step()
     assert publisher.stats().dropped["ended"] == 1
