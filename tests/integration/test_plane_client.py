@@ -191,7 +191,6 @@ async def test_publishing_to_a_server_that_reads_nothing_can_be_cancelled() -> N
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await await_in_time(task)
-        client.abort()
         await await_in_time(client.close())
         may_close.set()
 

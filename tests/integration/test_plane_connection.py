@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import socket
@@ -25,6 +26,7 @@ from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
+from ports import reserve_port
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
 """The client reconnects almost at once, so that no test waits for a pause."""
@@ -450,6 +452,29 @@ async def test_the_client_reconnects_to_a_server_that_was_killed(tmp_path: Path,
     assert lines[-2:] == [f"bridge: connected to {where}", "bridge: closed the connection to its servers"]
 
 
+@pytest.mark.filterwarnings("ignore:parameter 'timeout' of type 'float':DeprecationWarning")  # from nats-py's call of aiohttp
+async def test_a_websocket_client_reconnects_and_closes_its_session(tmp_path: Path) -> None:
+    """pytest fails the test for a session of aiohttp that is still open when it is collected."""
+    address = {"host": "127.0.0.1", "port": reserve_port(), "no_tls": True}
+    states = States()
+    with nats_server(tmp_path, websocket=address) as server:
+        settings = PlaneSettings(servers=(f"ws://127.0.0.1:{address['port']}",), connection=IMPATIENT)
+        async with open_client(settings, name="test", on_state=states) as client:
+            assert await can_publish(client)
+            server.kill()
+            await states.wait("connected", "reconnecting")
+            server.start()
+            await states.wait("connected", "reconnecting", "connected")
+            assert await can_publish(client)
+            server.pause()
+            before = monotonic()
+            await close(client, 0.2)
+            assert monotonic() - before < 2
+            server.resume()
+    del client
+    gc.collect()
+
+
 async def test_the_client_leaves_a_server_that_stops_responding_for_another(tmp_path: Path) -> None:
     """The server still accepts connections, and much written data has not been read."""
     limits = msgspec.structs.replace(IMPATIENT, ping_seconds=0.1, attempt_seconds=0.2)
@@ -461,7 +486,8 @@ async def test_the_client_leaves_a_server_that_stops_responding_for_another(tmp_
             (node,) = (node for node in cluster.nodes.values() if node.port == url.port)
             node.pause()
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(flood(client), 0.1)
+                async with asyncio.timeout(0.1):
+                    await flood(client)
             await states.wait("connected", "reconnecting", "connected")
             assert client.connected_url != url
             assert await can_publish(client)
@@ -533,3 +559,18 @@ async def test_closing_takes_bounded_time_whatever_the_server_does(tmp_path: Pat
             await client.publish("a", b"")
         assert caught.value.fault == "closed"
         assert subscription.pending_msgs == 0
+
+
+async def test_a_closed_client_does_not_reconnect(tmp_path: Path) -> None:
+    """Clients are closed at many moments of their attempts to reconnect, one of them the moment at which an attempt fails."""
+    settings = msgspec.structs.replace(IMPATIENT, reconnect_seconds=0.0001, max_reconnect_seconds=0.0002)
+    with nats_server(tmp_path) as server:
+        clients = [await connect(settings_of(server, connection=settings), name=f"test {n}") for n in range(50)]
+        server.kill()
+        await until("attempts of each client", lambda: all(client.server_pool[0].reconnects for client in clients))
+        for turns, client in enumerate(clients):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await close(client, 0.2)
+    assert all(client.is_closed for client in clients)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -40,6 +40,11 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     assert classify_error(error) in get_args(PlaneFault)
 
 
+def no_peers(reasons: str) -> nats.js.errors.BadRequestError:
+    """Return what a cluster answers that cannot place a new stream on its servers."""
+    return nats.js.errors.BadRequestError(code=400, err_code=10005, description=f"no suitable peers for placement{reasons}")
+
+
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
@@ -50,6 +55,10 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
         (nats.js.errors.ServiceUnavailableError(), "away"),
         (nats.js.errors.ServiceUnavailableError(code=503, err_code=10077, description="maximum bytes exceeded"), "full"),
         (nats.js.errors.ServerError(code=500, err_code=10047, description="insufficient storage resources available"), "full"),
+        (no_peers(", insufficient storage"), "full"),
+        (no_peers(", peer offline"), "away"),
+        (no_peers(", peer offline, insufficient storage"), "away"),
+        (no_peers(""), "away"),
         (nats.js.errors.NotFoundError(code=404, err_code=10059), "missing"),
         (nats.js.errors.ObjectNotFoundError(), "missing"),
         (nats.js.errors.KeyWrongLastSequenceError("wrong last sequence: 3"), "conflict"),

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from nats.aio.msg import Msg
 
+from discovery_cases import await_in_time
 from kvevents.plane import layout, partition_reader
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout, PartitionInfo, create_partition, create_plane
@@ -384,7 +385,7 @@ def test_an_error_while_applying_pages_ends_the_reader(server: NatsServer) -> No
         await partition.write(1)
         task = asyncio.create_task(PartitionReader(partition.client, partition.layout, 0, Tail(0), None, fail).run())
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(task, SECONDS)
+            await await_in_time(task)
 
     with_partition(plane_at(server.url, name="wrong", partitions=1), work)
 

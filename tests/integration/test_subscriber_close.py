@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
+from discovery_cases import await_in_time
 from kvevents.errors import ClosedError, UsageError
 from kvevents.events import BlockRemoved
 from kvevents.stream import Source, Trust
@@ -187,7 +188,7 @@ async def test_another_task_ends_a_waiting_call(many: bool) -> None:
     await subscriber.close()
     await subscriber.close()
     with pytest.raises(ClosedError, match="AsyncSubscriber is closed"):
-        await asyncio.wait_for(task, DEADLINE)
+        await await_in_time(task)
     assert list_descriptors() == before
     with pytest.raises(ClosedError):
         await subscriber.receive(0)
@@ -203,8 +204,8 @@ async def test_async_iteration_ends_when_it_is_closed() -> None:
     task = asyncio.create_task(iterate())
     await wait_until_begun(task)
     await subscriber.close()
-    assert await asyncio.wait_for(task, DEADLINE) == []
-    assert await asyncio.wait_for(iterate(), DEADLINE) == []
+    assert await await_in_time(task) == []
+    assert await await_in_time(iterate()) == []
 
 
 async def test_another_thread_ends_an_async_iteration() -> None:
@@ -214,7 +215,7 @@ async def test_another_thread_ends_an_async_iteration() -> None:
     await wait_until_begun(task)
     await asyncio.to_thread(asyncio.run, subscriber.close())
     with pytest.raises(ClosedError):
-        await asyncio.wait_for(task, DEADLINE)
+        await await_in_time(task)
 
 
 async def test_a_new_socket_with_the_number_of_a_closed_one_works() -> None:
@@ -236,7 +237,7 @@ async def test_a_new_socket_with_the_number_of_a_closed_one_works() -> None:
             receiving = asyncio.create_task(loop.sock_recv(one, 1))
             await asyncio.sleep(0)
             other.send(b"x")
-            assert await asyncio.wait_for(receiving, DEADLINE) == b"x"
+            assert await await_in_time(receiving) == b"x"
     finally:
         for pair in pairs:
             for each in pair:

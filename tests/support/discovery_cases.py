@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
 
 from kvevents.backoff import Clock
 
@@ -29,7 +29,7 @@ class ManualClock:
         await over
 
     async def wait_for_sleep(self) -> float:
-        self._current = await asyncio.wait_for(self._sleeps.get(), DEADLINE)
+        self._current = await await_in_time(self._sleeps.get())
         return self._current[0]
 
     def end_sleep(self) -> None:
@@ -49,10 +49,11 @@ def start_next(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
     """Start a task that returns the next item of `found`; it fails after the deadline."""
 
     async def next_one() -> T:
-        return await asyncio.wait_for(anext(found), DEADLINE)
+        return await await_in_time(anext(found))
 
     return asyncio.create_task(next_one())
 
 
-async def await_in_time(what: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
-    return await asyncio.wait_for(what, DEADLINE)
+async def await_in_time(what: Awaitable[T]) -> T:
+    async with asyncio.timeout(DEADLINE):
+        return await what

@@ -163,6 +163,16 @@ def test_nothing_is_lost_when_the_leader_of_a_cluster_is_killed_repeatedly(tmp_p
         assert log.numbers() == list(range(engine.truth.count))
 
 
+def test_a_bridge_creates_its_plane_while_a_server_of_the_cluster_starts(tmp_path: Path) -> None:
+    """At first the cluster rejects streams with three copies: `no suitable peers for placement, peer offline`."""
+    with nats_cluster(tmp_path) as cluster:
+        started = next(name for name in cluster.NAMES if name != cluster.leader())
+        cluster.kill(started)
+        cluster.restart(started)
+        with run_bridge(plane_of_cluster(cluster, "default")) as bridge:
+            assert bridge.ready.is_set()
+
+
 def plane_of_cluster(cluster: NatsCluster, name: str, partitions: int = 2) -> PlaneSettings:
     return plane_at(*cluster.urls, name=name, partitions=partitions, copies=3)
 

@@ -202,7 +202,8 @@ class Bridge:
                     raise
                 log.warning("%s", error)
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), TEND_SECONDS)
+                async with asyncio.timeout(TEND_SECONDS):
+                    await stop.wait()
             if stop.is_set():
                 return None
 

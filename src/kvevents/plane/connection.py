@@ -188,7 +188,6 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
 
 
 async def _end(client: PlaneClient, seconds: float) -> None:
-    client.abort()
     with suppress(*_nats_failures()):
         async with asyncio.timeout(seconds):
             await client.close()

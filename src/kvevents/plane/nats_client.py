@@ -7,6 +7,8 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 - If a server ends a connection, the client reconnects for any reason given, such as an expired login. nats-py would close.
 - The client aborts a connection that it has given up. nats-py waits until all written data is read, which a stopped server
   never does, and meanwhile connects to no other server.
+- `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels their task once, and goes on trying
+  after it was closed if `asyncio.wait_for` of Python 3.11 swallows that because an attempt fails at the same moment.
 - A task that waits to publish can be cancelled; nats-py swallows the cancellation. The same holds for a task whose answer
   arrives at the moment of its cancellation, which `asyncio.wait_for` of Python 3.11 swallows.
 - A request that the server forbids fails at once. nats-py waits for the timeout.
@@ -15,14 +17,16 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 - Servers that have left the cluster are removed from the pool.
 
 Most of this overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a newer one, compare
-these methods with its `client.py`, and run `test_nats_client.py` and `test_plane_connection.py` of `tests/integration`.
+these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from nats import errors
@@ -52,6 +56,7 @@ class PlaneClient(Client):
         super().__init__()
         self._needs_tls = needs_tls
         self._requests: dict[asyncio.Timeout, str] = {}
+        self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
         """Add servers to use when the current one is unreachable."""
@@ -59,17 +64,28 @@ class PlaneClient(Client):
         found = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in found if uri.netloc not in known]
 
-    def abort(self) -> None:
-        """Abort the connection and drop unsent data, so that `close` does not wait."""
+    async def close(self) -> None:
+        """Close the connection at once. Unsent data is dropped; `flush` before to send it."""
+        self._is_closing = True
+        await self._end_reconnecting()
         self._abort_transport()
-        self._transport = None
         self._pending.clear()
         self._pending_data_size = 0
+        await super().close()
+
+    async def _end_reconnecting(self) -> None:
+        while (task := self._reconnection_task) is not None and task is not asyncio.current_task() and not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
 
     def _abort_transport(self) -> None:
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+        web = getattr(self._transport, "_ws", None)
+        if web is not None and (connected := web.get_extra_info("socket")) is not None:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
 
     async def request(
         self,
@@ -136,12 +152,14 @@ class PlaneClient(Client):
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        while True:
+        while not self._is_closing:
             self._abort_transport()
             try:
-                return await super()._attempt_reconnect()
+                await super()._attempt_reconnect()
             except Exception as error:  # noqa: BLE001 - an unexpected error would end nats-py's attempts
                 await self._error_cb(error)
+            else:
+                return
 
 
 def _cancellations() -> int:

@@ -38,7 +38,7 @@ HINTS: Final[dict[PlaneFault, str]] = {
 _BY_CODE: Final[dict[int, PlaneFault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
     10004: "away",  # JSClusterIncompleteErr
-    10005: "full",  # JSClusterNoPeersErrF: no server has enough room, or there are too few servers
+    10005: "away",  # JSClusterNoPeersErrF: too few servers, or one has just started; `_is_without_space` is its other meaning
     10008: "away",  # JSClusterNotAvailErr
     10009: "away",  # JSClusterNotLeaderErr
     10013: "exists",  # JSConsumerNameExistErr
@@ -91,10 +91,20 @@ def classify_error(error: Exception) -> PlaneFault | None:
 
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
-        return _BY_CODE[code]
+        return "full" if _is_without_space(error) else _BY_CODE[code]
     if type(error) is errors.Error and _DENIED.search(str(error)):
         return "denied"
     return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)
+
+
+def _is_without_space(error: Exception) -> bool:
+    """Return whether no server has enough space for a new stream, although all servers are running.
+
+    The server describes why it selected none of them, as in `no suitable peers for placement, peer offline, insufficient
+    storage` (`selectPeerError` of nats-server's `jetstream_cluster.go`).
+    """
+    text = error_text(error)
+    return text.startswith("no suitable peers") and "insufficient storage" in text and "peer offline" not in text
 
 
 def error_text(error: Exception) -> str:

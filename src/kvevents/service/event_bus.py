@@ -138,7 +138,8 @@ class Queue:
         if not self._events and not self._missed:
             self._filled.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._filled.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._filled.wait()
         if self._events:
             return self._events.popleft()
         missed, self._missed = self._missed, 0
