@@ -13,7 +13,7 @@ from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
 from kvevents.zmtp import ZmtpSplitter, message
 
-SECONDS = 10
+SECONDS = 60
 """Deadline of every wait."""
 
 Socket = zmq.Socket[bytes]

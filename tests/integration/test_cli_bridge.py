@@ -30,7 +30,7 @@ from service_cases import wait_for, write
 
 pytestmark = needs_nats
 
-SECONDS = 20.0
+SECONDS = 60.0
 MODEL = "m"
 PARTITION = ("--partitions", 2, "--partition-size", "64MiB")
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 OK = Answer(200, b"ok")
 BOUNDS = RequestLimits(DEADLINE, 1_000)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
-from discovery_cases import await_in_time
+from discovery_cases import DEADLINE, await_in_time
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
 from kvevents.plane import connection
 from kvevents.plane.connection import close, connect, open_client, require_jetstream
@@ -62,7 +62,7 @@ class States:
 
 async def until(what: str, condition: Callable[[], bool]) -> None:
     """Wait until `condition` returns true; check every 10 ms."""
-    end = monotonic() + 20
+    end = monotonic() + DEADLINE
     while not condition():
         assert monotonic() < end, f"waited for {what}"
         await asyncio.sleep(0.01)
@@ -83,7 +83,7 @@ async def can_publish(client: PlaneClient) -> bool:
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox)
     await client.publish(inbox, b"x")
-    return (await subscription.next_msg(20)).data == b"x"
+    return (await subscription.next_msg(DEADLINE)).data == b"x"
 
 
 async def flood(client: PlaneClient) -> None:
@@ -442,7 +442,7 @@ async def test_the_client_reconnects_to_a_server_that_was_killed(tmp_path: Path,
             server.start()
             await states.wait("connected", "reconnecting", "connected")
             await client.publish("a", b"again")
-            assert (await subscription.next_msg(20)).data == b"again"
+            assert (await subscription.next_msg(DEADLINE)).data == b"again"
     await states.wait("connected", "reconnecting", "connected", "closed")
     lines = [record.getMessage() for record in caplog.records if record.name.startswith(("kvevents", "nats"))]
     where = f"127.0.0.1:{server.port}"
@@ -469,7 +469,7 @@ async def test_a_websocket_client_reconnects_and_closes_its_session(tmp_path: Pa
             server.pause()
             before = monotonic()
             await close(client, 0.2)
-            assert monotonic() - before < 2
+            assert monotonic() - before < 10
             server.resume()
     del client
     gc.collect()
@@ -535,7 +535,7 @@ async def test_messages_published_before_closing_arrive(plain: NatsServer) -> No
         async with open_client(settings_of(plain), name="writer") as writer:
             for _ in range(1000):
                 await writer.publish("end", b"x" * 1000)
-        async with asyncio.timeout(20):  # a server may answer before it has stored earlier messages
+        async with asyncio.timeout(DEADLINE):  # a server may answer before it has stored earlier messages
             while (await reader.jetstream().stream_info("end")).state.messages < 1000:
                 pass
 
@@ -551,7 +551,7 @@ async def test_closing_takes_bounded_time_whatever_the_server_does(tmp_path: Pat
             await client.publish("a", bytes(1 << 20))
         before = monotonic()
         await close(client, 0.2)
-        assert monotonic() - before < 2
+        assert monotonic() - before < 10
         assert client.is_closed
         assert states.all[-1] == "closed"
         await close(client, 0.2)

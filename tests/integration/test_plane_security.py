@@ -28,7 +28,7 @@ from kvevents.plane.records import decode_page
 from kvevents.plane.settings import PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_server, needs_nats
-from plane_cases import run_bridge
+from plane_cases import SECONDS, run_bridge
 from service_cases import MODEL, Service, engine, serving, wait_for
 from service_replica_cases import watch_of
 
@@ -371,7 +371,7 @@ async def last_page(js: JetStreamContext) -> int:
 
 
 async def until_async(read_number: Callable[[], Awaitable[int]], wanted: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SECONDS):
         while await read_number() < wanted:  # noqa: ASYNC110 - a server has no event for it
             await asyncio.sleep(0.01)
 

@@ -117,7 +117,7 @@ def test_a_snapshot_with_missing_or_changed_parts_is_refused(tmp_path: Path, suf
 
 async def damage_and_load(plane: PlaneSettings, path: Path, suffix: str, damage: str) -> bool:
     """Damage the newer of two snapshots, and return whether the older one can still be loaded."""
-    async with open_client(plane, name="test") as client, asyncio.timeout(10.0):
+    async with open_client(plane, name="test") as client, asyncio.timeout(60.0):
         js = client.jetstream()
         layout = await create_plane(js, plane)
         snapshots, index = Snapshots(js, layout), fill_index(10_000)

@@ -20,7 +20,7 @@ from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
 from kvevents.wire import replay_request_frames
 from kvevents.zmtp import Segment, ZmtpSplitter
 
-SECONDS = 10
+SECONDS = 60
 """Deadline of every wait; only a failing test waits this long."""
 
 Socket = zmq.Socket[bytes]

@@ -53,7 +53,7 @@ LIMITS = StreamLimits(
 IMPATIENT = replace(LIMITS, replay_timeout=0.2, reply_idle_timeout=0.1, max_unanswered_requests=2)
 """Limits for replay endpoints that never help: their streams give up soon."""
 USUAL = SocketOptions()
-DEADLINE = 20.0
+DEADLINE = 60.0
 """Seconds after which a test fails. Every test is much faster."""
 
 

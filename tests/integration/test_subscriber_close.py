@@ -24,7 +24,7 @@ from kvevents.stream import Source, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeTransport
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 NO_ENGINE = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
 """A source at which nothing listens, so no delivery ever arrives."""
 

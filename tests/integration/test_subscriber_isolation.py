@@ -29,7 +29,7 @@ from kvevents.subscriber import Connection, SocketOptions, Subscriber, Transport
 from kvevents.testing import FakeEngine, FakeTransport
 from kvevents.testing.fake_transport import VirtualClock
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 LIMITS = StreamLimits(replay_timeout=2.0)
 OUT_OF_DESCRIPTORS = EndpointError("cannot open a socket for it: Too many open files", endpoint="it", errno=24)
 

@@ -16,7 +16,7 @@ from kvevents.stream import Batch, Source, Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.subscriber.zmq_sockets import DEFAULT_SOCKET_OPTIONS, SocketFactory
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def receive_until_exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:

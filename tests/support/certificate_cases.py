@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def make_certificates(folder: Path) -> Path:

@@ -30,7 +30,7 @@ from kvevents.wire import (
 )
 from ports import LOOPBACK, reserve_port
 
-DEADLINE: Final = 20.0
+DEADLINE: Final = 60.0
 """Seconds after which a test fails."""
 TOPIC: Final = b"kv"
 PAYLOAD: Final = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0"

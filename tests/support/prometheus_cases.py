@@ -1,16 +1,23 @@
-"""A client of a Prometheus server that scrapes the service."""
+"""A Prometheus server that scrapes metrics of kvevents, and a client of its API."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
+import yaml
 
-from cli_cases import SECONDS
+from cli_cases import SECONDS, Program
+from ports import reserve_port
+from service_cases import wait_for
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus") or "", shutil.which("promtool") or ""
 
@@ -43,6 +50,25 @@ class Prometheus:
         return [alert["labels"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"]
 
 
-def count_scrapes(prometheus: Prometheus) -> int:
+@contextmanager
+def run_prometheus(home: Path, rules: Path, *targets: str) -> Iterator[Prometheus]:
+    """Yield a server after some scrapes of the targets. Alerts of the rules fire at once."""
+    (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", rules.read_text()))
+    settings = {
+        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": list(targets)}]}],
+    }
+    (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    address = f"127.0.0.1:{reserve_port()}"
+    command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
+    with Program(command=(*command, f"--web.listen-address={address}")) as program:
+        program.err.wait("Server is ready to receive web requests")
+        prometheus = Prometheus(f"http://{address}")
+        wait_for("enough scrapes for a rate", lambda: _count_scrapes(prometheus) >= 3)
+        yield prometheus
+
+
+def _count_scrapes(prometheus: Prometheus) -> int:
     found = prometheus.query("count_over_time(up[1m]) and up == 1")
     return int(found[0]["value"][1]) if found else 0

@@ -15,7 +15,7 @@ from kvevents.settings import convert
 from ports import reserve_port
 from service_cases import Client
 
-SECONDS = 20.0
+SECONDS = 60.0
 PACE = {
     "announce_seconds": 0.1,
     "settle_seconds": 0.6,

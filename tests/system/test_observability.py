@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-import paths
 from cli_cases import RECORDING, RUN, SECONDS, Program
 from cli_record_cases import serving as publishing_at
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat
@@ -31,35 +28,15 @@ from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
 from load_cases import load_server
 from metrics_reference import exported, read_documented
+from observability_cases import Kit, Samples, find_metrics, parse_samples
 from ports import reserve_port
-from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, count_scrapes, needs_prometheus
+from prometheus_cases import PROMTOOL, Prometheus, needs_prometheus, run_prometheus
 from publisher_cases import ANY
 from service_cases import Service, serving, wait_for
 
-ROOT = paths.ROOT
-KIT = ROOT / "observability"
-RULES, RULES_TEST = KIT / "prometheus-rules.yaml", KIT / "prometheus-rules-test.yaml"
-DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-dashboard.json").read_text())
-ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
+KIT = Kit("grafana-dashboard.json", "prometheus-rules", "runbook")
 MODEL = "tiny"
 TOKENS = list(range(48))
-
-
-def find_panels() -> list[dict[str, Any]]:
-    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-
-
-def find_expressions() -> list[tuple[str, str]]:
-    """Return title and PromQL of each target, with the dashboard's variables as Grafana sets them for All."""
-    found = [(panel["title"], target["expr"]) for panel in find_panels() for target in panel["targets"]]
-    found += [(each["name"], each["expr"]) for each in DASHBOARD["annotations"]["list"]]
-    chosen = dict.fromkeys(("instance", "model", "engine"), ".*") | {"__rate_interval": "30s"}
-    return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
-
-
-def find_metrics(expression: str) -> set[str]:
-    return set(re.findall(r"\b(?:kvevents|process)_\w+", expression))
 
 
 class Fleet(NamedTuple):
@@ -69,15 +46,10 @@ class Fleet(NamedTuple):
     killed: Program
     """An engine in its own process."""
 
-    def exported(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Return samples by name."""
+    def exported(self) -> Samples:
         answer = self.service.get("/metrics")
         assert (answer.status, answer.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        found: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for family in text_string_to_metric_families(answer.body.decode()):
-            for sample in family.samples:
-                found.setdefault(sample.name, []).append((sample.labels, sample.value))
-        return found
+        return parse_samples(answer.body.decode())
 
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with these labels."""
@@ -204,8 +176,7 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
 
 def test_every_metric_of_the_dashboard_and_the_alerts_is_exported(fleet: Fleet) -> None:
     """Each metric in an expression of the dashboard or an alert has a sample."""
-    used = {name: expression for _, expression in find_expressions() for name in find_metrics(expression)}
-    used |= {name: rule["expr"] for rule in ALERTS for name in find_metrics(rule["expr"])}
+    used = {name: expression for _, expression in KIT.all_expressions() for name in find_metrics(expression)}
     assert len(used) > 40
     exported = fleet.exported()
     assert {name: expression for name, expression in used.items() if name not in exported} == {}
@@ -214,7 +185,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_exported(fleet: Fleet) 
 def test_selectors_use_only_labels_that_the_metric_has(fleet: Fleet) -> None:
     """The test checks the labels of selectors, not those of aggregations."""
     exported = fleet.exported()
-    for _, expression in [*find_expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+    for _, expression in KIT.all_expressions():
         for name, selector in re.findall(r"\b(kvevents_\w+)\{([^}]*)\}", expression):
             labels = set(re.findall(r"(\w+)\s*=", selector)) - {"instance", "job"}
             assert labels <= set(exported[name][0][0]), f"{name} in {expression}"
@@ -250,39 +221,12 @@ def test_names_of_metrics_follow_the_conventions_of_prometheus(fleet: Fleet) -> 
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
-    """It has no fixed data source, its panels do not overlap, and every variable exists."""
-    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
-    assert variables == {"datasource", "instance", "model", "engine"}
-    text = json.dumps(DASHBOARD)
-    assert set(re.findall(r"\$\{?(\w+)", text)) <= variables | {"__rate_interval", "__all"}
-    assert DASHBOARD.get("id") is None
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-    for panel in find_panels():
-        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
-        assert panel["title"]
-        assert panel["description"]
-    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [
-        (x, y)
-        for position in positions
-        for x in range(position["x"], position["x"] + position["w"])
-        for y in range(position["y"], position["y"] + position["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24
+    assert KIT.variables == {"datasource", "instance", "model", "engine"}
+    KIT.check_dashboard()
 
 
 def test_every_alert_has_annotations_and_a_runbook_section() -> None:
-    anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
-    assert {rule["alert"].lower() for rule in ALERTS} == anchors
-    for rule in ALERTS:
-        assert rule["labels"].keys() == {"severity", "component"}
-        assert rule["labels"]["severity"] in {"warning", "critical"}
-        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/operations/runbook.md#{rule['alert'].lower()}"
-    tested = {case["name"].split(" of ")[0] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]}
-    assert tested == {rule["alert"] for rule in ALERTS}
+    KIT.check_alerts()
 
 
 def test_the_reference_lists_the_exported_metrics(fleet: Fleet) -> None:
@@ -295,17 +239,12 @@ def test_the_reference_lists_the_exported_metrics(fleet: Fleet) -> None:
 
 
 def test_links_within_the_runbook_refer_to_existing_headings() -> None:
-    links = set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK))
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)}
-    assert links <= headings
+    KIT.check_runbook_links()
 
 
 @needs_prometheus
-@pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
-def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...]) -> None:
-    """promtool can load the rules, and each alert passes its test."""
-    done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_alerts_fire_when_they_are_due_and_not_before() -> None:
+    KIT.check_rules()
 
 
 # --- a real Prometheus -------------------------------------------------------------------------------------------------------
@@ -313,21 +252,8 @@ def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...])
 
 @pytest.fixture(scope="module", name="prometheus")
 def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    home = tmp_path_factory.mktemp("prometheus")
-    (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
     target = f"{fleet.service.host}:{fleet.service.port}"
-    settings = {
-        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": [target]}]}],
-    }
-    (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{reserve_port()}"
-    command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
-    with Program(command=(*command, f"--web.listen-address={address}")) as program:
-        program.err.wait("Server is ready to receive web requests")
-        prometheus = Prometheus(f"http://{address}")
-        wait_for("enough scrapes for a rate", lambda: count_scrapes(prometheus) >= 3)
+    with run_prometheus(tmp_path_factory.mktemp("prometheus"), KIT.rules, target) as prometheus:
         yield prometheus
 
 
@@ -335,7 +261,7 @@ def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) 
 def test_every_panel_shows_data(fleet: Fleet, prometheus: Prometheus) -> None:
     fleet.service.query(TOKENS, model_name=MODEL)
     wait_for("another scrape", lambda: prometheus.query(f"kvevents_lookups_total >= {fleet.value('kvevents_lookups_total')}"))
-    results = {(title, expression): prometheus.query(expression) for title, expression in find_expressions()}
+    results = {(title, expression): prometheus.query(expression) for title, expression in KIT.dashboard_expressions()}
     assert len(results) > 40
     empty = {title for (title, _), found in results.items() if not found}
     assert empty <= {"Resets"}, "an annotation has data only at the moment of its event"

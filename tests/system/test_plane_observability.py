@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import time
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 from urllib.request import urlopen
 
 import pytest
-import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-import paths
 from cli_cases import SECONDS, Program
 from metrics_reference import exported, read_documented
 from nats_servers import nats_server, needs_nats
+from observability_cases import Kit, Samples, find_metrics, parse_samples
 from ports import reserve_port
-from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, count_scrapes, needs_prometheus
+from prometheus_cases import Prometheus, needs_prometheus, run_prometheus
 from service_cases import MODEL, Service, engine, serving, wait_for
 
 pytestmark = needs_nats
-ROOT: Final = paths.ROOT
-KIT: Final = ROOT / "observability"
-RULES, RULES_TEST = KIT / "plane-rules.yaml", KIT / "plane-rules-test.yaml"
-DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-plane.json").read_text())
-ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-RUNBOOK: Final = (ROOT / "docs" / "operations" / "plane-runbook.md").read_text()
-Samples = dict[str, list[tuple[dict[str, str], float]]]
-
-
-def find_expressions() -> list[tuple[str, str]]:
-    """Return title and PromQL of each target, with the dashboard's variables as Grafana sets them for All."""
-    chosen = {"instance": ".*", "__rate_interval": "30s"}
-    found = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
-    return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
-
-
-def find_metrics(expression: str) -> set[str]:
-    return set(re.findall(r"\bkvevents_\w+", expression))
+KIT = Kit("grafana-plane.json", "plane-rules", "plane-runbook")
 
 
 class Plane(NamedTuple):
@@ -58,13 +37,8 @@ class Plane(NamedTuple):
             return answer.read().decode(), self.replica.get("/metrics").body.decode()
 
     def exported(self) -> Samples:
-        """Return the samples of both by name."""
-        found: Samples = {}
-        for page in self.read_metrics():
-            for family in text_string_to_metric_families(page):
-                for sample in family.samples:
-                    found.setdefault(sample.name, []).append((sample.labels, sample.value))
-        return found
+        """Return the samples of both."""
+        return parse_samples(*self.read_metrics())
 
 
 @contextmanager
@@ -109,7 +83,7 @@ def start_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 def test_every_metric_of_the_dashboard_and_the_alerts_is_exported_with_its_labels(plane: Plane) -> None:
     """No panel and no alert refers to a metric or label that does not exist."""
     exported = plane.exported()
-    for title, expression in [*find_expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+    for title, expression in KIT.all_expressions():
         assert find_metrics(expression) <= exported.keys(), title
         grouped = re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
         expected = {label.strip() for labels in grouped for label in labels.split(",")} - {"instance", "job"}
@@ -158,43 +132,20 @@ def test_the_reference_lists_the_exported_metrics(plane: Plane) -> None:
 
 
 def test_every_alert_has_annotations_and_a_runbook_section() -> None:
-    anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
-    assert {rule["alert"].lower() for rule in ALERTS} == anchors
-    for rule in ALERTS:
-        assert rule["labels"].keys() == {"severity", "component"}
-        assert rule["labels"]["severity"] in {"warning", "critical"}
-        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/operations/plane-runbook.md#{rule['alert'].lower()}"
-    assert {case["name"] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]} == {rule["alert"] for rule in ALERTS}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK)) <= anchors
+    KIT.check_alerts()
+
+
+def test_links_within_the_runbook_refer_to_existing_headings() -> None:
+    KIT.check_runbook_links()
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
-    """The dashboard names no data source, its panels do not overlap, and every variable exists."""
-    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= variables | {"__rate_interval", "__all"}
-    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-    for panel in panels:
-        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
-        assert panel["description"]
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [
-        (x, y)
-        for position in positions
-        for x in range(position["x"], position["x"] + position["w"])
-        for y in range(position["y"], position["y"] + position["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24
+    KIT.check_dashboard()
 
 
 @needs_prometheus
-@pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
-def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...]) -> None:
-    """promtool can load the rules, and each alert passes its test."""
-    done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_alerts_fire_when_they_are_due_and_not_before() -> None:
+    KIT.check_rules()
 
 
 # --- a real Prometheus -------------------------------------------------------------------------------------------------------
@@ -202,20 +153,8 @@ def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...])
 
 @contextmanager
 def start_prometheus(plane: Plane, home: Path) -> Iterator[Prometheus]:
-    (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
-    targets = [f"{plane.replica.host}:{plane.replica.port}", f"127.0.0.1:{plane.metrics_port}"]
-    settings = {
-        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": targets}]}],
-    }
-    (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{reserve_port()}"
-    command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
-    with Program(command=(*command, f"--web.listen-address={address}")) as program:
-        program.err.wait("Server is ready to receive web requests")
-        prometheus = Prometheus(f"http://{address}")
-        wait_for("enough scrapes for a rate", lambda: count_scrapes(prometheus) >= 3)
+    targets = f"{plane.replica.host}:{plane.replica.port}", f"127.0.0.1:{plane.metrics_port}"
+    with run_prometheus(home, KIT.rules, *targets) as prometheus:
         yield prometheus
 
 
@@ -227,7 +166,7 @@ def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) 
 
 @needs_prometheus
 def test_every_panel_shows_data(plane: Plane, prometheus: Prometheus) -> None:
-    for title, expression in find_expressions():
+    for title, expression in KIT.dashboard_expressions():
         wait_for(f"{title} to show data", lambda: prometheus.query(expression))  # noqa: B023 - called at once
 
 

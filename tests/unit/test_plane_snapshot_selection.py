@@ -107,5 +107,5 @@ def test_a_snapshot_is_saved_even_if_the_servers_do_not_delete_the_old_ones(
 
 
 async def run_with_timeout(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         return await work(*arguments)

@@ -27,14 +27,14 @@ def test_a_cancelled_task_is_skipped() -> None:
 
     def block_thread() -> None:
         begun.set()
-        may_continue.wait(10.0)
+        may_continue.wait(60.0)
 
     follower.submit(block_thread)
-    assert begun.wait(10.0)
+    assert begun.wait(60.0)
     cancelled = follower.submit(lambda: done.append("cancelled"))
     assert cancelled.cancel()
     may_continue.set()
-    follower.submit(lambda: done.append("awaited")).result(10.0)
+    follower.submit(lambda: done.append("awaited")).result(60.0)
     assert done == ["awaited"]
     assert follower.stop()
 
