@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any, get_args
 
 import nats.errors
@@ -13,6 +14,7 @@ import pytest
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
+from discovery_cases import await_in_time
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client
 from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
@@ -93,6 +95,29 @@ def test_other_exceptions_are_not_mapped(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, map_errors("reading"):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancellation_that_nats_py_swallows_is_raised(fails: bool) -> None:
+    """`asyncio.wait_for` of Python 3.11 returns a result or raises an error that arrives at the moment of the cancellation."""
+
+    async def read() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            if fails:
+                raise TimeoutError from None
+
+    async def read_forever() -> None:
+        while True:
+            with suppress(PlaneError), map_errors("reading"):
+                await read()
+
+    task = asyncio.create_task(read_forever())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await await_in_time(task)
 
 
 @pytest.fixture(scope="module", name="server")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvevents.service.config import ServiceConfig
+from kvevents.service.config import MAX_ASK_SECONDS, ServiceConfig
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
 from kvevents.settings import convert
@@ -54,7 +54,7 @@ class Replica(Client):
             tables["shard"] = {
                 "url": self.url,
                 "replication_factor": holders,
-                "ask_seconds": SECONDS,
+                "ask_seconds": MAX_ASK_SECONDS,
                 "pace": PACE,
                 **more.get("shard", {}),
             }

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from asyncio import StreamWriter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -32,7 +33,10 @@ from typing import Any, Final
 from nats import errors
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport, WebSocketTransport
 from nats.protocol.parser import PERMISSIONS_ERR
+
+from kvevents.plane.nats_errors import keep_cancellation
 
 _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
 _WEB: Final = ("ws", "wss")
@@ -69,6 +73,8 @@ class PlaneClient(Client):
         self._is_closing = True
         await self._end_reconnecting()
         self._abort_transport()
+        if not isinstance(self._transport, WebSocketTransport):  # nats-py also closes its HTTP session
+            self._transport = None  # nats-py would wait for the end of a TLS handshake that has failed
         self._pending.clear()
         self._pending_data_size = 0
         await super().close()
@@ -79,13 +85,12 @@ class PlaneClient(Client):
             await asyncio.sleep(0)
 
     def _abort_transport(self) -> None:
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
-        web = getattr(self._transport, "_ws", None)
-        if web is not None and (connected := web.get_extra_info("socket")) is not None:
-            with suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
+        match self._transport:
+            case TcpTransport(_io_writer=StreamWriter() as writer):
+                writer.transport.abort()
+            case WebSocketTransport(_ws=web) if web is not None and (connected := web.get_extra_info("socket")) is not None:
+                with suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
 
     async def request(
         self,
@@ -100,14 +105,11 @@ class PlaneClient(Client):
         try:
             async with limit:
                 self._requests[limit] = subject
-                before = _cancellations()
                 try:
-                    answer = await super().request(subject, payload, timeout, old_style, headers)
+                    with keep_cancellation():
+                        return await super().request(subject, payload, timeout, old_style, headers)
                 finally:
                     del self._requests[limit]
-                if _cancellations() > before:
-                    raise asyncio.CancelledError
-                return answer
         except TimeoutError as error:
             if limit.expired():
                 raise NotPermittedError(subject) from error
@@ -141,11 +143,8 @@ class PlaneClient(Client):
                 limit.reschedule(0)
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        before = _cancellations()
-        found = await super()._flush_pending(force_flush)
-        if _cancellations() > before:
-            raise asyncio.CancelledError
-        return found
+        with keep_cancellation():
+            return await super()._flush_pending(force_flush)
 
     async def _connect_to_server(self, s: Srv) -> None:
         self._abort_transport()
@@ -160,9 +159,3 @@ class PlaneClient(Client):
                 await self._error_cb(error)
             else:
                 return
-
-
-def _cancellations() -> int:
-    """Return the number of cancellation requests of the current task."""
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()

@@ -1,10 +1,12 @@
 """Maps the exceptions of nats-py to `PlaneError`, with a word for each kind of fault and a hint.
 
-Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package.
+Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package, and no task
+survives its cancellation: `asyncio.wait_for` of Python 3.11, which nats-py calls, swallows it if the answer arrives meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import Iterator
@@ -75,7 +77,8 @@ _DENIED: Final = re.compile(
 def map_errors(activity: str) -> Iterator[None]:
     """Raise exceptions of NATS and of the sockets below as `PlaneError`; `activity` begins its message, before a colon."""
     try:
-        yield
+        with keep_cancellation():
+            yield
     except PlaneError:
         raise
     except Exception as error:
@@ -83,6 +86,28 @@ def map_errors(activity: str) -> Iterator[None]:
         if fault is None:
             raise
         raise PlaneError(f"{activity}: {error_text(error)}; {HINTS[fault]}", fault=fault) from error
+
+
+@contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """Raise `asyncio.CancelledError` if the current task was cancelled within, even if called code has swallowed it."""
+    before = _count_cancellations()
+    try:
+        yield
+    except Exception as error:
+        if _count_cancellations() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if _count_cancellations() > before:
+        raise asyncio.CancelledError
+
+
+def _count_cancellations() -> int:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return 0
+    return 0 if task is None else task.cancelling()
 
 
 def classify_error(error: Exception) -> PlaneFault | None:
