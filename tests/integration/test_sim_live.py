@@ -23,6 +23,7 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import LiveTimers
 from kvevents.stream import RawBatch
+from kvevents.testing import FaultProxy
 from publisher_cases import wait_until
 from sim_cases import conversations, request
 from sim_live_cases import count_resources, open_fleet
@@ -317,6 +318,20 @@ def test_index_and_engines_agree_with_each_fault(wrong: str) -> None:
     assert sum_streams(run.streams, "lost") == 0 or "restart" in wrong
     assert run.seconds < MAX_SECONDS
     assert {stream.trust for stream in run.streams if has_published(run, stream)} <= {"EXACT"}
+
+
+def test_a_connection_that_is_cut_at_the_end_of_the_run_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams may still be EXACT when the run begins to wait, because the subscriber does not know of it yet."""
+    heal = FaultProxy.heal
+
+    def cut_and_heal(proxy: FaultProxy) -> None:
+        proxy.cut()
+        heal(proxy)
+
+    monkeypatch.setattr(FaultProxy, "heal", cut_and_heal)
+    run = run_fleet(list(conversations(10, rate=60)), wrong="drop:1%", engines=2)
+    assert [stream.trust for stream in run.streams] == ["EXACT", "EXACT"]
+    assert sum_streams(run.streams, "reconnects") == 2
 
 
 def has_published(run: RunResult, stream: StreamResult) -> bool:

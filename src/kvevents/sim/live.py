@@ -289,11 +289,15 @@ class LiveFleet:
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        A stream whose last batches arrived by replay is not EXACT. Its engine publishes an empty batch then.
+        A fault may have cut a connection of which the subscriber does not know yet, so each engine behind proxies publishes an
+        empty batch afterwards. A stream whose last batches arrived by replay is not EXACT. Its engine publishes another one.
         """
-        for proxies in self.sockets.proxies.values():
+        for worker, proxies in self.sockets.proxies.items():
             for proxy in proxies:
                 proxy.heal()
+            simulated = self.fleet.workers[worker]
+            if simulated.is_up and simulated.batches:
+                self.fleet.publish_empty(worker)
         until = time.monotonic() + self.timers.settle
         confirm_at = 0.0
         while (waiting := self._not_settled()) and (now := time.monotonic()) < until and not self._stop.is_set():
