@@ -232,11 +232,12 @@ def fail_consumer(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pyt
 @pytest.mark.parametrize("moment", ["at once", "at the end"])
 def test_a_failure_of_the_consumer_is_raised(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes a failure after all answers, while the fleet waits for the last events, which are delayed here."""
+    requests = [*conversations(60, rate=60), *([request([1], at=1e7)] if moment == "at once" else [])]
     with open_fleet(engines=2, wrong="delay:300ms") as fleet:
         fail_consumer(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
         began = time.monotonic()
         with pytest.raises(IndexFailedError, match="no room left"):
-            fleet.run(conversations(60, rate=60))
+            fleet.run(requests)
         assert time.monotonic() - began < MAX_SECONDS
         assert fleet.fleet.done == (moment == "at the end")
 
