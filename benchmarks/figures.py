@@ -20,7 +20,7 @@ TRIALS: Final = (
 FIGURES: Final = (
     Figure("publish() p50, busy", "publish-busy", "p50", "ns", 1 / 4),
     Figure("publish() p99, busy", "publish-busy", "p99", "ns", 1.0),
-    Figure("of both, the clock's own part", "publish-busy", "clock", "ns", None, context=True),
+    Figure("time to read the clock, in each of these", "publish-busy", "clock", "ns", None, context=True),
     Figure("publish() p50, 500/s", "publish-paced", "p50", "ns", 1 / 2),
     Figure("publish() p99, 500/s", "publish-paced", "p99", "ns", 1.0),
     Figure("CPU per batch at 500/s, 1 block", "publish-paced", "cpu", "us", None),
@@ -34,7 +34,7 @@ FIGURES: Final = (
     Figure("replay of 10,000, lost by a slow reader", "replay", "lost_slow", "", 0.0, "none"),
     Figure("replay of 10,000, lost by a late reader", "replay", "lost_late", "", 0.0, "none"),
     Figure("longest stall of live events in replay", "replay", "stall", "ms", 5.0, "below"),
-    Figure("the same without replay", "replay", "stall_quiet", "ms", 1.0),
+    Figure("longest stall of live events without replay", "replay", "stall_quiet", "ms", 1.0),
     Figure("publish() to reader p50, 500/s, without replay", "replay", "delivery_quiet", "us", 2.0),
     Figure("subscriber CPU per batch, 1 block", "subscribe-1", "cpu", "us", 1.5),
     Figure("subscriber CPU per batch, 32 blocks", "subscribe-32", "cpu", "us", 1.5),

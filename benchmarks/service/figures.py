@@ -19,7 +19,7 @@ TRIALS: Final = (
 
 def _start() -> Iterator[Figure]:
     yield Figure("start to ready", "service-start", "seconds", "s", 1.0, "at most")
-    yield Figure("CPU time until then", "service-start", "cpu", "s", None)
+    yield Figure("CPU time from start to ready", "service-start", "cpu", "s", None)
     yield Figure("memory, idle", "service-start", "resident", "MB", 100.0, "at most")
     yield Figure("CPU, idle", "service-start", "idle", "%", None)
 
@@ -40,7 +40,7 @@ def _query() -> Iterator[Figure]:
         yield Figure(f"{words}, 1 client p99", trial, f"p99_raw_{tokens}", "us", None)
         yield Figure(f"{words}, 16 clients requests/s", trial, f"rate_raw_{tokens}", "/s", None)
         yield Figure(f"{words}, CPU per request of 16 clients", trial, f"cpu_raw_{tokens}", "us", None)
-    yield Figure("memory after that", trial, "resident", "MB", None)
+    yield Figure("memory after the queries", trial, "resident", "MB", None)
 
 
 def _notice() -> Iterator[Figure]:
