@@ -573,4 +573,4 @@ async def test_a_closed_client_does_not_reconnect(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             await close(client, 0.2)
     assert all(client.is_closed for client in clients)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await until("all tasks of the clients to end", lambda: asyncio.all_tasks() == {asyncio.current_task()})

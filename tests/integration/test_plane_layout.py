@@ -133,3 +133,13 @@ def test_the_assignment_of_engines_to_partitions_is_fixed_and_balanced() -> None
     for at in range(8_000):
         counts[layout.partition_of(f"http://10.0.{at // 256}.{at % 256}:8000")] += 1
     assert max(counts) < 1.15 * min(counts)
+
+
+def test_more_copies_than_servers_are_an_error_that_names_the_setting(server: NatsServer) -> None:
+    settings = plane(server, "copied", copies=3)
+
+    async def work(js: JetStreamContext) -> None:
+        with pytest.raises(PlaneError, match=r"3 copies need a cluster with as many running servers: .* lower --copies"):
+            await create_plane(js, settings)
+
+    run_with_jetstream(settings, work)

@@ -196,20 +196,29 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
             with map_errors(f"creating partition {partition} of plane {layout.name!r}"):
                 await js.add_stream(_stream_config(layout, partition, settings))
         except PlaneError as error:
-            if error.fault == "full":
-                room = layout.partitions * settings.partition_bytes >> 20
-                raise PlaneError(
-                    f"{error}. {layout.partitions} partitions reserve {room} MiB in all on {settings.copies} of the servers: "
-                    "lower --partitions or --partition-size",
-                    fault=error.fault,
-                ) from error
-            if error.fault != "exists":  # another process has just created it, with another epoch
+            if error.fault == "exists":  # another process has just created it, with another epoch
+                return
+            if (advice := _advice(error, layout, settings)) is None:
                 raise
+            raise PlaneError(f"{error}. {advice}", fault=error.fault) from error
     elif (fault := _stream_fault(info, layout, partition)) is not None:
         raise ConfigError(
             f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
             "choose another name for the plane"
         )
+
+
+def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
+    """Return which settings a server could accept that has not created a partition."""
+    if error.fault == "full":
+        room = layout.partitions * settings.partition_bytes >> 20
+        return (
+            f"{layout.partitions} partitions reserve {room} MiB in all on {settings.copies} of the servers: "
+            "lower --partitions or --partition-size"
+        )
+    if settings.copies > 1 and ("replicas" in str(error) or "no suitable peers" in str(error)):
+        return f"{settings.copies} copies need a cluster with as many running servers: start them, or lower --copies"
+    return None
 
 
 def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | None:
