@@ -81,17 +81,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     heartbeat: float | None = None
     """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Needs
     the native module."""
-    snapshot_endpoint: str | None = None
-    """Where placement snapshots are served, as in SGLang's draft `snapshot-v1`; a rank is added to its port. Needs the native
-    module."""
 
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)
         check_counts(buffer_steps=self.buffer_steps, hwm=self.hwm, max_queue_size=self.max_queue_size)
         _check_endpoint("endpoint", self.endpoint)
-        for name in ("replay_endpoint", "snapshot_endpoint"):
-            if (endpoint := getattr(self, name)) is not None:
-                _check_endpoint(name, endpoint)
+        if self.replay_endpoint is not None:
+            _check_endpoint("replay_endpoint", self.replay_endpoint)
         try:
             resolve_dialect(self.dialect)
         except UnknownDialectError as error:

@@ -36,7 +36,7 @@ def test_defaults_equal_those_of_the_engine(engine: Any) -> None:
 def test_settings_that_engines_lack_are_off_by_default() -> None:
     """A configuration written for an engine, which lacks these settings, gives the behaviour of the engine."""
     config = KVEventsConfig()
-    ours = ("bind", "dialect", "replay_topic", "compact", "heartbeat", "snapshot_endpoint", "curve")
+    ours = ("bind", "dialect", "replay_topic", "compact", "heartbeat", "curve")
     assert [getattr(config, name) for name in ours] == [None] * len(ours)
 
 

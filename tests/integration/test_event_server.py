@@ -96,33 +96,10 @@ def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
     assert index.digest(WORKER) == expected.digest(WORKER)
 
 
-def test_the_caller_sends_a_requested_barrier(context: Context) -> None:
-    """The barrier has the number of the caller.
-
-    Without a snapshot endpoint no barrier is requested, and `send_barrier` sends an ordinary batch.
-    """
-    with serving(ReplayBuffer.compacting(10), snapshot_endpoint=ANY, rank=3, incarnation=11) as server:
-        server.send(list(enumerate(payloads(2, 3))))
-        assert not server.barrier_requested
-        reader = open_consumer(context, zmq.DEALER)
-        assert server.snapshot_endpoint is not None
-        reader.connect(server.snapshot_endpoint)
-        reader.send_multipart([b"", b"snapshot-v1"])
-        wait_until(lambda: server.barrier_requested, "a request")
-        server.send_barrier(4, encode_batch(KVEventBatch(0.0, [], 3)))
-        assert reader.recv_multipart()[1] == b"header"
-        assert server.snapshot_stats().requests == 1
-    buffer = ReplayBuffer.compacting(10)
-    with serving(buffer) as server:
-        assert not server.barrier_requested
-        server.send_barrier(0, b"payload")
-        assert buffer.batches_from(0) == [(0, b"payload")]
-
-
 def test_closing_is_bounded_and_may_be_repeated() -> None:
     """The first call reports that everything was flushed; then the ports are free and the threads have ended."""
     threads = threading.active_count()
-    server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10), snapshot_endpoint=ANY)
+    server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10))
     endpoints = server.endpoint, server.replay_endpoint
     server.send([(0, b"payload")])
     assert server.close(DEADLINE) is True

@@ -9,12 +9,12 @@ import zmq
 
 from kvevents.publisher import replay_server
 from kvevents.publisher.replay_server import InFlightFrames
-from kvevents.publisher.settings import RouterSettings
+from kvevents.publisher.settings import ReplayServerSettings
 from publisher_cases import wait_until
 
 LARGE = 16 * 1024
 FRAME = bytes(LARGE)
-SETTINGS = RouterSettings(in_flight_bytes=2 * LARGE, total_in_flight_bytes=3 * LARGE)
+SETTINGS = ReplayServerSettings(in_flight_bytes=2 * LARGE, total_in_flight_bytes=3 * LARGE)
 """Limits for two frames of one consumer and for three frames of all consumers."""
 
 

@@ -160,9 +160,9 @@ def test_a_failed_reply_is_abandoned_and_the_next_one_is_served(context: Context
         publisher.publish(batch(0))
         wait_until(lambda: is_drained(publisher), "the batch to be published")
         replay = connect_dealer(context, publisher)
-        for count, part in enumerate(("_reply_to", "_frames_of"), 1):
+        for count, (owner, part) in enumerate(((server._buffer, "batches_from"), (server, "_send_message")), 1):
             with monkeypatch.context() as patch:
-                patch.setattr(server, part, raise_panic)
+                patch.setattr(owner, part, raise_panic)
                 request_replay(replay, 0)
                 wait_until(lambda: publisher.stats().failures == {"replay": count}, f"{part} to fail")  # noqa: B023
         wait_until(lambda: not publisher.stats().replay.active, "the failed reply to be abandoned")

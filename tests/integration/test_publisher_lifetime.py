@@ -82,12 +82,14 @@ def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytes
     """After Ctrl-C during `shutdown`, a second call ends the threads and closes the context. Interpreter exit makes such a
     call."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
-    threads = [publisher._thread, publisher._compaction, *publisher._server._threads]
+    replay_thread = publisher._server._replay_thread
+    assert replay_thread is not None
+    threads = [publisher._thread, publisher._compaction, replay_thread]
 
     def interrupt(timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    for thread in (publisher._thread, publisher._server._threads[0]):
+    for thread in (publisher._thread, replay_thread):
         with monkeypatch.context() as patch:
             patch.setattr(thread, "join", interrupt)
             with pytest.raises(KeyboardInterrupt):

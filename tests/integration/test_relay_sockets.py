@@ -1,4 +1,4 @@
-"""Tests of a relay on real sockets: replay and history, keys, placement snapshots, metrics, ports."""
+"""Tests of a relay on real sockets: replay and history, keys, metrics, ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from urllib.request import urlopen
 
 import msgspec
 import pytest
-import zmq
 
 from certificate_pairs import make_pair
 from kvevents.errors import EndpointError, JournalError
@@ -120,21 +119,6 @@ def test_a_relay_uses_its_keys_on_both_sides(tmp_path: Path) -> None:
             until(relay, lambda: known.is_exact(truth.digest) and relay._event_server.connections_refused, known, unknown)
             assert unknown.subscriber.trust().name == "CONNECTING"
             assert not unknown.digest
-
-
-def test_placement_snapshots_are_served() -> None:
-    with run_publisher(replay_endpoint=ANY) as publisher, zmq.Context() as context:
-        publisher.publish(EventBatch(1.0, [block(1), block(2)]))
-        with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as requester:
-            until(relay, lambda: relay.status().blocks == 2)
-            requester.linger = 0
-            assert relay._event_server.snapshot_endpoint is not None
-            requester.connect(relay._event_server.snapshot_endpoint)
-            requester.send_multipart([b"", b"snapshot-v1"])
-            until(relay, lambda: requester.poll(0))
-            _, kind, header = requester.recv_multipart()
-            assert kind == b"header"
-            assert msgspec.msgpack.decode(header)[1] == f"{relay.status().incarnation:016x}"
 
 
 def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:

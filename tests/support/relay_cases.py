@@ -138,7 +138,7 @@ class FakeEventServer:
     `step` can kill the relay.
     """
 
-    endpoint, replay_endpoint, barrier_requested, subscribers = "fake://relay", None, False, 0
+    endpoint, replay_endpoint, subscribers = "fake://relay", None, 0
 
     def __init__(
         self, relay_endpoint: RelayEndpoint, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]

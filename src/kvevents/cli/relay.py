@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", engine)
     settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")
-    settings.add(output, "endpoint", "replay_endpoint", "snapshot_endpoint", "topic", "dialect", "tokens", "heartbeat")
+    settings.add(output, "endpoint", "replay_endpoint", "topic", "dialect", "tokens", "heartbeat")
     settings.add(output, "buffer_steps", "hwm", "curve.key_file", "curve.server_key", "curve.allowed")
     operators = parser.add_argument_group("metrics and logs")
     settings.add(operators, "metrics_port", "metrics_host")

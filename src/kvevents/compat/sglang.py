@@ -264,7 +264,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         replay_endpoint = _replay_endpoint_for_others(self._local_replay_endpoint)
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
 
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
         """Accept all ports, as SGLang does: ranks on different nodes may use ports that would collide on one node."""
 
 

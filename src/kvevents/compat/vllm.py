@@ -211,7 +211,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         config = super().get_publisher_config()
         return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
 
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 

@@ -189,9 +189,9 @@ class EnginePublisher(ZmqEventPublisher):
         else:
             self._failures.count("thread")
 
-    def _poll(self, now: float, encode: Encode) -> None:
+    def _poll(self, now: float) -> None:
         if not self._end_reason:
-            super()._poll(now, encode)
+            super()._poll(now)
 
     def _publisher_thread(self) -> None:
         try:

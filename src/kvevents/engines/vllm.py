@@ -82,7 +82,7 @@ class VllmEventPublisher(EnginePublisher):
         endpoints = {"endpoint": ours.endpoint, "replay_endpoint": ours.replay_endpoint}
         return _config_class()(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
 
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 

@@ -1,9 +1,8 @@
-"""Sends one numbered stream to all subscribers, and serves replay and placement snapshots at the same time.
+"""Sends one numbered stream to all subscribers, and serves replay at the same time.
 
-Theory of operation. One thread, the caller's, sends; only it may call `send`, `send_barrier` and `poll`, and it ends with
-`close_events`. Batches go into the replay buffer first and out afterwards, so that every batch a consumer saw can be requested
-again. Each server has a thread and a ROUTER socket of its own, if its endpoint is set: `zmq-replay` (`replay_server`) and
-`zmq-snapshot` (`snapshot_server`).
+Theory of operation. One thread, the caller's, sends; only it may call `send` and `poll`, and it ends with `close_events`.
+Batches go into the replay buffer first and out afterwards, so that every batch a consumer saw can be requested again. The
+replay server (`replay_server`) has a thread, `zmq-replay`, and a ROUTER socket of its own, if its endpoint is set.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from kvevents.endpoints import connectable
 from kvevents.native_module import FRAMES, libzmq_io
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
-from kvevents.publisher.replay_server import ReplayServer, StreamingRouter
-from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings, RouterSettings
-from kvevents.publisher.snapshot_server import SnapshotServer, live_topic
+from kvevents.publisher.replay_server import ReplayServer
+from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats
 from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket, start_termination
 from kvevents.security import Curve
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 _EVENT_AFFINITY: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
 _REPLY_AFFINITY: Final = 2
-"""ZMQ_AFFINITY of the other sockets: the second I/O thread."""
+"""ZMQ_AFFINITY of the replay socket: the second I/O thread."""
 _MAX_SUBSCRIPTIONS_PER_POLL: Final = 1000
 
 
@@ -105,20 +103,23 @@ class EventSocket:
 
 
 class EventServer:
-    """The sockets and server threads of a stream. Numbers of batches must rise, and may start anywhere.
+    """The sockets and the replay thread of a stream. Numbers of batches must rise, and may start anywhere.
 
-    endpoint, replay_endpoint, snapshot_endpoint: used as they are, without adding a rank. bind: whether the event socket binds.
+    endpoint, replay_endpoint: used as they are, without adding a rank. bind: whether the event socket binds.
     replay_topic: whether replies repeat the topic.
     incarnation: number of this incarnation of the sender, as in its heartbeats; random by default.
-    snapshot_endpoint: if set, the server answers SGLang's draft `snapshot-v1` there. The topic of every batch then ends with
-    the incarnation, by which consumers of the draft distinguish the incarnations of a sender. `rank` is part of these answers.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
     Raises `EndpointError` when a socket cannot be bound, and what `kvevents.zap.secure_sockets` raises. No socket
     stays open then.
     """
 
-    def __init__(  # noqa: PLR0913 - the options of three sockets
+    replay_bound: str | None = None
+    """The replay endpoint as ZeroMQ reports it; None without replay."""
+    _replay: ReplayServer | None = None
+    _replay_thread: threading.Thread | None = None
+
+    def __init__(  # noqa: PLR0913 - the options of two sockets
         self,
         endpoint: str,
         replay_endpoint: str | None = None,
@@ -130,8 +131,6 @@ class EventServer:
         replay_topic: bool = True,
         curve: Curve | None = None,
         context: zmq.Context[Any] | None = None,
-        snapshot_endpoint: str | None = None,
-        rank: int = 0,
         incarnation: int | None = None,
         settings: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS,
     ) -> None:
@@ -143,27 +142,19 @@ class EventServer:
         self._hwm = hwm
         self._binds = bind
         self._curve = curve
-        self._endpoint, self._replay_endpoint, self._snapshot_endpoint = endpoint, replay_endpoint, snapshot_endpoint
-        epoch = f"{self.incarnation:016x}"
-        self._topic = topic.encode() if snapshot_endpoint is None else live_topic(topic.encode(), epoch)
+        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
+        self._topic = topic.encode()
         self._context, self._owns_context = self._choose_context(context)
         self._are_events_closed = self._is_closed = False
         self._failures = FailureLog(logger, endpoint, settings.log_interval)
         self._flush_until = float("inf")
         self._termination: threading.Thread | None = None
-        self._replay: ReplayServer | None = None
-        self._snapshots: SnapshotServer | None = None
-        self.replay_bound: str | None = None
-        self.snapshot_bound: str | None = None
         with ExitStack() as undo:
-            self._open(undo, self._topic if replay_topic else None, epoch, rank)
-            self._threads = [
-                threading.Thread(target=server.run, daemon=True, name=f"zmq-{server.name}") for server in self._servers()
-            ]
+            self._open(undo, self._topic if replay_topic else None)
             undo.pop_all()
         try:
-            for thread in self._threads:
-                thread.start()
+            if self._replay_thread is not None:
+                self._replay_thread.start()
         except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
             self.close(0.0)
             raise
@@ -172,17 +163,17 @@ class EventServer:
         """Return the context to use, and whether the server terminates it.
 
         `inproc://` connects within one context only, so with it the server uses the process's context, as the engines do.
-        Otherwise it creates a context that it can flush and terminate. With a ROUTER socket the context has a second I/O
-        thread, so that a long reply does not delay live batches.
+        Otherwise it creates a context that it can flush and terminate. With replay the context has a second I/O thread, so
+        that a long reply does not delay live batches.
         """
         if given is not None:
             return given, False
-        others = [end for end in (self._replay_endpoint, self._snapshot_endpoint) if end is not None]
-        if any(end.startswith("inproc://") for end in (self._endpoint, *others)):
+        endpoints = [self._endpoint] if self._replay_endpoint is None else [self._endpoint, self._replay_endpoint]
+        if any(endpoint.startswith("inproc://") for endpoint in endpoints):
             return zmq.Context.instance(), False
-        return zmq.Context(io_threads=2 if others else 1), True
+        return zmq.Context(io_threads=len(endpoints)), True
 
-    def _open(self, undo: ExitStack, replay_topic: bytes | None, epoch: str, rank: int) -> None:
+    def _open(self, undo: ExitStack, replay_topic: bytes | None) -> None:
         settings = self._settings
         if self._owns_context:
             undo.callback(self._context.term)
@@ -200,23 +191,19 @@ class EventServer:
         )
         undo.callback(self._events.close, None)
         if self._replay_endpoint is not None:
-            socket, self.replay_bound = self._open_router(self._replay_endpoint, "replay", settings.replay)
+            socket, self.replay_bound = self._open_router(self._replay_endpoint)
             undo.callback(socket.close, linger=0)
             self._replay = ReplayServer(socket, self._buffer, replay_topic, settings.replay, settings.log_interval)
             undo.callback(self._replay.close)
-        if self._snapshot_endpoint is not None:
-            socket, self.snapshot_bound = self._open_router(self._snapshot_endpoint, "snapshot", settings.snapshots)
-            self._snapshots = SnapshotServer(socket, self._buffer, epoch, rank, settings.snapshots, settings.log_interval)
+            self._replay_thread = threading.Thread(target=self._replay.run, daemon=True, name="zmq-replay")
 
-    def _open_router(self, endpoint: str, what: str, settings: RouterSettings) -> tuple[Socket, str]:
+    def _open_router(self, endpoint: str) -> tuple[Socket, str]:
+        settings = self._settings.replay
         with open_socket(self._context, zmq.ROUTER, self.security, endpoint) as socket:
             socket.sndhwm = settings.send_limit
             socket.tcp_maxrt = int(settings.unread_timeout * 1000)
             socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
-            return socket, bind(socket, endpoint, what)
-
-    def _servers(self) -> list[StreamingRouter]:
-        return [server for server in (self._replay, self._snapshots) if server is not None]
+            return socket, bind(socket, endpoint, "replay")
 
     # --- state ----------------------------------------------------------------------------------------------------------------
 
@@ -241,11 +228,6 @@ class EventServer:
         return None if self.replay_bound is None else connectable(self.replay_bound)
 
     @property
-    def snapshot_endpoint(self) -> str | None:
-        """The endpoint at which a consumer on this host requests a placement snapshot; None without snapshots."""
-        return None if self.snapshot_bound is None else connectable(self.snapshot_bound)
-
-    @property
     def connections_refused(self) -> int:
         """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
         return 0 if self.security is None else self.security.refused
@@ -253,55 +235,30 @@ class EventServer:
     @property
     def replays_unfinished(self) -> int:
         """Replies that `close` left unfinished."""
-        return sum(server.unfinished for server in self._servers())
+        return 0 if self._replay is None else self._replay.unfinished
 
     def replay_stats(self) -> ReplayStats:
         """Return the counters of replay; all are zero without replay."""
         return ReplayStats() if self._replay is None else self._replay.stats()
 
-    def snapshot_stats(self) -> ReplayStats:
-        """Return the counters of placement snapshots; all are zero without snapshots."""
-        return ReplayStats() if self._snapshots is None else self._snapshots.stats()
-
     def failures(self) -> dict[str, int]:
         """Return the number of survived exceptions by part; parts without exceptions are left out."""
-        found = self._failures.counts()
-        for server in self._servers():
-            found |= server.failures.counts()
-        return found
+        return self._failures.counts() | ({} if self._replay is None else self._replay.failures.counts())
 
     # --- called by the sending thread -----------------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
         """Store batches for replay and send them, in this order. If they cannot be stored, they are sent nevertheless."""
-        self._store(batches)
-        self._events.send(self._topic, batches)
-
-    def _store(self, batches: Sequence[SequencedPayload]) -> None:
         try:
             self._buffer.extend(batches)
         except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
             self._buffer.discard()
             self._failures.record("replay_buffer", error, "the buffer is emptied, and compaction is switched off")
+        self._events.send(self._topic, batches)
 
     def poll(self) -> None:
         """Read subscriptions, and reconnect if that is due. Call it several times per second."""
         self._events.poll()
-
-    @property
-    def barrier_requested(self) -> bool:
-        """Whether a request for a placement snapshot waits until `send_barrier` is called."""
-        return self._snapshots is not None and self._snapshots.barrier_requested
-
-    def send_barrier(self, number: int, payload: bytes) -> None:
-        """Send an empty batch as the barrier of a placement snapshot, which contains everything up to this number."""
-        snapshots = self._snapshots
-        if snapshots is None:
-            self.send([(number, payload)])
-            return
-        self._store([(number, payload)])
-        self._events.send(snapshots.barrier_topic(self._topic, number), [(number, payload)])
-        snapshots.barrier_sent(number)
 
     def close_events(self, deadline: float | None = None) -> None:
         """Close the event socket; ZeroMQ flushes it until `deadline` (monotonic seconds). A second call does nothing."""
@@ -313,8 +270,8 @@ class EventServer:
 
     def stop_replies(self, deadline: float) -> None:
         """Accept no more requests; replies in progress may continue until `deadline` (monotonic seconds). Returns at once."""
-        for server in self._servers():
-            server.stop(deadline)
+        if self._replay is not None:
+            self._replay.stop(deadline)
 
     def close(self, seconds: float = 1.0, *, is_sending: bool = False) -> bool | None:
         """Finish replies, flush and close, all within `seconds`. Return whether everything was flushed.
@@ -328,22 +285,21 @@ class EventServer:
         self.stop_replies(deadline)
         if not is_sending:
             self.close_events(deadline)
-        for thread in self._threads:
-            if thread.ident is not None:  # it was started
-                thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
+        replay, thread = self._replay, self._replay_thread
+        if thread is not None and thread.ident is not None:  # it was started
+            thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
         if self.security is not None:
             self.security.close()
-        if is_sending or any(thread.is_alive() for thread in self._threads):
+        if is_sending or (thread is not None and thread.is_alive()):
             return False
-        servers = self._servers()
-        for server in servers:
-            server.close()
+        if replay is not None:
+            replay.close()
         if self._owns_context and not self._end_context(deadline):
             return False
         self._is_closed = True
         if not self._owns_context:
             return None
-        return monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
+        return monotonic() < (self._flush_until if replay is None else min(self._flush_until, replay.flush_until))
 
     def _end_context(self, deadline: float) -> bool:
         """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""

@@ -11,7 +11,7 @@ from kvevents.publisher.base import EventPublisher, NullEventPublisher
 from kvevents.publisher.zmq_publisher import ZmqEventPublisher
 
 _ENGINE_FIELDS: Final = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-_OWN_FIELDS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "heartbeat", "snapshot_endpoint")
+_OWN_FIELDS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "heartbeat")
 
 
 class PublisherRegistry:

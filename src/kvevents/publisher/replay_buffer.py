@@ -440,11 +440,6 @@ class ReplayBuffer:
                     self._update_stats()
         self.extend(batches)
 
-    def history_events(self) -> list[EventTuple] | None:
-        """Return events that rebuild what has left the buffer; None if a number is missing or the history is unavailable."""
-        with self._history_lock:
-            return None if self._compactor is None or self._missing is not None else self._compactor.events()
-
     # --- state
 
     def size(self) -> tuple[int, int]:

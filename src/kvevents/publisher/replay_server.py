@@ -21,19 +21,19 @@ import errno
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from time import monotonic, sleep
-from typing import Any, ClassVar, Final, cast
+from typing import Final, cast
 
 import zmq
 import zmq.backend
 
+from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
-from kvevents.publisher.settings import ReplayServerSettings, RouterSettings
+from kvevents.publisher.settings import ReplayServerSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats, is_context_terminated
 from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Socket, close_socket
 from kvevents.wire.framing import Malformed, parse_replay_request, replay_batch_frames, replay_end_frames
@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_replace_frame_lock)
 class InFlightFrames:
     """Large frames that ZeroMQ still holds, by the identity of the consumer. One thread uses it; any thread may read `size`."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: ReplayServerSettings) -> None:
         self._settings = settings
         self._frames: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._bytes: dict[bytes, int] = {}
@@ -118,31 +118,40 @@ class InFlightFrames:
 class ReplySession:
     """One reply in progress."""
 
-    __slots__ = ("ending", "identity", "messages", "position", "progressed_at", "started_at", "waiting")
+    __slots__ = ("batches", "identity", "position", "progressed_at", "waiting")
 
-    def __init__(self, identity: bytes, messages: Sequence[Any], ending: list[bytes], now: float) -> None:
+    def __init__(self, identity: bytes, batches: Sequence[SequencedPayload], now: float) -> None:
         self.identity = identity
-        self.started_at = self.progressed_at = now
-        self.waiting: deque[Any] = deque()
-        """Further requests of the same consumer."""
-        self.restart(messages, ending)
+        self.progressed_at = now
+        self.waiting: deque[int] = deque()
+        """First numbers of further requests of the same consumer."""
+        self.restart(batches)
 
-    def restart(self, messages: Sequence[Any], ending: list[bytes]) -> None:
-        """Start the next reply: messages for `StreamingRouter._frames_of`, and the frames of the last message."""
-        self.messages = messages
-        self.ending = ending
+    def restart(self, batches: Sequence[SequencedPayload]) -> None:
+        """Start the next reply."""
+        self.batches = batches
         self.position = 0
 
 
-class StreamingRouter(ABC):
-    """Streams replies on a bound ROUTER socket. It owns the socket from `run` on, and closes it when `run` ends."""
+class ReplayServer:
+    """Answers replay requests from a `ReplayBuffer` on a bound ROUTER socket.
 
-    name: ClassVar[str]
-    """Kind of the replies, for logs and counters."""
+    `run` is the body of the `zmq-replay` thread. The server owns the socket from `run` on, and closes it when `run` ends.
+    """
 
-    def __init__(self, socket: Socket, settings: RouterSettings, log_interval: float) -> None:
+    def __init__(
+        self,
+        socket: Socket,
+        buffer: ReplayBuffer,
+        topic: bytes | None,
+        settings: ReplayServerSettings,
+        log_interval: float,
+    ) -> None:
+        """`topic` is the first frame of every reply; None for the shape before vLLM 0.26 and SGLang 0.5.22."""
         socket.router_mandatory = True
         self._socket = socket
+        self._buffer = buffer
+        self._topic = topic
         self._settings = settings
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
         # A consumer in our own process may leave messages unread as long as it likes; that is its own memory.
@@ -171,10 +180,6 @@ class StreamingRouter(ABC):
     def stop(self, deadline: float) -> None:
         """Let replies in progress continue until `deadline` (monotonic seconds), then end `run`. Returns at once."""
         self._deadline = deadline
-        self.wake()
-
-    def wake(self) -> None:
-        """End the current wait of `run`."""
         if not self._is_closed:
             with suppress(BlockingIOError):  # the pipe is full of wake-ups
                 os.write(self._wake_write, b"\0")
@@ -199,7 +204,7 @@ class StreamingRouter(ABC):
                     self._record_failure(error, "the request is not answered")
                     sleep(self._settings.error_delay)
         except zmq.ZMQError:
-            logger.warning("the %s server stopped: its ZeroMQ context was terminated", self.name)
+            logger.warning("the replay server stopped: its ZeroMQ context was terminated")
         finally:
             self.unfinished = len(self._sessions)
             self._count["abandoned"] += self.unfinished
@@ -220,29 +225,7 @@ class StreamingRouter(ABC):
                 self._fruitless_turns = 0
                 sleep(self._settings.yield_delay)
             else:
-                self._on_no_progress(session, now)
-
-    # --- what a kind of reply defines
-
-    @abstractmethod
-    def _on_request(self, frames: list[bytes]) -> None:
-        """Start a session for a request, or count it as malformed."""
-
-    @abstractmethod
-    def _reply_to(self, request: Any) -> tuple[Sequence[Any], list[bytes]]:
-        """Return the messages of the reply to a request, and the frames of the last message."""
-
-    @abstractmethod
-    def _frames_of(self, message: Any) -> list[bytes]:
-        """Return the frames of a message after the identity."""
-
-    @abstractmethod
-    def _on_no_progress(self, session: ReplySession, now: float) -> None:
-        """Abandon the session if its consumer has made no progress for too long."""
-
-    @abstractmethod
-    def _has_room(self) -> bool:
-        """Whether another request may be read."""
+                self._abandon_if_stalled(session, now)
 
     # --- requests
 
@@ -250,11 +233,13 @@ class StreamingRouter(ABC):
         watched: list[tuple[Socket | int, int]] = []
         if self._deadline is None:
             watched.append((self._wake_read, zmq.POLLIN))
-        if self._deadline is None and self._has_room():
-            watched.append((self._socket, zmq.POLLIN))
-        ready = dict(zmq.zmq_poll(watched, int(self._wait_seconds() * 1000)))
-        if self._wake_read in ready and self._deadline is None:
-            os.read(self._wake_read, 4096)
+            if self._has_room():
+                watched.append((self._socket, zmq.POLLIN))
+        zmq.zmq_poll(watched, int(self._wait_seconds() * 1000))
+
+    def _has_room(self) -> bool:
+        """Whether another request may be read."""
+        return len(self._sessions) < self._settings.max_sessions
 
     def _wait_seconds(self) -> float:
         """Return the seconds to wait for a request before the next turn."""
@@ -273,13 +258,19 @@ class StreamingRouter(ABC):
                 return
             self._on_request(frames)
 
-    def _start_session(self, identity: bytes, request: Any) -> None:
+    def _on_request(self, frames: list[bytes]) -> None:
         """Reply to a request now, or after the earlier requests of the same consumer."""
-        session = self._sessions.get(identity)
+        request = parse_replay_request(frames)
+        if isinstance(request, Malformed):
+            self._count["malformed"] += 1
+            logger.debug("ignored a malformed replay request: %s", request.reason)
+            return
+        session = self._sessions.get(request.identity)
         if session is None:
-            self._sessions[identity] = ReplySession(identity, *self._reply_to(request), monotonic())
+            batches = self._buffer.batches_from(request.start)
+            self._sessions[request.identity] = ReplySession(request.identity, batches, monotonic())
         elif len(session.waiting) < self._settings.max_waiting_requests:
-            session.waiting.append(request)
+            session.waiting.append(request.start)
         else:
             self._count["refused"] += 1
         self._count["requests"] += 1
@@ -290,12 +281,12 @@ class StreamingRouter(ABC):
         """Send some messages; return whether any was sent or the session ended. An exception abandons only this reply."""
         start = session.position
         try:
-            for message in islice(session.messages, start, start + self._settings.messages_per_turn):
-                self._send_message(session.identity, self._frames_of(message))
+            for seq, payload in islice(session.batches, start, start + self._settings.messages_per_turn):
+                self._send_message(session.identity, replay_batch_frames(self._topic, seq, payload))
                 session.position += 1
                 self._count["batches"] += 1
-            if session.position == len(session.messages):
-                self._send_message(session.identity, list(session.ending))
+            if session.position == len(session.batches):
+                self._send_message(session.identity, replay_end_frames(self._topic is not None))
                 self._finish(session)
                 return True
         except zmq.Again:
@@ -322,9 +313,17 @@ class StreamingRouter(ABC):
             send(frame, _MORE)
         send(self._in_flight.track(identity, last) if is_large else last)
 
+    def _abandon_if_stalled(self, session: ReplySession, now: float) -> None:
+        """Abandon the reply if its consumer has made no progress for too long."""
+        settings = self._settings
+        timeout = settings.progress_timeout + self._in_flight.bytes_of(session.identity) / settings.min_read_rate
+        if now - session.progressed_at > timeout:
+            self._end_session(session, "abandoned")
+            logger.warning("abandoned a replay reply: its consumer read nothing for %g seconds", settings.progress_timeout)
+
     def _finish(self, session: ReplySession) -> None:
         if session.waiting:
-            session.restart(*self._reply_to(session.waiting.popleft()))
+            session.restart(self._buffer.batches_from(session.waiting.popleft()))
         else:
             del self._sessions[session.identity]
         self._count["finished"] += 1
@@ -338,49 +337,4 @@ class StreamingRouter(ABC):
         """Log and count an exception. Raises it again if the context was terminated."""
         if is_context_terminated(error):
             raise error
-        self.failures.record(self.name, error, consequence)
-
-
-class ReplayServer(StreamingRouter):
-    """Answers replay requests from a `ReplayBuffer`. `run` is the body of the `zmq-replay` thread."""
-
-    name = "replay"
-
-    def __init__(
-        self,
-        socket: Socket,
-        buffer: ReplayBuffer,
-        topic: bytes | None,
-        settings: ReplayServerSettings,
-        log_interval: float,
-    ) -> None:
-        """`topic` is the first frame of every reply; None for the shape before vLLM 0.26 and SGLang 0.5.22."""
-        super().__init__(socket, settings, log_interval)
-        self._buffer = buffer
-        self._topic = topic
-        self._max_sessions = settings.max_sessions
-        self._progress_timeout = settings.progress_timeout
-        self._min_read_rate = settings.min_read_rate
-
-    def _on_request(self, frames: list[bytes]) -> None:
-        request = parse_replay_request(frames)
-        if isinstance(request, Malformed):
-            self._count["malformed"] += 1
-            logger.debug("ignored a malformed replay request: %s", request.reason)
-            return
-        self._start_session(request.identity, request.start)
-
-    def _reply_to(self, request: int) -> tuple[Sequence[Any], list[bytes]]:
-        return self._buffer.batches_from(request), replay_end_frames(self._topic is not None)
-
-    def _frames_of(self, message: tuple[int, bytes]) -> list[bytes]:
-        return replay_batch_frames(self._topic, *message)
-
-    def _has_room(self) -> bool:
-        return len(self._sessions) < self._max_sessions
-
-    def _on_no_progress(self, session: ReplySession, now: float) -> None:
-        timeout = self._progress_timeout + self._in_flight.bytes_of(session.identity) / self._min_read_rate
-        if now - session.progressed_at > timeout:
-            self._end_session(session, "abandoned")
-            logger.warning("abandoned a replay reply: its consumer read nothing for %g seconds", self._progress_timeout)
+        self.failures.record("replay", error, consequence)

@@ -43,8 +43,8 @@ class ReplayBufferSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSettings:
-    """Limits and timers of a server that streams replies on a ROUTER socket."""
+class ReplayServerSettings:
+    """Limits and timers of the replay server."""
 
     send_limit: int = 256
     """Messages in the pipe of one consumer (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, few enough to bound
@@ -81,35 +81,9 @@ class RouterSettings:
     min_read_rate: int = 128 * 1024
     """Slowest reader that the server waits for, in bytes per second. A reply is not abandoned while its large frames could
     still be in flight at this rate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayServerSettings(RouterSettings):
-    """Limits and timers of the replay server."""
-
     progress_timeout: float = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
     `min_read_rate`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotServerSettings(RouterSettings):
-    """Limits and timers of the placement snapshot server."""
-
-    send_limit: int = 8
-    """Chunks in the pipe of one consumer (ZMQ_SNDHWM)."""
-    max_sessions: int = 64
-    """Replies in progress and requests that wait for a snapshot. Further requests wait in ZeroMQ."""
-    max_snapshots: int = 4
-    """Snapshots in memory. A request for another one is answered with an error while this many are being read."""
-    reply_timeout: float = 30.0
-    """Seconds for one reply. The consumer of the draft gives up after this time."""
-    barrier_timeout: float = 5.0
-    """Seconds in which the sending thread must send a requested barrier."""
-    min_interval: float = 0.25
-    """Seconds between two snapshots at least, so that no reader makes a publisher send barriers without end."""
-    records_per_chunk: int = 8_192
-    """Records of one chunk: the most that the consumer of the draft accepts, about 160 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +96,7 @@ class PublisherSettings:
     max_sleep: float = 0.25
     """Longest sleep of the idle publisher thread in seconds."""
     poll_interval: float = 0.1
-    """Seconds between two polls of everything except the queue: subscriptions, losses to log, requested barriers."""
+    """Seconds between two polls of everything except the queue: subscriptions, losses to log."""
     error_delay: float = 0.1
     """Seconds to wait after a failed burst, as in vLLM, so that a persistent fault does not keep a CPU busy."""
     term_timeout: float = 5.0
@@ -136,7 +110,6 @@ class PublisherSettings:
     polling: PollSettings = PollSettings()
     buffer: ReplayBufferSettings = ReplayBufferSettings()
     replay: ReplayServerSettings = ReplayServerSettings()
-    snapshots: SnapshotServerSettings = SnapshotServerSettings()
     security: SecuritySettings = DEFAULT_SECURITY_SETTINGS
 
 

@@ -67,8 +67,8 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     `shutdown()`, or in a forked child; these have no number)."""
     failures: dict[str, int] = {}
     """Exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are switched off
-    by their first exception. After one in `replay_buffer` the buffer is empty. After one in `thread`, `replay` or `snapshot`
-    that thread continues."""
+    by their first exception. After one in `replay_buffer` the buffer is empty. After one in `thread` or `replay` that
+    thread continues."""
     next_seq: int = 0
     """Number of the next batch."""
     buffered_batches: int = 0
@@ -77,12 +77,10 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     history: HistoryStats | None = None
     """None if history is not compacted."""
     heartbeats: int = 0
-    """Heartbeats sent. They have numbers and, like barriers, count in no other counter."""
+    """Heartbeats sent. They have numbers and count in no other counter."""
     subscribers: int = 0
     """Subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()
-    snapshots: ReplayStats = ReplayStats()
-    """Counters of the placement snapshot server; its `batches` are messages."""
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):

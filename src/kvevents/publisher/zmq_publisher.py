@@ -3,7 +3,7 @@
 Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts out of the queue,
 encodes and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is expected, since
 waking a sleeping thread is the most expensive thing that `publish` could do; otherwise it sleeps until `publish` wakes it.
-Batches of the thread's own, heartbeats and barriers, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
+The thread's own batches, such as heartbeats, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
 compacts what leaves the replay buffer, so that no live batch waits for it.
 
 The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch
@@ -63,7 +63,6 @@ class ZmqEventPublisher(QueuedPublisher):
     curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
     heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for
     none. Without the native module these batches have no digest.
-    snapshot_endpoint: where placement snapshots are served as in SGLang's draft `snapshot-v1`; changes the topics of batches.
     settings: limits and timers.
 
     Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
@@ -103,7 +102,6 @@ class ZmqEventPublisher(QueuedPublisher):
         curve: Curve | None = None,
         context: zmq.Context[Any] | None = None,
         heartbeat: float | None = None,
-        snapshot_endpoint: str | None = None,
         settings: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS,
     ) -> None:
         check_counts(data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps, hwm=hwm, max_queue_size=max_queue_size)
@@ -113,13 +111,13 @@ class ZmqEventPublisher(QueuedPublisher):
         self._topic_bytes = topic.encode()
         self._dialect = resolve_dialect(dialect)
         self._binds = should_bind(endpoint) if bind is None else bind
-        self._check_ports(endpoint, replay_endpoint, snapshot_endpoint)
+        self._check_ports(endpoint, replay_endpoint)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
         self._heartbeat_interval = heartbeat or 0.0
         self._compact = compact
-        self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
+        self._buffer = self._replay_buffer(buffer_steps, compact)
         self._poll_planner = PollPlanner(settings.polling)
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
@@ -128,27 +126,23 @@ class ZmqEventPublisher(QueuedPublisher):
         self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
         if replay_topic is None:
             replay_topic = self._dialect is None or self._dialect.has_replay_topic
-        self._server = self._open_server(
-            snapshot_endpoint, hwm=hwm, topic=topic, replay_topic=replay_topic, curve=curve, context=context
+        self._server = EventServer(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._buffer,
+            hwm=hwm,
+            topic=topic,
+            bind=self._binds,
+            replay_topic=replay_topic,
+            curve=curve,
+            context=context,
+            settings=settings,
         )
         try:
             self._start(max_queue_size)
         except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
             self.shutdown(0.0)
             raise
-
-    def _open_server(self, snapshot_endpoint: str | None, **options: Any) -> EventServer:
-        """Open the sockets of this rank. `options` are further ones of `EventServer`."""
-        return EventServer(
-            self._endpoint,
-            self._replay_endpoint,
-            buffer=self._buffer,
-            bind=self._binds,
-            snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, self._data_parallel_rank),
-            rank=self._data_parallel_rank,
-            settings=self._settings,
-            **options,
-        )
 
     def _start(self, max_queue_size: int) -> None:
         """Start the threads, once the sockets are open."""
@@ -170,31 +164,22 @@ class ZmqEventPublisher(QueuedPublisher):
         }
         warn_without_native(logger, self.endpoint, [feature for feature, is_wanted in features.items() if is_wanted])
 
-    def _replay_buffer(self, steps: int, compact: bool | None, *, has_snapshots: bool) -> ReplayBuffer:
-        if has_snapshots and compact is False:
-            raise ConfigError("snapshot_endpoint needs compaction: remove compact=False")
+    def _replay_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
         settings = self._settings.buffer
-        if (self._replay_endpoint is None and not has_snapshots) or compact is False:
+        if self._replay_endpoint is None or compact is False:
             return ReplayBuffer(0 if self._replay_endpoint is None else steps, settings=settings)
         compactor = Compactor.create()
-        if compactor is None and (compact or has_snapshots):
-            require_native("snapshot_endpoint" if has_snapshots else "compact=True")
+        if compactor is None and compact:
+            require_native("compact=True")
         # At least the newest batch is kept: a consumer recognises this publisher by it after a reconnect.
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
 
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
         """Raise `ConfigError` if a port of this rank is also a port of another rank."""
-        rank = self._data_parallel_rank
-        collision = port_collision(endpoint, replay_endpoint, rank) if self._binds else None
+        collision = port_collision(endpoint, replay_endpoint, self._data_parallel_rank) if self._binds else None
         if collision is not None:
             raise ConfigError(collision)
-        for other in (endpoint, replay_endpoint):
-            if None not in {snapshot_endpoint, other} and port_collision(other or "", snapshot_endpoint, rank) is not None:
-                raise ConfigError(
-                    f"the snapshot port of rank {rank} would be a port of a rank at or below it; "
-                    f"put snapshot_endpoint ({snapshot_endpoint}) at least as many ports from {other} as there are ranks"
-                )
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -207,11 +192,6 @@ class ZmqEventPublisher(QueuedPublisher):
     def replay_endpoint(self) -> str | None:
         """The endpoint at which a consumer on this host requests replay; None without replay."""
         return self._server.replay_endpoint
-
-    @property
-    def snapshot_endpoint(self) -> str | None:
-        """The endpoint at which a consumer on this host requests a placement snapshot; None without snapshots."""
-        return self._server.snapshot_endpoint
 
     @property
     def connections_refused(self) -> int:
@@ -254,7 +234,6 @@ class ZmqEventPublisher(QueuedPublisher):
             heartbeats=self._heartbeats,
             subscribers=self._server.subscribers,
             replay=self._server.replay_stats(),
-            snapshots=self._server.snapshot_stats(),
         )
 
     def _count_queued(self, accepted: int) -> int:
@@ -298,7 +277,7 @@ class ZmqEventPublisher(QueuedPublisher):
             now = monotonic()
             if now >= poll_at:
                 poll_at = now + self._settings.poll_interval
-                self._attempt(self._poll, now, encode)
+                self._attempt(self._poll, now)
             if self._digest_tracker is not None and now >= heartbeat_at:
                 heartbeat_at = now + self._heartbeat_interval
                 self._attempt(self._send_heartbeat, self._digest_tracker, encode)
@@ -390,15 +369,6 @@ class ZmqEventPublisher(QueuedPublisher):
         self._send([(number, payload)])
         self._heartbeats += 1
 
-    def _send_barrier(self, encode: Encode) -> None:
-        barrier = self._empty_batch(encode)
-        try:
-            self._server.send_barrier(*barrier)
-        except BaseException:
-            self._has_tail_gap = True
-            raise
-        self._update_digest([barrier])
-
     def _wait_for_batch(self, heartbeat_at: float) -> None:
         """Poll or wait until a batch arrives, the queue closes, or something else is due."""
         planner = self._poll_planner
@@ -414,13 +384,11 @@ class ZmqEventPublisher(QueuedPublisher):
         if self._queue:
             planner.record_arrival(monotonic())
 
-    def _poll(self, now: float, encode: Encode) -> None:
+    def _poll(self, now: float) -> None:
         self._queue_full_log.update(self._dropped_full, now)
         self._encode_failure_log.update(self._encode_failures, now, self._last_encode_failure)
         self._log_history_problem()
         self._server.poll()
-        if self._server.barrier_requested:
-            self._send_barrier(encode)
 
     def _log_history_problem(self) -> None:
         """Log when the snapshot for late consumers becomes unavailable, and when it is available again."""

@@ -284,15 +284,6 @@ class OutputSequencer:
         self.send_events([BlockRemoved([], heartbeat=heartbeat)], rank)
         self.batches_since_heartbeat = 0
 
-    def send_barrier(self, rank: int | None = 0) -> None:
-        """Send an empty batch as the barrier of a placement snapshot."""
-        payload = self.encoder.encode(KVEventBatch(time.time(), [], rank))
-        self._append(Batches(self.next_number, [OWN_UPSTREAM], [0], [0], [payload]))
-        self._event_server.send_barrier(self.next_number, payload)
-        self.next_number += 1
-        self.batches_since_heartbeat += 1
-        self._is_newest_unseen = False
-
     def skip_number(self) -> None:
         """Skip a number. Consumers notice the gap when the next number arrives."""
         if self._journal is not None:

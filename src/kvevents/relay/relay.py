@@ -203,8 +203,6 @@ class Relay:
             bind=should_bind(settings.endpoint) or settings.endpoint.startswith("tcp://"),
             replay_topic=dialect is None or dialect.has_replay_topic,
             curve=settings.curve,
-            snapshot_endpoint=settings.snapshot_endpoint,
-            rank=settings.upstreams[0].rank,
             incarnation=incarnation,
         )
 
@@ -288,8 +286,6 @@ class Relay:
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
         self._event_server.poll()
-        if self._event_server.barrier_requested:
-            self._sequencer.send_barrier(self._rank)
         self._clear_if_empty()
         self._heartbeats.send_if_due(self.trust(), now)
         self._sequencer.flush_skipped(self._rank)

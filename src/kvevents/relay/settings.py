@@ -57,8 +57,6 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where to publish."""
     replay_endpoint: Endpoint | None = DEFAULT_REPLAY_ENDPOINT
     """Where to answer requests for replay and history."""
-    snapshot_endpoint: Endpoint | None = None
-    """Where to answer SGLang's snapshot-v1 (default: nowhere)."""
     topic: str | None = None
     """First frame of every batch (default: the first engine's)."""
     dialect: Name | None = None
