@@ -58,11 +58,11 @@ def test_a_query_prints_its_rows_as_json(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_query_without_rows_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["export", str(small_recording(tmp_path)), str(tmp_path / "out")])
+    main(["export", str(history(tmp_path / "run.jsonl", {"a": [(100.0, [removed(2)])]})), str(tmp_path / "out")])
     output(capsys)
-    assert main(["export", "--query", "reuse-distance", str(tmp_path / "out")]) == 0
+    assert main(["export", "--query", "block-lifetime", str(tmp_path / "out")]) == 0
     out, err = output(capsys)
-    assert out.startswith("tier  distance_from")
+    assert out.startswith("tier  kv_group")
     assert err == "the query returned no rows\n"
 
 

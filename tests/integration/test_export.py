@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +11,6 @@ from typing import Any
 import msgspec
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # pyarrow has no types
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from export_cases import (
     RECORDING,
@@ -43,7 +40,7 @@ from kvevents.export import (
     find_query,
     run_query,
 )
-from kvevents.export.residency import UNKEYED, ReuseDistances
+from kvevents.export.residency import UNKEYED
 from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch
@@ -222,50 +219,6 @@ def test_salts_are_exported_as_digests_that_differ_between_exports(tmp_path: Pat
     assert not any(b"tenant-7" in file.read_bytes() for file in (tmp_path / "one").iterdir())
 
 
-# --- reuse distances
-
-
-@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=60), st.integers(1, 40))
-def test_reuse_distances_equal_those_of_a_list(operations: list[tuple[int, bool]], remaining: int) -> None:
-    """The distances equal those computed from a list of all stores, also when positions are assigned again."""
-    distances = ReuseDistances(1000)
-    distances._next = len(distances._marks) - remaining
-    compare_with_a_list(distances, operations)
-
-
-def test_reuse_distances_of_many_blocks_equal_those_of_a_list() -> None:
-    """Thousands of blocks exceed one stretch of marks, and positions are assigned again several times."""
-    rng = random.Random(5)
-    operations = [(int(5000 * rng.random() ** 2), rng.random() < 0.6) for _ in range(12_000)]
-    compare_with_a_list(ReuseDistances(10_000), operations)
-
-
-def compare_with_a_list(distances: ReuseDistances, operations: list[tuple[int, bool]]) -> None:
-    log: list[int] = []
-    stored_keys: set[int] = set()
-    removed_at: dict[int, int] = {}
-    for key, stores in operations:
-        if not stores and key in stored_keys:
-            distances.record_removal(key)
-            removed_at[key] = len(log)
-        elif stores:
-            expected = len(set(log[removed_at.pop(key) :])) if key in removed_at else None
-            assert distances.record_store(key) == expected
-            log.append(key)
-            stored_keys.add(key)
-
-
-def test_the_memory_for_reuse_distances_is_bounded() -> None:
-    distances, rng = ReuseDistances(500), random.Random(3)
-    for _ in range(20_000):
-        key = rng.randrange(1 << 40)
-        distances.record_store(key)
-        distances.record_removal(key)
-        assert len(distances._last) <= max(1024, 2 * 500 + 1024)
-    assert distances.forgotten > 15_000
-    assert distances.record_store(key) == 0
-
-
 # --- optional columns, and messages -------------------------------------------------------------------------------------------
 
 
@@ -408,9 +361,7 @@ def test_a_folder_with_special_characters_can_be_queried(tmp_path: Path) -> None
 
 def test_invalid_queries_and_folders_raise_an_error(tmp_path: Path) -> None:
     folder = export_one_worker(tmp_path, [stored([1], [1])])
-    with pytest.raises(
-        ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, reuse-distance, or a file"
-    ):
+    with pytest.raises(ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, hit-depth, or a file"):
         find_query("hits")
     with pytest.raises(ConfigError, match=r"cannot read .*none.sql: No such file"):
         find_query(str(tmp_path / "none.sql"))

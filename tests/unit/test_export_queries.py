@@ -21,7 +21,6 @@ from kvevents.recording import RecordedFrame, RecordingWriter
 
 History = dict[str, Sequence[tuple[float, Sequence[KVEvent]]]]
 Row = tuple[Any, ...]
-GROWTHS = (1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 @dataclass(eq=False)
@@ -40,7 +39,7 @@ class Residency:
     ended: str = "end"
     ended_order: tuple[int, int, int] = (1 << 30, 0, 0)
     ended_at: float = 0.0
-    distance: int | None = None
+    returned: bool = False
     copies: int = 1
 
     @property
@@ -69,7 +68,7 @@ def residencies_of(history: History) -> list[Residency]:
                     residency.ended, residency.ended_order, residency.ended_at = "cleared", (seq, position, 0), ts
         for residency in own:
             residency.ended_at = batches[-1][0] if residency.ended == "end" else residency.ended_at
-            residency.distance = distance(residency, own)
+            residency.returned = is_return(residency, own)
         found += own
     return found
 
@@ -91,18 +90,12 @@ def store(event: BlockStored, worker: str, order: tuple[int, int], ts: float, ow
             known.copies += 1
 
 
-def distance(residency: Residency, own: list[Residency]) -> int | None:
-    """Return the number of different blocks stored between the previous removal of this block and its store.
-
-    Return None if the block was not removed before, or if a clear is between.
-    """
+def is_return(residency: Residency, own: list[Residency]) -> bool:
+    """Return whether the block was removed before it was stored, without a clear in between."""
     same = [one for one in own if (one.tier, one.name) == (residency.tier, residency.name) and one.stored < residency.stored]
     before = max(same, key=lambda one: one.stored, default=None)
     clears = [one.ended_order for one in own if one.ended == "cleared" and one.ended_order < residency.stored]
-    if before is None or before.ended != "removed" or any(clear > before.ended_order for clear in clears):
-        return None
-    between = {one.name for one in own if one.tier == residency.tier and before.ended_order < one.stored < residency.stored}
-    return len(between)
+    return before is not None and before.ended == "removed" and not any(clear > before.ended_order for clear in clears)
 
 
 def bucket(value: int) -> tuple[int, int]:
@@ -150,55 +143,10 @@ def eviction_age(residencies: list[Residency], _: History) -> list[Row]:
 
 
 def returns_later(evicted: Residency, residencies: list[Residency]) -> bool:
-    """Return whether a later store of the same block has a reuse distance, which makes it a return."""
+    """Return whether the next store of the same block is a return."""
     same = [one for one in residencies if (one.worker, one.tier, one.name) == (evicted.worker, evicted.tier, evicted.name)]
     later = [one for one in same if one.stored > evicted.ended_order]
-    return bool(later) and min(later, key=lambda one: one.stored).distance is not None
-
-
-def reuse_distance(residencies: list[Residency], _: History) -> list[Row]:
-    returns = [residency for residency in residencies if residency.distance is not None]
-    rows: list[Row] = []
-    for name, members in group_by(returns, lambda residency: residency.tier):
-        so_far = 0
-        for ends, in_bucket in group_by(members, lambda residency: bucket(residency.distance or 0)):
-            so_far += len(in_bucket)
-            rows.append(
-                (name, *ends, len(in_bucket), SIZE * len(in_bucket), len(in_bucket) / len(members), so_far / len(members))
-            )
-    return rows
-
-
-def larger_cache(residencies: list[Residency], _: History) -> list[Row]:
-    rows: list[Row] = []
-    for name, members in group_by(residencies, lambda residency: residency.tier):
-        peaks = {worker: peak(own) for worker, own in group_by(members, lambda residency: residency.worker)}
-        for growth in GROWTHS:
-            extra = {worker: math.ceil(most * (growth - 1) - 1e-9) for worker, most in peaks.items()}
-            saved = [
-                residency
-                for residency in members
-                if all(would_have_stayed(one, extra[residency.worker]) for one in earlier_blocks_of_store(residency, members))
-            ]
-            rows.append((name, growth, sum(extra.values()), len(saved), SIZE * len(saved), len(saved) / len(members)))
-    return rows
-
-
-def peak(residencies: list[Residency]) -> int:
-    return max(sum(one.stored <= residency.stored < one.ended_order for one in residencies) for residency in residencies)
-
-
-def earlier_blocks_of_store(residency: Residency, residencies: list[Residency]) -> list[Residency]:
-    """Return the blocks of the same store up to this one."""
-    return [
-        one
-        for one in residencies
-        if one.worker == residency.worker and one.stored[:2] == residency.stored[:2] and one.stored[2] <= residency.stored[2]
-    ]
-
-
-def would_have_stayed(residency: Residency, extra: int) -> bool:
-    return residency.distance is not None and residency.distance <= extra
+    return bool(later) and min(later, key=lambda one: one.stored).returned
 
 
 def duplicated_prefixes(residencies: list[Residency], _: History) -> list[Row]:
@@ -266,8 +214,6 @@ MODELS: dict[str, Callable[[list[Residency], History], list[Row]]] = {
     "duplicated-prefixes": duplicated_prefixes,
     "eviction-age": eviction_age,
     "hit-depth": hit_depth,
-    "larger-cache": larger_cache,
-    "reuse-distance": reuse_distance,
 }
 
 
@@ -358,7 +304,7 @@ def test_the_random_histories_cover_every_case_that_the_queries_distinguish() ->
     """The histories contain removals, clears, returns, hits of each kind and blocks of several workers."""
     residencies = [residency for seed in range(8) for residency in residencies_of(random_history(seed))]
     assert {residency.ended for residency in residencies} == {"removed", "cleared", "end"}
-    assert len({residency.distance for residency in residencies}) > 8
+    assert sum(residency.returned for residency in residencies) > 8
     hits = [row for seed in range(8) for row in hit_depth(residencies_of(random_history(seed)), random_history(seed))]
     assert all(sum(row[column] for row in hits) > 5 for column in (3, 4, 5))
     assert any(row[1] == 3 for seed in range(8) for row in duplicated_prefixes(residencies_of(random_history(seed)), {}))
@@ -368,25 +314,20 @@ def test_every_shipped_query_has_a_python_model() -> None:
     assert queries().keys() == MODELS.keys()
 
 
-def test_one_more_block_saves_all_repeated_stores_of_a_cache_that_is_one_block_too_small(tmp_path: Path) -> None:
-    """A cache of three blocks stores blocks 1 to 4 in turn and evicts the oldest. Each return misses by one block, so one more
-    block saves every store except the first four."""
-    batches: list[tuple[float, list[KVEvent]]] = []
-    for turn in range(12):
-        evicted = [removed((turn - 3) % 4 + 1)] if turn >= 3 else []
-        batches.append((float(turn + 1), [*evicted, stored([turn % 4 + 1], [turn % 4])]))
-    export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
-    assert run_query(tmp_path / "out", find_query("reuse-distance")).rows == [("gpu", 1, 1, 8, 32, 1.0, 1.0)]
-    larger = run_query(tmp_path / "out", find_query("larger-cache")).rows
-    assert [row[1:5] for row in larger] == [
-        (1.1, 1, 8, 32),
-        (1.25, 1, 8, 32),
-        (1.5, 2, 8, 32),
-        (2.0, 3, 8, 32),
-        (4.0, 9, 8, 32),
-    ]
-    (lifetimes,) = run_query(tmp_path / "out", find_query("block-lifetime")).rows
-    assert lifetimes == ("gpu", 0, 12, 9, 0, 3, 0, 3.0, 3.0, 3.0, 3.0, 3.0)
+def test_removed_blocks_that_are_stored_again_are_counted_unless_a_clear_is_between(tmp_path: Path) -> None:
+    """A clear counts also if it removes no block, and not if it is for another tier."""
+    of_another_tier = AllBlocksCleared(unknown_fields={"medium": "CPU"})
+    clears = {1: [], 2: [cleared()], 3: [of_another_tier], 4: [AllBlocksCleared(unknown_fields={"medium": "GPU"})]}
+    batches_by_worker: History = {
+        f"w{block}": [
+            (100.0, [stored([block], [block])]),
+            (103.0, [removed(block), *between]),
+            (105.0, [stored([block], [block])]),
+        ]
+        for block, between in clears.items()
+    }
+    export([history(tmp_path / "run.jsonl", batches_by_worker)], tmp_path / "out")
+    assert run_query(tmp_path / "out", find_query("eviction-age")).rows == [("gpu", 1, 1, 4, 3.0, 3.0, 3.0, 2)]
 
 
 def test_duplicated_prefixes_are_weighted_by_the_time_that_two_workers_hold_them(tmp_path: Path) -> None:
@@ -418,41 +359,6 @@ def test_hits_are_distinguished_from_requests_that_continue(tmp_path: Path) -> N
         (2, 2, 2, 1, 0, 1, 8),
         (3, 4, 1, 0, 1, 0, 12),
     ]
-
-
-def simulate_lru_engine(blocks: int) -> tuple[int, list[tuple[float, list[KVEvent]]]]:
-    """Return the number of stored blocks and the batches of an engine that evicts the least recently used blocks.
-
-    A hit counts as a use.
-    """
-    rng, cache, batches, count = random.Random(1), dict[int, None](), list[tuple[float, list[KVEvent]]](), 0
-    for number in range(1500):
-        user = min(int(rng.expovariate(1 / 60)), 400)
-        names = [user % 7, *range(1000 * (user + 1), 1000 * (user + 1) + 2 + user % 9)]
-        hashes = [hash_of(tuple(names[: end + 1]), 0) for end in range(len(names))]
-        hit = next((index for index, value in enumerate(hashes) if value not in cache), len(hashes))
-        for value in reversed(hashes[:hit]):
-            cache[value] = cache.pop(value)
-        evicted = list(cache)[: max(len(cache) + len(hashes) - hit - blocks, 0)]
-        for value in evicted:
-            del cache[value]
-        cache |= dict.fromkeys(reversed(hashes[hit:]))
-        for value in reversed(hashes):
-            cache[value] = cache.pop(value)
-        count += len(hashes) - hit
-        store = [stored(hashes[hit:], names[hit:], hashes[hit - 1] if hit else None)] if hit < len(hashes) else []
-        batches.append((100 + number / 100, [*map(removed, evicted), *store]))
-    return count, batches
-
-
-def test_savings_of_a_larger_cache_are_never_overestimated(tmp_path: Path) -> None:
-    """The estimate is 75 % to 100 % of what simulated engines with the larger caches really save."""
-    stores, batches = simulate_lru_engine(300)
-    export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
-    for _, growth, extra, saved, *_ in run_query(tmp_path / "out", find_query("larger-cache")).rows:
-        truth = stores - simulate_lru_engine(300 + extra)[0]
-        assert truth > 100
-        assert 0.75 * truth <= saved <= truth, growth
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -24,8 +24,8 @@ EXAMPLES: Final = """\
   kvevents export run.jsonl.gz out
   kvevents export pod-*.jsonl.gz out --force
   kvevents export --list-queries
-  kvevents export --query larger-cache out
-  kvevents export --query larger-cache --sql         print its SQL, to edit it as mine.sql
+  kvevents export --query hit-depth out
+  kvevents export --query hit-depth --sql            print its SQL, to edit it as mine.sql
   kvevents export --query mine.sql out -o json
 """
 
@@ -39,7 +39,6 @@ _COUNT_NOTES: Final = {
     "malformed": "{} that are not batches",
     "unknown_removals": "{} of blocks that were not resident",
     "dropped": "{} counted as removed: more were resident than fit into memory",
-    "forgotten": "{} without a reuse distance: too many blocks to remember",
 }
 """The notes about counts that are not 0; their nouns are in `_NOUNS`."""
 _NOUNS: Final = {
@@ -47,7 +46,6 @@ _NOUNS: Final = {
     "malformed": "message",
     "unknown_removals": "removal",
     "dropped": "block",
-    "forgotten": "block",
 }
 _NORMAL: Final = frozenset({"compacted", "unknown_removals"})
 """Counts that are normal in a recording that began after the engine."""

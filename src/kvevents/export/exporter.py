@@ -113,7 +113,6 @@ class _Worker:
             compacted=ordering.compacted, duplicates=ordering.duplicates, late=ordering.late, conflicting=ordering.conflicting
         )
         self.counts.update(self.cache.counts)
-        self.counts.update(forgotten=self.cache.forgotten)
 
     def row(self) -> Row:
         """Return its row of `workers`."""
@@ -205,7 +204,7 @@ class _Export:
 
     def _add_worker(self, recording: str, stream: RecordedStream) -> _Worker:
         number = len(self._workers)
-        cache = WorkerCache(number, self._limits, self._salts, tokens=self._tokens)
+        cache = WorkerCache(number, self._salts, tokens=self._tokens)
         worker = _Worker(number, recording, stream, cache)
         self._workers.append(worker)
         return worker

@@ -1,84 +1,16 @@
-"""The cache of one worker, block by block, as its events describe it: makes the rows of `events` and `lifetimes`.
-
-Reuse distances: the number of different blocks that were stored between the removal of a block and its next store. Stores are
-numbered, and for each block the number of its last store is marked. So a block that was stored several times since a removal
-counts once, and a distance is the number of marks since the removal. Marks are counted by segment, so that setting one is cheap
-and counting adds few numbers. When the numbers are used up, the remaining marks are renumbered, and the oldest blocks beyond
-the limit are forgotten.
-"""
+"""The cache of one worker, block by block, as its events describe it: makes the rows of `events` and `lifetimes`."""
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent, TokenId
-from kvevents.export.tables import ExportLimits, Row
+from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
-
-_SEGMENT: Final = 1 << 10
-"""Numbers in a segment. The default limit needs about two million numbers, which are about two thousand segments."""
-
-
-class ReuseDistances:
-    """Computes reuse distances of one placement. It remembers at least `limit` different blocks, and at most twice as many."""
-
-    def __init__(self, limit: int) -> None:
-        self.forgotten = 0
-        """Blocks forgotten because of the limit: they count as new when they are stored again."""
-        self._limit = limit
-        self._last: dict[int, int] = {}
-        """Number of the last store by key, in ascending order."""
-        self._removed: dict[int, int] = {}
-        """Number of the first store after the removal, by key of a removed block."""
-        self._next = 0
-        self._marks = bytearray(_SEGMENT)
-        self._counts = [0]
-
-    def record_removal(self, key: int) -> None:
-        """Record that a block was evicted."""
-        if key in self._last:
-            self._removed[key] = self._next
-
-    def record_store(self, key: int) -> int | None:
-        """Record a store, and return its reuse distance; None if no removal of the block is remembered."""
-        since = self._removed.pop(key, None)
-        distance = None if since is None else len(self._last) - self._count_marks_below(since)
-        last = self._last.pop(key, None)
-        if last is not None:
-            self._marks[last] = 0
-            self._counts[last // _SEGMENT] -= 1
-        if self._next == len(self._marks):
-            self._renumber()
-        number = self._last[key] = self._next
-        self._marks[number] = 1
-        self._counts[number // _SEGMENT] += 1
-        self._next += 1
-        return distance
-
-    def _count_marks_below(self, number: int) -> int:
-        """Return the number of marks below a number."""
-        segment = number // _SEGMENT
-        return sum(self._counts[:segment]) + self._marks.count(1, segment * _SEGMENT, number)
-
-    def _renumber(self) -> None:
-        if len(self._last) >= 2 * self._limit:
-            for key in list(self._last)[: -self._limit]:
-                del self._last[key]
-                self._removed.pop(key, None)
-                self.forgotten += 1
-        numbers = list(self._last.values())
-        self._removed = {key: bisect_left(numbers, since) for key, since in self._removed.items()}
-        self._last = dict(zip(self._last, range(len(numbers)), strict=True))
-        self._next = used = len(numbers)
-        segments = 2 * used // _SEGMENT + 1
-        self._marks = bytearray(b"\1" * used + bytes(segments * _SEGMENT - used))
-        self._counts = [min(max(used - start, 0), _SEGMENT) for start in range(0, segments * _SEGMENT, _SEGMENT)]
-
 
 _I63: Final = 1 << 63
 _SALT_DIGITS: Final = 16
@@ -144,7 +76,7 @@ class _Residency:
         self.facts = facts
         """The columns of `lifetimes` from the block's hash to its salt."""
         self.stored = stored
-        """The columns of `lifetimes` that begin with `stored`, and the reuse distance."""
+        """The columns of `lifetimes` that begin with `stored`."""
         self.gaps = gaps
         """Batches lost until then."""
         self.copies = self.most = 1
@@ -178,13 +110,12 @@ class SaltDigests:
 class WorkerCache:
     """Follows the blocks of one worker. Call `begin_batch`, `apply` and at the end `finish`; after each call `take_ended`."""
 
-    def __init__(self, worker: int, limits: ExportLimits, salts: SaltDigests, *, tokens: bool) -> None:
+    def __init__(self, worker: int, salts: SaltDigests, *, tokens: bool) -> None:
         self.counts: Final[Counter[str]] = Counter()
         """The counters `unkeyed`, `unknown_removals` and `dropped` of the table `workers`."""
         self.residencies = 0
         """Current residencies."""
         self._worker = worker
-        self._limits = limits
         self._salts = salts
         self._ended: list[Row] = []
         self._with_tokens = tokens
@@ -193,19 +124,12 @@ class WorkerCache:
         self._gaps = 0
         self._at: float | None = None
         self._blocks: dict[int, _Block] = {}
-        self._reuse: dict[Placement, ReuseDistances] = {}
-        self._forgotten = 0
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,
             AllBlocksCleared: self._clear,
             BlockInactive: lambda *_: [],  # the blocks stay resident
         }
-
-    @property
-    def forgotten(self) -> int:
-        """Blocks without a reuse distance because of the limit."""
-        return self._forgotten + sum(each.forgotten for each in self._reuse.values())
 
     def take_ended(self) -> list[Row]:
         """Return the rows of `lifetimes` of the residencies that ended since the last call."""
@@ -217,7 +141,6 @@ class WorkerCache:
         if batch.incarnation != self._incarnation:
             self._end_all("restart", self._at, _EVERYTHING)
             self._incarnation = batch.incarnation
-            self._forget_removed(_EVERYTHING)
         self._gaps += gap
         self._at = batch.at
 
@@ -297,17 +220,8 @@ class WorkerCache:
             existing.copies += 1
             existing.most = max(existing.most, existing.copies)
             return
-        key = block.chain.key
-        distance = None if key is None else self._distances(placement).record_store(key)
-        residency.stored = (*residency.stored, distance)
         block.residencies[placement] = residency
         self.residencies += 1
-
-    def _distances(self, placement: Placement) -> ReuseDistances:
-        found = self._reuse.get(placement)
-        if found is None:
-            found = self._reuse[placement] = ReuseDistances(self._limits.remembered_keys)
-        return found
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
         """Return token ids if they are exported. If hashes and tokens do not match, the first block gets all of them."""
@@ -340,9 +254,6 @@ class WorkerCache:
             elif residency.copies > 1:
                 residency.copies -= 1
             else:
-                key = residency.facts[2]
-                if key is not None:
-                    self._distances(placement).record_removal(key)
                 self._end_residency(value, placement, "removed", batch.at)
             self._step += 1
         return rows or [self._row_without_block("removed", batch, position, (placement.tier, event.medium, *placement[1:]))]
@@ -352,9 +263,7 @@ class WorkerCache:
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")
-        scope = ClearScope(tier, group)
-        self._end_all("cleared", batch.at, scope)
-        self._forget_removed(scope)
+        self._end_all("cleared", batch.at, ClearScope(tier, group))
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
     def _end_all(self, how: str, at: float | None, scope: ClearScope) -> None:
@@ -363,21 +272,15 @@ class WorkerCache:
                 if _is_in_scope(placement, scope):
                     self._end_residency(value, placement, how, at)
 
-    def _forget_removed(self, scope: ClearScope) -> None:
-        for placement in [placement for placement in self._reuse if _is_in_scope(placement, scope)]:
-            self._forgotten += self._reuse.pop(placement).forgotten
-
     def _end_residency(self, value: int, placement: Placement, how: str, at: float | None) -> None:
         block = self._blocks[value]
         residency = block.residencies.pop(placement)
         if not block.residencies:
             del self._blocks[value]
         self.residencies -= 1
-        *stored, distance = residency.stored
         gap = residency.gaps != self._gaps
-        self._ended.append(
-            (self._worker, self._incarnation, *residency.facts, residency.most, *stored, how, self._step, at, gap, distance)
-        )
+        head = (self._worker, self._incarnation, *residency.facts, residency.most, *residency.stored)
+        self._ended.append((*head, how, self._step, at, gap))
 
     # --- rows
 

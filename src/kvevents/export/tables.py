@@ -122,7 +122,7 @@ _TYPES: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportLimits:
-    """Limits of an export. The table `workers` counts what exceeds the last three."""
+    """Limits of an export. The table `workers` counts what exceeds the last two."""
 
     rows: int = 1 << 16
     """Rows of a table that are collected before they are written as a row group; about 50 MB of Python objects."""
@@ -133,12 +133,9 @@ class ExportLimits:
     resident_blocks: int = 4_000_000
     """Blocks of one export that are resident at the same time, about 700 bytes each. Beyond it, the oldest blocks of the worker
     that stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
-    remembered_keys: int = 1 << 20
-    """Blocks of one worker and tier whose last store is remembered for reuse distances, about 150 bytes each: sixteen million
-    tokens in blocks of 16."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "tokens", "resident_blocks", "remembered_keys"):
+        for name in ("rows", "tokens", "resident_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"invalid {name} {getattr(self, name)}: expected at least 1")
 
@@ -216,7 +213,6 @@ WORKERS: Final = Table(
         Column("unkeyed", "int64", "stored blocks without a key"),
         Column("unknown_removals", "int64", "removals of blocks that were not held"),
         Column("dropped", "int64", "residencies that ended because of the limit `resident_blocks`"),
-        Column("forgotten", "int64", "blocks without a reuse distance because of the limit `remembered_keys`"),
         Column("first_at", "double", "time of the first batch, seconds since the epoch", True),
         Column("last_at", "double", "time of the last batch, seconds since the epoch", True),
     ),
@@ -281,10 +277,8 @@ LIFETIMES: Final = Table(
         Column("ended_step", "int64", "`step` of the row that ended it, or the next one's"),
         Column("ended_at", "double", "time of the batch that ended it; for `restart` and `end` the last known time", True),
         Column("across_gap", "bool", "whether batches were lost meanwhile: it can have been removed and stored again"),
-        Column("reuse_distance", "int64", "different blocks stored in this placement between its last removal and "
-            "this store; null for a first store and after a clear or restart", True),
     ),
-)  # fmt: skip
+)
 
 TABLES: Final = (WORKERS, BATCHES, EVENTS, LIFETIMES)
 

@@ -9,6 +9,21 @@
 --   removed                 blocks that were removed
 --   p10 ... p90             seconds from store to removal
 --   came_back               removed blocks that were stored there again, before a clear or restart
+WITH clears AS (
+  SELECT placements.*, step
+  FROM (SELECT DISTINCT worker, tier, kv_group FROM lifetimes) AS placements
+  JOIN events ON events.kind = 'cleared' AND events.worker = placements.worker
+    AND coalesce(events.tier = placements.tier, true) AND coalesce(events.kv_group = placements.kv_group, true)
+), stays AS (
+  SELECT lifetimes.*, lead(stored_step) OVER (
+    PARTITION BY lifetimes.worker, incarnation, lifetimes.tier, lifetimes.kv_group, locality, ownership, block_key, clears.step
+    ORDER BY stored_step
+  ) AS next_step
+  FROM lifetimes
+  ASOF LEFT JOIN clears
+    ON lifetimes.worker = clears.worker AND lifetimes.tier = clears.tier
+    AND coalesce(lifetimes.kv_group, -1) = coalesce(clears.kv_group, -1) AND stored_step > clears.step
+)
 SELECT
   tier,
   CASE WHEN depth < 2 THEN depth ELSE (1 << ceil(log2(depth))::INT) // 2 + 1 END AS depth_from,
@@ -17,13 +32,8 @@ SELECT
   quantile_cont(ended_at - stored_at, 0.10) AS p10,
   quantile_cont(ended_at - stored_at, 0.50) AS p50,
   quantile_cont(ended_at - stored_at, 0.90) AS p90,
-  count(*) FILTER (came_back) AS came_back
-FROM (
-  SELECT *, lead(reuse_distance) OVER (
-    PARTITION BY worker, incarnation, tier, kv_group, locality, ownership, block_key ORDER BY stored_step
-  ) IS NOT NULL AND block_key IS NOT NULL AS came_back
-  FROM lifetimes
-)
+  count(*) FILTER (block_key IS NOT NULL AND next_step > ended_step) AS came_back
+FROM stays
 WHERE ended = 'removed' AND NOT across_gap
 GROUP BY tier, depth_from, depth_to
 ORDER BY tier, depth_from NULLS LAST
