@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 import grpc
 import jsonschema  # type: ignore[import-untyped]  # it has no types
+import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import paths
 from cli_cases import RECORDING, run
 from doc_blocks import SHELLS, Block, CommandRunner, ShellCommand, blocks_of, commands_of, has_same_shape, list_documents
+from kvevents.sim.costs import PRESETS
 from kvevents.sim.workloads import SAMPLE
 from nats_logins import Operator
 from nats_servers import nats_server
@@ -202,9 +204,7 @@ def write_files(folder: Path, addresses: Addresses) -> None:
     (folder / "fleet.toml").write_text(
         f'[[sources]]\ninstance = "e"\nmodel = "llama"\nendpoint = "{addresses.engine.endpoint}"\n'
     )
-    rows = [f"prefill,{n},1,{n / 10_000 + (n / 50_000) ** 2}" for n in (1000, 4000, 8000, 16000)]
-    rows += [f"decode,{n},{m},{0.01 + n * m / 10_000_000}" for n in (1000, 4000) for m in (1, 8, 32)]
-    (folder / "measured.csv").write_text("\n".join(["kind,tokens,sequences,seconds", *rows, ""]))
+    (folder / "mine.json").write_bytes(msgspec.json.encode(PRESETS["llama-3.1-8b-h100"]))
     with gzip.open(SAMPLE) as sample:
         (folder / "your-trace.jsonl").write_bytes(b"".join(sample.readlines()[:20]))
     tokenizer = Tokenizer(models.WordLevel({"Once": 1, "upon": 2, "a": 3, "time": 4, "?": 0}, unk_token="?"))  # noqa: S106 - a word, no password

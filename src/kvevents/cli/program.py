@@ -69,13 +69,11 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
   kvevents sim compare --policy prefix-aware --policy round-robin --workload agents --rate 8
   kvevents sim run --engines 8 --faults restart:60s,drop:1% --write-sources fleet.toml
   kvevents sim convert run.jsonl.gz requests.jsonl.gz
-  kvevents sim fit measured.csv --cache-tokens 276184 | tee model.json
 """,
         (
             Command("compare", "compare routing policies on the same requests", "sim_compare"),
             Command("run", "run a fleet that publishes over real sockets", "sim_run"),
             Command("convert", "convert a recording to a trace of requests", "sim_convert"),
-            Command("fit", "fit a cost model to measurements of an engine", "sim_fit"),
         ),
     ),
 )
