@@ -37,7 +37,7 @@ API: Final = {
     "kvevents.index": "The prefix index",
     "kvevents.routing": "Routing policies",
     "kvevents.relay": "The relay as a library",
-    "kvevents.security": "CURVE keys",
+    "kvevents.zeromq.keys": "CURVE keys",
     "kvevents.recording": "Recordings of streams",
     "kvevents.export": "Recordings as Parquet tables",
     "kvevents.sim": "Simulated engines and fleets",

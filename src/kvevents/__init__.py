@@ -20,10 +20,10 @@ from kvevents.events import (
     KVEventBatch,
 )
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-from kvevents.security import Curve
 from kvevents.stream import Batch, Checkpoint, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
 from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch
+from kvevents.zeromq.keys import Curve
 
 __all__ = [
     "MEDIUM_CPU",

@@ -12,9 +12,9 @@ import msgspec
 
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
-from kvevents.security import Curve
 from kvevents.settings import build_decoder_now, convert
 from kvevents.wire.dialects import Dialect, dialect_for
+from kvevents.zeromq.keys import Curve
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")

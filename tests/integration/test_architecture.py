@@ -18,10 +18,11 @@ ROOT = Path(kvevents.__file__).parent
 # re-exports, and `errors`, which imports nothing, have no layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("events", "endpoints", "package_metadata", "backoff", "prometheus"),
-    ("http_client", "zmtp", "weights", "settings"),
+    ("http_client", "weights", "settings"),
     ("native_module",),
-    ("wire", "security"),
-    ("config", "zap"),
+    ("zeromq",),
+    ("wire",),
+    ("config",),
     ("stream",),
     ("recording", "publisher", "subscriber", "index"),
     ("recording_streams", "routing"),

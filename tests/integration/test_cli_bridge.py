@@ -20,8 +20,8 @@ from cli_cases import ProcessResult, Program, run
 from kvevents.cli.bridge import StateLogger, encode_registration
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.security import Curve
 from kvevents.service.registration import Registration
+from kvevents.zeromq.keys import Curve
 from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
 from ports import reserve_port

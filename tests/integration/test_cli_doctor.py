@@ -38,7 +38,7 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.testing import Faults, TapePlayer
-from kvevents.zmtp import perform_handshake
+from kvevents.zeromq.handshake import perform_handshake
 
 DURATION = ("--duration", "0.6")
 

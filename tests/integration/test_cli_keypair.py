@@ -17,7 +17,7 @@ from kvevents.cli.doctor.address import probe_curve
 from kvevents.cli.doctor.replay import request_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.security import Curve, read_pair, read_public_keys
+from kvevents.zeromq.keys import Curve, read_pair, read_public_keys
 
 ANY = "tcp://127.0.0.1:*"
 CLEARED = b'{"type": "AllBlocksCleared"}\n'

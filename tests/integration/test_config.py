@@ -17,8 +17,8 @@ from kvevents.config import KVEventsConfig, resolve_dialect
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-from kvevents.security import Curve
 from kvevents.wire import dialect_for
+from kvevents.zeromq.keys import Curve
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 

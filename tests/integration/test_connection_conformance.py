@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, count_descriptors
-from kvevents import zmtp
 from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
 from kvevents.wire import live_frames
+from kvevents.zeromq import handshake as zmtp
 from ports import LOOPBACK
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))

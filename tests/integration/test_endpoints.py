@@ -11,7 +11,7 @@ import zmq
 from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind, validate_endpoint
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.security import Curve
+from kvevents.zeromq.keys import Curve
 from ports import reserve_port
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,

@@ -19,8 +19,8 @@ from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.base import QueuedPublisher
 from kvevents.publisher.event_server import EventServer, EventSocket
-from kvevents.security import KeyPair, write_pair
 from kvevents.wire.encode import batch_encoder
+from kvevents.zeromq.keys import KeyPair, write_pair
 from publisher_cases import wait_until
 from vllm_stand_in import Vllm, installed_engine, schedulers_of_a_test  # noqa: F401 - fixtures
 

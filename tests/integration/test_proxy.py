@@ -18,7 +18,7 @@ import zmq
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
 from kvevents.wire import replay_request_frames
-from kvevents.zmtp import Segment, ZmtpSplitter
+from kvevents.zeromq.handshake import Segment, ZmtpSplitter
 
 SECONDS = 60
 """Deadline of every wait; only a failing test waits this long."""

@@ -18,9 +18,9 @@ from kvevents.errors import EndpointError, JournalError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
 from kvevents.relay import Relay, RelaySettings
 from kvevents.relay.status import serve_metrics
-from kvevents.security import Curve
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
+from kvevents.zeromq.keys import Curve
 from metrics_reference import exported, read_documented
 from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block

@@ -22,7 +22,6 @@ from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSour
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.security import Curve
 from kvevents.stream import (
     Batch,
     BatchReport,
@@ -43,6 +42,7 @@ from kvevents.testing.fake_transport import FakeEngine, FakeTransport
 from kvevents.testing.playlist import Faults
 from kvevents.testing.proxy import FaultProxy
 from kvevents.testing.tape import TapePlayer
+from kvevents.zeromq.keys import Curve
 from network_model import payload_of
 from publisher_cases import wait_until
 

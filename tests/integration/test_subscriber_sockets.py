@@ -14,7 +14,7 @@ from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch, Source, Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.subscriber.zmq_sockets import DEFAULT_SOCKET_OPTIONS, SocketFactory
+from kvevents.zeromq.sockets import DEFAULT_SOCKET_OPTIONS, SocketFactory
 
 DEADLINE = 60.0
 

@@ -16,14 +16,14 @@ import zmq
 
 import publisher_cases
 from certificate_pairs import make_pair, write_new_pair
-from kvevents import zap
 from kvevents.config import KVEventsConfig
 from kvevents.errors import ConfigError
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
-from kvevents.security import Curve, write_pair
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.zap import ZAP_ENDPOINT, SecuritySettings, secure_sockets
+from kvevents.zeromq import zap
+from kvevents.zeromq.keys import Curve, write_pair
+from kvevents.zeromq.zap import ZAP_ENDPOINT, SecuritySettings, secure_sockets
 from publisher_cases import (  # noqa: F401 - the fixtures, used by being here
     ANY,
     QUICK,
@@ -191,7 +191,7 @@ def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.L
     publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=keys)
     publisher.publish(batch(0))
     source = Source(endpoint, publisher.replay_endpoint, name="e", bind=True, curve=server((FRIEND.public,)))
-    with Subscriber(source) as subscriber, caplog.at_level(logging.WARNING, "kvevents.zap"):
+    with Subscriber(source) as subscriber, caplog.at_level(logging.WARNING, "kvevents.zeromq.zap"):
         if engine is FRIEND:
             wait_until(lambda: subscriber.receive(timeout=0.01) or publisher.stats().subscribers == 1, "the subscription")
             publisher.publish(batch(1))
@@ -206,7 +206,7 @@ def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.L
 
 def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """The first record has the refused key. A later one, at the latest at the end, has the number of further refusals."""
-    with caplog.at_level(logging.WARNING, "kvevents.zap"), run_publisher(curve=server((FRIEND.public,))) as publisher:
+    with caplog.at_level(logging.WARNING, "kvevents.zeromq.zap"), run_publisher(curve=server((FRIEND.public,))) as publisher:
         connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
         (line,) = [record.getMessage() for record in caplog.records]
@@ -221,7 +221,7 @@ def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.L
 def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = write_new_pair(tmp_path, "friend")
     with (
-        caplog.at_level(logging.WARNING, "kvevents.zap"),
+        caplog.at_level(logging.WARNING, "kvevents.zeromq.zap"),
         run_publisher(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
     ):
         (tmp_path / "torn.key").write_text("public-")

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvevents import zmtp
 from kvevents.cli.doctor.replay import _request as request
 from kvevents.cli.doctor.replay import dealers, request_replay
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents.zeromq import handshake as zmtp
 from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, peer
 
 __all__ = ["peer"]

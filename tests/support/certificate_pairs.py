@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from kvevents.security import KeyPair, write_pair
+from kvevents.zeromq.keys import KeyPair, write_pair
 
 
 def make_pair() -> KeyPair:

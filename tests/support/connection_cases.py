@@ -14,7 +14,6 @@ from typing import Any, Final, Protocol
 
 import zmq
 
-from kvevents import zmtp
 from kvevents.stream import Source
 from kvevents.subscriber import Connection, SocketOptions, Transport, ZmqTransport
 from kvevents.testing import FakeEngine, FakeTransport
@@ -28,6 +27,7 @@ from kvevents.wire import (
     replay_batch_frames,
     replay_end_frames,
 )
+from kvevents.zeromq import handshake as zmtp
 from ports import LOOPBACK, reserve_port
 
 DEADLINE: Final = 60.0

@@ -10,9 +10,9 @@ from typing import Final
 
 import pytest
 
-from kvevents import zmtp
 from kvevents.stream import StreamLimits
 from kvevents.subscriber import SocketOptions
+from kvevents.zeromq import handshake as zmtp
 
 DEADLINE: Final = 60.0
 LIMITS: Final = StreamLimits(replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0)

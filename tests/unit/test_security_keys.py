@@ -13,9 +13,9 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
 from certificate_pairs import make_pair, write_new_pair
-from kvevents import zap
 from kvevents.errors import ConfigError
-from kvevents.security import (
+from kvevents.zeromq import zap
+from kvevents.zeromq.keys import (
     MAX_FILE_BYTES,
     Curve,
     KeyPair,
@@ -25,7 +25,7 @@ from kvevents.security import (
     z85_decode,
     z85_encode,
 )
-from kvevents.zap import KeyAllowList, SecuritySettings
+from kvevents.zeromq.zap import KeyAllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))

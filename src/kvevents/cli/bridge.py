@@ -31,13 +31,13 @@ from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
-from kvevents.security import Curve
 from kvevents.service.config import EngineSources
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.settings import Host, Port, Seconds
 from kvevents.stream import Checkpoint, DegradedReason
+from kvevents.zeromq.keys import Curve
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -14,7 +14,7 @@ from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Span
 from kvevents.errors import UsageError
 from kvevents.package_metadata import version
-from kvevents.security import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
+from kvevents.zeromq.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
 
 DESCRIPTION: Final = (
     "Create a pair of CURVE keys: NAME.key has the public key, for the peers; NAME.key_secret has both keys and stays secret.\n"

@@ -17,8 +17,8 @@ from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.security import Curve, read_public_keys, z85_decode
 from kvevents.stream import Source
+from kvevents.zeromq.keys import Curve, read_public_keys, z85_decode
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """Default of `--wait-for-subscriber` without a value."""

@@ -25,8 +25,8 @@ from kvevents.native_module import find_native
 from kvevents.package_metadata import version
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
-from kvevents.security import Curve
 from kvevents.settings import Positive, Range, Seconds, Settings, convert, read_toml, suggestion
+from kvevents.zeromq.keys import Curve
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
 _POSITIVE: Final = Range(is_open=True)

@@ -19,15 +19,23 @@ import zmq
 import zmq.backend
 
 from kvevents.endpoints import connectable
-from kvevents.native_module import FRAMES, libzmq_io
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats
-from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket, start_termination
-from kvevents.security import Curve
-from kvevents.zap import SocketSecurity, secure_sockets
+from kvevents.zeromq.bulk_transfer import FRAMES, libzmq_io
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import (
+    FLUSH_GRACE,
+    Reconnector,
+    Socket,
+    close_socket,
+    connect_or_bind,
+    open_socket,
+    start_termination,
+)
+from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +69,7 @@ class EventSocket:
             socket.affinity = affinity
             socket.xpub_verboser = True
             self._reconnector = None if is_bound else Reconnector(socket, endpoint, "event", reconnect_delay)
-            self.bound = bind(socket, endpoint, "event") if is_bound else endpoint
+            self.bound = connect_or_bind(socket, endpoint, bind=True, what="event") if is_bound else endpoint
             """The bound endpoint, with the port that the OS chose; for a connecting socket, the peer's endpoint."""
             self._socket = socket
         self._native = libzmq_io()
@@ -110,7 +118,7 @@ class EventServer:
     incarnation: number of this incarnation of the sender, as in its heartbeats; random by default.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
-    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.zap.secure_sockets` raises. No socket
+    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.zeromq.zap.secure_sockets` raises. No socket
     stays open then.
     """
 
@@ -203,7 +211,7 @@ class EventServer:
             socket.sndhwm = settings.send_limit
             socket.tcp_maxrt = int(settings.unread_timeout * 1000)
             socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
-            return socket, bind(socket, endpoint, "replay")
+            return socket, connect_or_bind(socket, endpoint, bind=True, what="replay")
 
     # --- state ----------------------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import ReplayServerSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats, is_context_terminated
-from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Socket, close_socket
 from kvevents.wire.framing import Malformed, parse_replay_request, replay_batch_frames, replay_end_frames
+from kvevents.zeromq.sockets import FLUSH_GRACE, Socket, close_socket
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvevents.wire import DEFAULT_WIRE_LIMITS
-from kvevents.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
+from kvevents.zeromq.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

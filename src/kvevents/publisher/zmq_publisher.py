@@ -34,11 +34,11 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
-from kvevents.publisher.zmq_sockets import FLUSH_GRACE
-from kvevents.security import Curve
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import FLUSH_GRACE
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import msgspec
 from kvevents.config import check_heartbeat, resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.relay.journal import JournalLimits
-from kvevents.security import Curve
 from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings
 from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.dialects import Dialect
+from kvevents.zeromq.keys import Curve
 
 TokenHandling: TypeAlias = Literal["keep", "hash", "drop"]
 """Forward token ids; replace them with block keys, which prompts still match; or replace them with placeholders."""

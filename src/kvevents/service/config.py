@@ -11,7 +11,6 @@ from msgspec import Struct, field
 from kvevents.errors import ConfigError
 from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
-from kvevents.security import Curve
 from kvevents.service.access import AccessConfig, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
 from kvevents.settings import (
@@ -30,6 +29,7 @@ from kvevents.settings import (
     build_decoder_now,
 )
 from kvevents.subscriber import LoadSettings
+from kvevents.zeromq.keys import Curve
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0

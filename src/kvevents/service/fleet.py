@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
-from kvevents.security import Curve
 from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
@@ -27,6 +26,7 @@ from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import LoadSettings, Subscriber
 from kvevents.wire import Rejected, decode_batch
+from kvevents.zeromq.keys import Curve
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber.load_readings import is_load_url
-from kvevents.zmtp import Handshake, HandshakeOutcome, perform_handshake_async
+from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 
 log = logging.getLogger(__name__)
 

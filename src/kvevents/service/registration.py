@@ -9,11 +9,11 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import ConfigError
-from kvevents.security import Curve
 from kvevents.service.errors import ConflictError
 from kvevents.settings import build_decoder_now
 from kvevents.stream import Source
 from kvevents.stream.deliveries import check_stores_only
+from kvevents.zeromq.keys import Curve
 
 DEFAULT_GROUP: Final = "default"
 """Tenant, and routing group, of requests and registrations that name none."""

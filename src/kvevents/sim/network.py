@@ -22,8 +22,8 @@ from kvevents.routing import Worker
 from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.sim.simulated_fleet import SimulatedFleet
 from kvevents.stream import Source
-from kvevents.subscriber.zmq_sockets import destroy_context
 from kvevents.testing import FaultProxy
+from kvevents.zeromq.sockets import destroy_context
 
 REBIND_PAUSE: Final = 0.005
 BUFFER_STEPS: Final = 10_000

@@ -12,11 +12,11 @@ import msgspec
 from kvevents.endpoints import offset_endpoint_port, validate_endpoint
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import KVEvent
-from kvevents.security import Curve
 from kvevents.settings import build_decoder_now
 from kvevents.stream.identity import MAX_FINGERPRINTS, Fingerprint, FingerprintChain, NewestBatch
 from kvevents.stream.trust import PERSISTENT_REASONS, DegradedReason
 from kvevents.wire import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits, decode_batch
+from kvevents.zeromq.keys import Curve
 
 MAX_TIER_CHARACTERS: Final = 64
 """Longest name of a tier."""

@@ -4,8 +4,8 @@ from kvevents.subscriber.front_ends import AsyncSubscriber, Outcome, Sink, Subsc
 from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource
 from kvevents.subscriber.load_subscriber import LoadSubscriber
 from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
-from kvevents.subscriber.zmq_sockets import SocketOptions
 from kvevents.subscriber.zmq_transport import ZmqTransport
+from kvevents.zeromq.sockets import SocketOptions
 
 __all__ = [
     "AsyncSubscriber",

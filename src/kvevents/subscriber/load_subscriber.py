@@ -29,10 +29,10 @@ from kvevents.subscriber.load_readings import (
     Worker,
     is_load_url,
 )
-from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
-from kvevents.zap import SocketSecurity, secure_sockets
+from kvevents.zeromq.sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
+from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 if TYPE_CHECKING:
     from kvevents.subscriber.load_polling import LoadPoller

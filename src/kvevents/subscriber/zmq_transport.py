@@ -20,9 +20,11 @@ import zmq
 import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.native_module import LibzmqIO, libzmq_io
 from kvevents.stream import FetchRequest, Source, Stream
-from kvevents.subscriber.zmq_sockets import (
+from kvevents.wire import replay_request_frames
+from kvevents.wire.framing import encode_seq
+from kvevents.zeromq.bulk_transfer import LibzmqIO, libzmq_io
+from kvevents.zeromq.sockets import (
     DEFAULT_SOCKET_OPTIONS,
     SocketFactory,
     SocketOptions,
@@ -36,9 +38,7 @@ from kvevents.subscriber.zmq_sockets import (
     register,
     unregister_and_close,
 )
-from kvevents.wire import replay_request_frames
-from kvevents.wire.framing import encode_seq
-from kvevents.zap import secure_sockets
+from kvevents.zeromq.zap import secure_sockets
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""

@@ -13,9 +13,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.cli.doctor import CheckResult, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
-from kvevents.security import Curve
-from kvevents.subscriber.zmq_sockets import destroy_context
-from kvevents.zmtp import Handshake, HandshakeOutcome, perform_handshake
+from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import destroy_context
 
 CURVE_TIMEOUT: Final = 3.0
 """Seconds to connect and for the CURVE handshake, which takes milliseconds."""
@@ -36,7 +36,7 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.zap`); the outcome is
+    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.zeromq.zap`); the outcome is
     then `silent` or `dropped`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -19,10 +19,10 @@ from kvevents.cli.doctor.traffic import DecodedContents, SequenceNumbers
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared
-from kvevents.security import Curve
-from kvevents.subscriber.zmq_sockets import destroy_context
 from kvevents.wire import ReplayBatch, ReplayEnd, decode_batch, parse_replay_reply, replay_request_frames
-from kvevents.zmtp import perform_handshake
+from kvevents.zeromq.handshake import perform_handshake
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
 """Most messages of one response that are read. An engine keeps 10,000 batches, so a longer response never ends."""

@@ -14,7 +14,7 @@ from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceReque
 from kvevents.package_metadata import documented, version
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
-from kvevents.zmtp import perform_handshake
+from kvevents.zeromq.handshake import perform_handshake
 
 ENOUGH_LOOKUPS: Final = 20
 """Lookups without a hit that are a fault."""

@@ -15,11 +15,11 @@ from kvevents.cli.console import number_ranges, plural
 from kvevents.cli.doctor import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
-from kvevents.security import Curve
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
-from kvevents.zap import secure_sockets
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.zap import secure_sockets
 
 MAX_NEWEST: Final = 32
 """Batches whose payloads are kept for the comparison with replay."""

@@ -25,7 +25,7 @@ from typing import Any, Final
 import zmq
 
 from kvevents.errors import ConfigError
-from kvevents.security import PUBLIC_SUFFIX, Curve, read_public_keys, z85_decode, z85_encode
+from kvevents.zeromq.keys import PUBLIC_SUFFIX, Curve, read_public_keys, z85_decode, z85_encode
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 A key pair has two files in ZeroMQ's certificate format, which czmq and pyzmq read and write too: `NAME.key` has the public key
 and is given to others; `NAME.key_secret` has both keys and stays secret. Keys are written in Z85: 40 characters for 32 bytes.
-The alphabet contains `#`, so a key is quoted in a file. `kvevents.zap` has the lists of keys that may connect. This module
-imports no zmq.
+The alphabet contains `#`, so a key is quoted in a file. `kvevents.zeromq.zap` has the lists of keys that may connect. This
+module imports no zmq.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     def apply(self, socket: Any) -> None:
         """Set the keys on a ZeroMQ socket; call it before the socket binds or connects.
 
-        With `allowed`, no client can connect unless `kvevents.zap.secure_sockets` handles the list.
+        With `allowed`, no client can connect unless `kvevents.zeromq.zap.secure_sockets` handles the list.
         """
         if self.server_key is None:
             socket.curve_server = True

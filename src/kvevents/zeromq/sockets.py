@@ -1,0 +1,329 @@
+"""Opens, configures, connects and closes the ZeroMQ sockets of publishers and subscribers, and maps their errors."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import selectors
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final, cast
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.endpoints import needs_ipv6
+from kvevents.errors import EndpointError
+from kvevents.zeromq.zap import SocketSecurity
+
+Socket = zmq.Socket[bytes]
+
+_HINTS: Final = {
+    errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
+    errno.EADDRNOTAVAIL: "this host has no such address; bind tcp://*:PORT, or set bind=False to connect",
+    errno.EACCES: "no permission; choose a port above 1023 or a path that can be written",
+    errno.ENODEV: "this host has no such address or interface; bind tcp://*:PORT, or set bind=False to connect",
+    errno.EPROTONOSUPPORT: "ZeroMQ does not know this transport; use tcp, ipc or inproc",
+    errno.EINVAL: "it is not a valid endpoint; use tcp://HOST:PORT, ipc://PATH or inproc://NAME",
+    errno.ENOENT: "the directory does not exist",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "raise fs.epoll.max_user_watches",
+}
+
+
+class SocketError(EndpointError, zmq.ZMQError):  # type: ignore[misc]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """An `EndpointError` that is a ZMQError too, since the engines' publishers raise ZMQError and their users catch it."""
+
+
+@contextmanager
+def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
+    """Raise errors of libzmq and of the system as `SocketError`, with `failure` as the beginning of the message."""
+    try:
+        yield
+    except EndpointError:
+        raise
+    except (zmq.ZMQError, OSError) as error:
+        number = error.errno
+        reason = zmq.strerror(number) if number is not None else str(error)
+        hint = _HINTS.get(number or 0, "expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+        raise SocketError(number or 0, f"{failure}: {reason}; {hint}", endpoint=endpoint) from error
+
+
+def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, what: str = "") -> str:
+    """Connect a socket to an endpoint, or bind it there; return the endpoint as ZeroMQ reports it.
+
+    `what`, such as `replay`, names the socket in errors. Raises `EndpointError`.
+    """
+    verb = "bind" if bind else "connect"
+    subject = f" the {what} socket" if what else ""
+    preposition = " to" if what or not bind else ""
+    with endpoint_errors(endpoint, f"cannot {verb}{subject}{preposition} {endpoint}"):
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    # ZeroMQ terminates string options with a zero byte.
+    return cast("bytes", socket.get(zmq.LAST_ENDPOINT)).partition(b"\0")[0].decode()
+
+
+# --- contexts
+
+_ZERO_COPY_RECV: Final = 10
+"""A context option of libzmq that pyzmq does not name. It is switched off because every message is copied into `bytes` anyway.
+Sharing receive buffers costs a third more for messages of some kB, and one message keeps a whole buffer alive."""
+
+
+def private_context() -> zmq.Context[Socket]:
+    """Return a new context for as many sockets as libzmq allows."""
+    context: zmq.Context[Socket] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    # A libzmq without the option works too; it is only slower.
+    with suppress(zmq.ZMQError):
+        context.set(_ZERO_COPY_RECV, 0)
+    return context
+
+
+def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
+    """Close all sockets of a context without flushing them, and terminate it. Return whether it ended within `wait` seconds.
+
+    libzmq waits for each socket without a bound. If an interrupt comes while pyzmq makes a socket, the exception holds a socket
+    that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
+    """
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
+    ending.start()
+    ending.join(wait)
+    return not ending.is_alive()
+
+
+# --- sockets of subscribers
+
+DESCRIPTORS_PER_SOURCE: Final = 8
+"""A source needs up to 6: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
+_SPARE_DESCRIPTORS: Final = 256
+"""Descriptors left for the rest of the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    """Limits and timers of the sockets of one source."""
+
+    receive_hwm: int = 100_000
+    """Live messages that may wait in the socket while the application is busy, 0 for no limit. When it is full, libzmq drops
+    messages at the publisher, and replay repairs the gap."""
+    max_message_bytes: int = 256 * 1024 * 1024
+    """A larger message ends the connection. This is eight times what the decoder accepts, so only abuse reaches it."""
+    reconnect_ms: int = 100
+    """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
+    reconnect_max_ms: int = 5_000
+    """Longest delay between two reconnect attempts."""
+    heartbeat_ms: int = 5_000
+    """Interval of ZMTP pings."""
+    handshake_ms: int = 5_000
+    """A peer that accepts a connection but does not complete the handshake in this time is retried. libzmq waits for 30 s."""
+    heartbeat_timeout_ms: int = 15_000
+    """A peer that does not answer a ping in this time is disconnected, so half-open connections end."""
+    keepalive_idle_s: int = 30
+    """Idle seconds after which the system sends TCP keep-alive probes."""
+
+
+DEFAULT_SOCKET_OPTIONS: Final = SocketOptions()
+
+
+class SocketFactory:
+    """Opens the sockets of one source, all with the same options and keys.
+
+    An inproc endpoint exists only within one context. That is the caller's context or, if `context` is private, the
+    process-wide one.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        options: SocketOptions,
+        security: SocketSecurity | None,
+        *,
+        is_private: bool,
+    ) -> None:
+        self.options = options
+        self._context = context
+        self._security = security
+        self._is_private = is_private
+
+    def open(self, kind: int, endpoint: str) -> Socket:
+        """Return a configured socket for `endpoint` that is not connected yet. Raise `EndpointError`."""
+        with endpoint_errors(endpoint, f"cannot open a socket for {endpoint}"):
+            is_shared = self._is_private and endpoint.startswith("inproc://")
+            context = zmq.Context.instance() if is_shared else self._context
+            socket: Socket = context.socket(kind)
+        options = self.options
+        socket.linger = 0
+        socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.set(zmq.RECONNECT_IVL, options.reconnect_ms)
+        socket.set(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
+        socket.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
+        socket.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
+        if needs_ipv6(endpoint):
+            socket.set(zmq.IPV6, 1)
+        if self._security is not None:
+            self._security.apply(socket)
+        return socket
+
+
+def open_monitor(socket: Socket, events: int) -> Socket:
+    """Return the socket on which libzmq reports these connection events."""
+    while True:
+        # pyzmq repeats other calls that a signal interrupts, but not this one.
+        with suppress(zmq.error.InterruptedSystemCall):
+            return socket.get_monitor_socket(events)
+
+
+def disable_monitor(socket: Socket) -> None:
+    """Stop the reports of `open_monitor`."""
+    while True:
+        with suppress(zmq.error.InterruptedSystemCall):
+            return socket.disable_monitor()
+
+
+def register(selector: selectors.BaseSelector, socket: Socket, connection: object) -> None:
+    """Make the selector report `connection` when the state of a socket changes."""
+    selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+
+
+def unregister_and_close(selector: selectors.BaseSelector, socket: Socket) -> None:
+    """Remove a socket from the selector and close it. Idempotent."""
+    if not socket.closed:
+        with suppress(KeyError, ValueError):
+            selector.unregister(socket.fileno())
+        socket.close(linger=0)
+
+
+def allow_descriptors(sources: int) -> None:
+    """Raise the soft limit of open files for this many sources. Raise `EndpointError` if the hard limit is too low.
+
+    The limit is checked here because libzmq does not report it in a way that could be mapped to an error.
+    """
+    needed = DESCRIPTORS_PER_SOURCE * sources
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed + _SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    raised = wanted * 2 if hard == resource.RLIM_INFINITY else min(hard, wanted * 2)
+    if raised < wanted:
+        raise EndpointError(
+            f"{needed} descriptors are needed for {sources} sources but the hard limit is {hard}; raise it (ulimit -Hn)",
+            errno=errno.EMFILE,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+# --- sockets of publishers
+
+MAX_REQUEST_BYTES: Final = 64 * 1024
+"""Longest message that a peer may send to a publisher. Subscriptions and replay requests have tens of bytes; a longer message
+ends the connection before it takes memory."""
+KEEPALIVE: Final = (30, 10, 3)
+"""TCP keepalive: idle seconds, seconds between probes, number of probes. A vanished consumer is noticed within a minute. ZMTP
+heartbeats would be quicker, but they need ZMTP 3.1 and a consumer may have an older version."""
+FLUSH_GRACE: Final = 0.1
+"""Seconds that ZeroMQ has to flush a closed socket when no other time is left."""
+
+_RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+_MAX_EVENTS_PER_POLL: Final = 100
+
+
+@contextmanager
+def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity | None, endpoint: str) -> Iterator[Socket]:
+    """Yield a socket of `kind` with all options set, ready to bind or connect to `endpoint`. Closes it if the block raises."""
+    socket: Socket = context.socket(kind)
+    try:
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = KEEPALIVE
+        if needs_ipv6(endpoint):
+            socket.ipv6 = True
+        if security is not None:
+            security.apply(socket)
+        yield socket
+    except BaseException:
+        socket.close(linger=0)
+        raise
+
+
+def close_socket(socket: Socket, deadline: float | None) -> float:
+    """Close the socket; ZeroMQ flushes it in the background until `deadline` (monotonic seconds; None for not at all).
+
+    Returns the time at which ZeroMQ stops flushing; at least `FLUSH_GRACE` remains if there is a deadline.
+    """
+    now = monotonic()
+    linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
+    _unbind_inproc(socket)
+    socket.close(linger=int(linger * 1000))
+    return now + int(linger * 1000) / 1000
+
+
+def start_termination(context: zmq.Context[Any]) -> threading.Thread:
+    """Terminate a context whose sockets are closed, in a daemon thread, which is returned.
+
+    ZeroMQ has no limit for this, and a socket that is still open blocks it for ever.
+    """
+    thread = threading.Thread(target=context.term, daemon=True, name="zmq-term")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending and starts no threads any more
+        context.term()
+    return thread
+
+
+def _unbind_inproc(socket: Socket) -> None:
+    """Free the inproc name of the socket now; close() frees it later, and the next publisher may want it before."""
+    with suppress(zmq.ZMQError):  # a terminated context has no names
+        bound = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
+        if bound.startswith("inproc://"):
+            socket.unbind(bound)
+
+
+class Reconnector:
+    """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
+
+    libzmq reconnects after most failures and reports it to its monitor. It does not reconnect after a peer broke the protocol
+    (a socket of another type, other keys), although the right peer may come to that address later. `poll` reconnects then.
+    """
+
+    def __init__(self, socket: Socket, endpoint: str, what: str, delay: float) -> None:
+        """`delay` is the number of seconds to wait after a disconnect."""
+        self._socket: Final = socket
+        self._endpoint: Final = endpoint
+        self._delay: Final = delay
+        self._reconnect_at: float | None = None
+        self._monitor: Final[Socket] = socket.get_monitor_socket(_RECONNECT_EVENTS)
+        try:
+            connect_or_bind(socket, endpoint, bind=False, what=what)
+        except BaseException:
+            self.close()
+            raise
+
+    def poll(self, now: float) -> None:
+        """Read the monitor, and connect again if that is due; `now` is in monotonic seconds."""
+        for _ in range(_MAX_EVENTS_PER_POLL):
+            if not cast("int", self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                break
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
+            self._reconnect_at = now + self._delay if event == zmq.Event.DISCONNECTED else None
+        if self._reconnect_at is not None and now >= self._reconnect_at:
+            self._reconnect_at = None
+            with suppress(zmq.ZMQError):  # libzmq may have dropped the endpoint
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+
+    def close(self) -> None:
+        """Stop monitoring; the socket stays open."""
+        with suppress(zmq.ZMQError):  # the context may be terminated
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
