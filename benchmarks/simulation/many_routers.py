@@ -16,12 +16,12 @@ from benchmarks.simulation.cases import Generated, Traced, run_all, to_stderr
 from benchmarks.simulation.engine_load import BLOCK, TRAFFIC, waiting_tokens
 from kvevents.index import PrefixIndex
 from kvevents.routing import Decision, Router, Worker, policy
+from kvevents.routing.engine_load import EngineLoad
 from kvevents.sim.audit import Audit
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import SimulatedEngine
 from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
-from kvevents.wire.load import EngineLoad
 
 POLL_SECONDS: Final = 1.0
 ROUTERS: Final = (1, 4, 16)

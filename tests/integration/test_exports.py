@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import kvevents
 
@@ -80,3 +85,28 @@ def test_connecting_to_a_plane_without_its_extra_names_the_extra() -> None:
     assert result.stderr.splitlines()[-1].endswith(
         "MissingDependencyError: a plane needs nats, which is not installed: pip install 'kvevents[plane]'"
     )
+
+
+@pytest.mark.parametrize("package", ["kvevents.routing"])
+def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: str) -> None:
+    """A name that only one of them has would be an error in a program, or in its checker, but not in both."""
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    checked = {
+        (alias.name, node.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    table = next(
+        ast.literal_eval(node.value.args[1])
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    )
+    assert {(name, origin) for origin, names in table.items() for name in names} == checked
+    assert sorted(name for name, _ in checked) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing

@@ -14,12 +14,12 @@ import zmq
 
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.index import PrefixIndex
+from kvevents.routing import LoadSettings, LoadSource, LoadSubscriber
+from kvevents.routing.engine_load import EngineLoad
+from kvevents.routing.load_readings import MAX_METRICS_BYTES
 from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
-from kvevents.subscriber import LoadSettings, LoadSource, LoadSubscriber
-from kvevents.subscriber.load_readings import MAX_METRICS_BYTES
-from kvevents.wire.load import EngineLoad
 from load_cases import RECORDED, LoadServer
 from ports import reserve_port
 
@@ -223,7 +223,7 @@ def test_a_server_is_polled_once_for_all_its_ranks(server: LoadServer) -> None:
 def test_the_load_of_a_failing_server_is_unknown_until_it_recovers(
     server: LoadServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "kvevents.subscriber.load_polling")
+    caplog.set_level("INFO", "kvevents.routing.load_polling")
     with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK) as loads:
         wait_until(lambda: loads.load(WORKER) is not None)
         server.status = 503

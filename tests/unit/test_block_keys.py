@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from index_cases import blocks_of, namespace, store
 from index_keys import Scope, prompt_keys, prompt_locals
-from kvevents.events import BlockStored, KVEventBatch
+from kvevents.events import TIERS, BlockStored, KVEventBatch
 from kvevents.index import (
     MultiModal,
     Namespace,
@@ -25,7 +25,6 @@ from kvevents.index import (
     stored_keys,
     tier_of,
 )
-from kvevents.weights import TIERS
 from kvevents.wire import encode_batch
 from kvevents_native import _native
 from wire_cases import DATA

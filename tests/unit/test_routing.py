@@ -28,8 +28,8 @@ from kvevents.routing import (
     policy,
 )
 from kvevents.routing.policies import Scorer
+from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 from kvevents.service.schemas import SelectRequest
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 PROMPT = Prompt(1000)
 

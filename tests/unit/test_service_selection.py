@@ -15,10 +15,11 @@ from kvevents import routing
 from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.policies import EQUAL
+from kvevents.routing.weights import DISTANCE_LOST
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
-from kvevents.weights import DISTANCE_LOST, TrustState
+from kvevents.stream import TrustState
 from kvevents_native._native import EngineLoads
 
 PROMPT = list(range(100))

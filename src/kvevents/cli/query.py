@@ -16,6 +16,7 @@ from kvevents.cli.delivery_output import trust_style
 from kvevents.cli.options import add_output, add_service
 from kvevents.cli.service_client import ServiceClient, make_client, worker_name
 from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.events import tiers_by_reach
 from kvevents.service.registration import DEFAULT_GROUP
 from kvevents.service.schemas import (
     MatchAnswer,
@@ -27,7 +28,6 @@ from kvevents.service.schemas import (
     WorkerMatch,
 )
 from kvevents.stream import Trust
-from kvevents.weights import tiers_by_reach
 
 DESCRIPTION: Final = (
     "Ask a service which workers hold how much of a prompt, on which tiers, and whether that can be trusted.\n"

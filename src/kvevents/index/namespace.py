@@ -86,7 +86,7 @@ def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> St
 
 
 def tier_of(medium: str | None) -> str:
-    """Return the tier of a medium, ignoring case: one of `kvevents.weights.TIERS`, or the medium's name in upper case."""
+    """Return the tier of a medium, ignoring case: one of `kvevents.events.TIERS`, or the medium's name in upper case."""
     return _native.tier_of(medium or "")
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import TIERS, AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.output_sequencer import (
     IndexedStream,
@@ -26,7 +26,6 @@ from kvevents.relay.output_sequencer import (
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.upstreams import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.stream import BatchReport, RawBatch
-from kvevents.weights import TIERS
 from kvevents.wire import Rejected, decode_batch
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import scope_of

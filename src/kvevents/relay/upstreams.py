@@ -19,6 +19,7 @@ import msgspec
 
 from kvevents.events import (
     ATTESTATION_MASK,
+    TIERS,
     AllBlocksCleared,
     BlockInactive,
     BlockRemoved,
@@ -43,7 +44,6 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.subscriber.multiplexer import Transport
-from kvevents.weights import TIERS
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.encode import scope_of
 

@@ -7,27 +7,35 @@
     decision = router.route("request-1", token_ids)
     print(decision.worker, decision.explain())
 
-The guide is the page `guides/routing.md` of the documentation. Like `kvevents.index` it needs the compiled module, and raises
-`MissingDependencyError` without it.
+The guide is the page `guides/routing.md` of the documentation. Policies and `Router` need the compiled module, like
+`kvevents.index`, and raise `MissingDependencyError` without it; the readings of engines' loads do not.
 """
 
-from kvevents.routing.policies import (
-    POLICIES,
-    LeastLoaded,
-    LeastLoadedSettings,
-    NoSettings,
-    PrefixAware,
-    PrefixAwareSettings,
-    RandomChoice,
-    RoundRobin,
-    SessionAffinity,
-    SessionAffinitySettings,
-    Ties,
-    policy,
-)
-from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker
-from kvevents.routing.router import MAX_IN_FLIGHT, Decision, NoWorkerError, Router
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
+from typing import TYPE_CHECKING
+
+from kvevents.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from kvevents.routing.engine_load import EngineLoad
+    from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource
+    from kvevents.routing.load_subscriber import LoadSubscriber
+    from kvevents.routing.policies import (
+        POLICIES,
+        LeastLoaded,
+        LeastLoadedSettings,
+        NoSettings,
+        PrefixAware,
+        PrefixAwareSettings,
+        RandomChoice,
+        RoundRobin,
+        SessionAffinity,
+        SessionAffinitySettings,
+        Ties,
+        policy,
+    )
+    from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker
+    from kvevents.routing.router import MAX_IN_FLIGHT, Decision, NoWorkerError, Router
+    from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 __all__ = [
     "MAX_IN_FLIGHT",
@@ -37,9 +45,14 @@ __all__ = [
     "Candidate",
     "Choice",
     "Decision",
+    "EngineLoad",
     "LeastLoaded",
     "LeastLoadedSettings",
     "Load",
+    "LoadReading",
+    "LoadSettings",
+    "LoadSource",
+    "LoadSubscriber",
     "NoSettings",
     "NoWorkerError",
     "Policy",
@@ -56,3 +69,29 @@ __all__ = [
     "Worker",
     "policy",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "kvevents.routing.engine_load": ("EngineLoad",),
+        "kvevents.routing.load_readings": ("LoadReading", "LoadSettings", "LoadSource"),
+        "kvevents.routing.load_subscriber": ("LoadSubscriber",),
+        "kvevents.routing.policies": (
+            "POLICIES",
+            "LeastLoaded",
+            "LeastLoadedSettings",
+            "NoSettings",
+            "PrefixAware",
+            "PrefixAwareSettings",
+            "RandomChoice",
+            "RoundRobin",
+            "SessionAffinity",
+            "SessionAffinitySettings",
+            "Ties",
+            "policy",
+        ),
+        "kvevents.routing.policy_types": ("Candidate", "Choice", "Load", "Policy", "Prompt", "ScoredCandidate", "Worker"),
+        "kvevents.routing.router": ("MAX_IN_FLIGHT", "Decision", "NoWorkerError", "Router"),
+        "kvevents.routing.weights": ("TIER_WEIGHTS", "TRUST_WEIGHTS"),
+    },
+)

@@ -26,7 +26,8 @@ from kvevents.routing.policy_types import (
     check_range,
     check_weights,
 )
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, TrustState
+from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
+from kvevents.stream import TrustState
 from kvevents_native import _native
 from kvevents_native._native import Scorer, Ties
 
@@ -63,7 +64,7 @@ A = TypeVar("A")
 def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
     """Return the candidates with the lowest distance, in their order.
 
-    With `weights.distance_of` a STALE worker is returned only if no other worker is connected or connecting.
+    With `distance_of` a STALE worker is returned only if no other worker is connected or connecting.
     """
     places = _native.nearest(distances)
     return candidates if len(places) == len(candidates) else [candidates[place] for place in places]

@@ -9,12 +9,13 @@ from typing import Any, Final
 from msgspec import Struct
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
+from kvevents.events import describe_tiers
 from kvevents.index import Namespace, PrefixIndex
+from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.policies import DECODING_WEIGHT, nearest
 from kvevents.routing.policy_types import IDLE, Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
+from kvevents.routing.weights import distance_of
 from kvevents.stream import Trust
-from kvevents.weights import describe_tiers, distance_of
-from kvevents.wire.load import EngineLoad
 
 MAX_IN_FLIGHT: Final = 65_536
 """Default limit of remembered requests, about 250 bytes each. It is four times as many as 64 workers with 256 requests each."""

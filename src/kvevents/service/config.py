@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from kvevents.errors import ConfigError
 from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
+from kvevents.routing import LoadSettings
 from kvevents.service.access import AccessConfig, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
 from kvevents.settings import (
@@ -28,7 +29,6 @@ from kvevents.settings import (
     Url,
     build_decoder_now,
 )
-from kvevents.subscriber import LoadSettings
 from kvevents.zeromq.keys import Curve
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 from msgspec import Struct
 
 from kvevents.service.schemas import TrustStatus
-from kvevents.weights import TrustState
+from kvevents.stream import TrustState
 
 MAX_QUEUED: Final = 1_024
 """Most events that wait for one slow client. The client receives the number of the events beyond that."""

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, get_args
 
 from prometheus_client import generate_latest
 
+from kvevents.events import TIERS
 from kvevents.plane.log_subscriber import PartitionProgress
 from kvevents.plane.partition_state import PartitionState
 from kvevents.service.data_plane import Counts
@@ -34,8 +35,7 @@ from kvevents.service.replica import Replica
 from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.schemas import StatsAnswer
 from kvevents.service.service import Service
-from kvevents.stream import StreamCounters
-from kvevents.weights import TIERS, TrustState
+from kvevents.stream import StreamCounters, TrustState
 
 STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 CLOSE_REASONS: Final = (

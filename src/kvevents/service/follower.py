@@ -15,11 +15,12 @@ import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.index import ApplyResult, PrefixIndex
+from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
+from kvevents.routing.engine_load import EngineLoad
 from kvevents.service.registration import Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
-from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, StreamStatus
+from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
-from kvevents.wire.load import EngineLoad
 from kvevents.zeromq.keys import Curve
 from kvevents_native import _native
 

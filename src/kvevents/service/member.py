@@ -9,13 +9,14 @@ from itertools import count
 from typing import Final, NamedTuple, cast
 
 from kvevents.index import WorkerInfo
+from kvevents.routing import LoadReading
+from kvevents.routing.engine_load import EngineLoad
+from kvevents.routing.weights import DISTANCE_LOST, distance_of
 from kvevents.service.reasons import ENDPOINT_FAULTS, Reason, SourceFault, reasons_of
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
-from kvevents.stream import Trust
-from kvevents.subscriber import LoadReading, StreamStatus
-from kvevents.weights import DISTANCE_LOST, TrustState, distance_of
-from kvevents.wire.load import EngineLoad
+from kvevents.stream import Trust, TrustState
+from kvevents.subscriber import StreamStatus
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
+from kvevents.routing.load_readings import is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.config import Probing
 from kvevents.service.discovery.provider import bracket_host
@@ -26,7 +27,6 @@ from kvevents.service.member import HTTP, Member
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust
-from kvevents.subscriber.load_readings import is_load_url
 from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 
 log = logging.getLogger(__name__)

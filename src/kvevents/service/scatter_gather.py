@@ -39,8 +39,7 @@ from kvevents.service.shard_server import (
     ShardQuery,
     ShardServer,
 )
-from kvevents.stream import Trust
-from kvevents.weights import TrustState
+from kvevents.stream import Trust, TrustState
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.settings import build_decoder_now
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, TrustState
+from kvevents.stream import TrustState
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]

@@ -20,7 +20,7 @@ from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
 from kvevents.settings import build_decoder_now
-from kvevents.weights import TrustState
+from kvevents.stream import TrustState
 
 Partition: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
 PartitionList: TypeAlias = Annotated[list[Partition], Meta(max_length=256)]

@@ -18,7 +18,15 @@ from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.stream import Stream
 from kvevents.stream.transitions import TRANSITIONS, State
-from kvevents.stream.trust import PERSISTENT_REASONS, REASONS_ENDED_BY_CLEAR, DegradedReason, Trust, TrustLedger, trust_order
+from kvevents.stream.trust import (
+    PERSISTENT_REASONS,
+    REASONS_ENDED_BY_CLEAR,
+    DegradedReason,
+    Trust,
+    TrustLedger,
+    TrustState,
+    trust_order,
+)
 
 __all__ = [
     "DEFAULT_STREAM_LIMITS",
@@ -45,6 +53,7 @@ __all__ = [
     "StreamPosition",
     "Trust",
     "TrustLedger",
+    "TrustState",
     "inspect_events",
     "payload_digest",
     "trust_order",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, Literal, TypeAlias, final
 
 from kvevents.events import Heartbeat
 from kvevents.stream.limits import StreamLimits
@@ -44,6 +44,10 @@ that agrees ends `UNATTESTED`."""
 PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.SENDER}
 """Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
 begin again in a later process."""
+
+
+TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+"""Name of the state of a stream, as in `Trust.name`."""
 
 
 @final

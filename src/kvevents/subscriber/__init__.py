@@ -1,8 +1,6 @@
 """Subscribers: sockets around `kvevents.stream`, for threads and for asyncio."""
 
 from kvevents.subscriber.front_ends import AsyncSubscriber, Outcome, Sink, Subscriber
-from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource
-from kvevents.subscriber.load_subscriber import LoadSubscriber
 from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
 from kvevents.subscriber.zmq_transport import ZmqTransport
 from kvevents.zeromq.sockets import SocketOptions
@@ -10,10 +8,6 @@ from kvevents.zeromq.sockets import SocketOptions
 __all__ = [
     "AsyncSubscriber",
     "Connection",
-    "LoadReading",
-    "LoadSettings",
-    "LoadSource",
-    "LoadSubscriber",
     "Outcome",
     "Sink",
     "SocketOptions",

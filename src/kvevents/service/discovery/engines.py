@@ -36,6 +36,7 @@ from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
 from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
+from kvevents.routing.load_readings import METRICS_PATH
 from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,
     MAX_RANKS,
@@ -51,7 +52,6 @@ from kvevents.service.discovery.provider import (
 )
 from kvevents.service.registration import Scope
 from kvevents.settings import build_decoder_now
-from kvevents.subscriber.load_readings import METRICS_PATH
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
 """Settings with which an engine publishes events and answers replay requests."""

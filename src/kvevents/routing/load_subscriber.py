@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final, Self
 import zmq
 
 from kvevents.errors import EndpointError
-from kvevents.subscriber.load_readings import (
+from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
+from kvevents.routing.load_readings import (
     LoadReading,
     LoadSettings,
     LoadSource,
@@ -30,12 +31,11 @@ from kvevents.subscriber.load_readings import (
     is_load_url,
 )
 from kvevents.wire.framing import Malformed, parse_live
-from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.zeromq.sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 if TYPE_CHECKING:
-    from kvevents.subscriber.load_polling import LoadPoller
+    from kvevents.routing.load_polling import LoadPoller
 
 _logger: Final = logging.getLogger(__name__)
 _MESSAGES_PER_TURN: Final = 64
@@ -147,7 +147,7 @@ class LoadSubscriber:
 
     def _polling(self) -> LoadPoller:
         if self._poller is None:
-            from kvevents.subscriber.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
+            from kvevents.routing.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
 
             self._poller = LoadPoller(self._settings)
         return self._poller

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvevents.backoff import Backoff, jittered
 from kvevents.http_client import HttpConnections, HttpError, RequestLimits
-from kvevents.subscriber.load_readings import (
+from kvevents.routing.load_readings import (
     MAX_METRICS_BYTES,
     LoadError,
     LoadSettings,

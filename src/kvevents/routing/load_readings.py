@@ -24,8 +24,8 @@ import msgspec
 
 from kvevents.endpoints import validate_endpoint
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
+from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
-from kvevents.wire.load import LOAD_TOPIC, EngineLoad
 from kvevents.zeromq.keys import Curve
 
 MAX_METRICS_BYTES: Final = 4 << 20

@@ -1,0 +1,27 @@
+"""Public names of a package that are imported from its modules when they are first used.
+
+So importing the package loads nothing that its user does not need. Type checkers and readers see ordinary imports, under
+`TYPE_CHECKING`; a test compares them with the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(package: str, table: Mapping[str, Iterable[str]]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a package whose names are in `table`, by the module that each is imported from."""
+    origin = {name: module for module, names in table.items() for name in names}
+
+    def get(name: str) -> object:
+        if name not in origin:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(import_module(origin[name]), name)
+        setattr(sys.modules[package], name, value)  # this function is not called again for it
+        return value
+
+    return get

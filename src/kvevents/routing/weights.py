@@ -1,0 +1,32 @@
+"""Default weights of routing: by the tier that holds a token, and by the trust state of the worker's stream.
+
+This module needs no native code, since clients of the service use these names too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvevents.stream.trust import TrustState
+
+TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
+"""Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
+TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
+    "EXACT": 1.0,
+    "REPLAYING": 0.8,
+    "DEGRADED": 0.5,
+    "CONNECTING": 0.0,
+    "STALE": 0.0,
+}
+"""Factor for the cached tokens of a worker by its trust state."""
+
+_DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
+"""Reachability of a worker by its trust state: 0 connected, 1 not yet connected, 2 connection lost."""
+DISTANCE_LOST: Final = 2
+"""Distance of a worker whose connection is lost, or that cannot be reached."""
+
+
+def distance_of(state: str) -> int:
+    """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost. Unknown states are 0."""
+    return _DISTANCE.get(state, 0)
