@@ -12,38 +12,12 @@ import msgspec
 
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
-from kvevents.settings import build_decoder_now, convert
-from kvevents.wire.dialects import Dialect, dialect_for
+from kvevents.settings import build_decoder_now, check_counts, check_heartbeat, convert
+from kvevents.wire.dialects import resolve_dialect
 from kvevents.zeromq.keys import Curve
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
-MAX_HEARTBEAT: Final = 86_400
-"""Longest interval between two heartbeats in seconds, as in `kvevents.events.Heartbeat`."""
-
-
-def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
-    """Return the dialect for a `Dialect`, a name such as `vllm-0.24` or `sglang-latest`, or None for "as declared".
-
-    Raises `UnknownDialectError` for an unknown engine or release.
-    """
-    if value is None or isinstance(value, Dialect):
-        return value
-    engine, _, release = value.partition("-")
-    return dialect_for(engine, release or "latest")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise `ConfigError`, which names the setting, for a number below 0."""
-    for name, value in counts.items():
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; it must be at least 0")
-
-
-def check_heartbeat(every: float | None) -> None:
-    """Raise `ConfigError` unless this is a valid interval of heartbeats in seconds, or None."""
-    if every is not None and not 0 < every <= MAX_HEARTBEAT:
-        raise ConfigError(f"heartbeat is {every}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")
 
 
 @build_decoder_now

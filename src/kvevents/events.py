@@ -94,6 +94,10 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
     """Base class of all KV cache events."""
 
 
+MAX_HEARTBEAT: Final = 86_400
+"""Longest interval between two heartbeats in seconds."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The state of a sender and the digest of its resident blocks. Only kvevents sends it, no engine does.
 
@@ -102,7 +106,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
     """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the sender cannot compute it."""
-    interval: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = msgspec.field(name="every")
+    interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT)] = msgspec.field(name="every")
     """Seconds until the next heartbeat at most; on the wire `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
     """How far the sender trusts its own stream: the name of a `Trust` state."""

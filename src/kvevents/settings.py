@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from kvevents.errors import ConfigError
+from kvevents.events import MAX_HEARTBEAT
 
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
@@ -193,3 +194,16 @@ def parts_of(kind: Any) -> Iterator[Any]:
     yield kind
     for each in get_args(kind):
         yield from parts_of(each)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise `ConfigError`, which names the setting, for a number below 0."""
+    for name, value in counts.items():
+        if value < 0:
+            raise ConfigError(f"{name} is {value}; it must be at least 0")
+
+
+def check_heartbeat(every: float | None) -> None:
+    """Raise `ConfigError` unless this is a valid interval of heartbeats in seconds, or None."""
+    if every is not None and not 0 < every <= MAX_HEARTBEAT:
+        raise ConfigError(f"heartbeat is {every}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")

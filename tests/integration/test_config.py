@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from kvevents.compat import sglang, vllm
-from kvevents.config import KVEventsConfig, resolve_dialect
+from kvevents.config import KVEventsConfig
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-from kvevents.wire import dialect_for
+from kvevents.wire import dialect_for, resolve_dialect
 from kvevents.zeromq.keys import Curve
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"

@@ -20,10 +20,10 @@ import pytest
 import kvevents
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.config import ServiceConfig
 from kvevents.service.registration import Registration
 from kvevents.service.server import data_plane_settings
 from kvevents.service.service import Service
+from kvevents.service.settings import ServiceSettings
 from kvevents.stream import Batch, Source, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
 
@@ -130,7 +130,7 @@ def test_few_python_modules_prepare_queries_and_none_answers_them(in_threads: Pa
             return connection.getresponse().status
 
     async def serve() -> int:
-        service = Service(ServiceConfig())
+        service = Service(ServiceSettings())
         registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="m", block_size=16)
         service.fleet.register(registration).result()
         with socket.create_server(("127.0.0.1", 0)) as listening:

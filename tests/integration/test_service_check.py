@@ -13,7 +13,7 @@ import pytest
 from certificate_cases import make_certificates
 from cli_cases import Program, run
 from kvevents.errors import ConfigError
-from kvevents.service.config import ServiceConfig
+from kvevents.service.settings import ServiceSettings
 from kvevents.settings import convert
 from service_cases import serving, write
 
@@ -240,5 +240,5 @@ def test_check_changes_no_state_folder(tmp_path: Path) -> None:
 )
 def test_an_error_names_the_field_and_the_known_fields(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        convert(given, ServiceConfig, "f")
+        convert(given, ServiceSettings, "f")
     assert str(caught.value).startswith(message)

@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service.config import FleetTiming, ServiceConfig
 from kvevents.service.exposition import STATES, exposition
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, labels
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.service.settings import FleetTiming, ServiceSettings
 from kvevents.stream import DegradedReason, RawBatch, Trust
 from kvevents.wire import encode_batch
 
@@ -36,7 +36,7 @@ def service_without_sources() -> Iterator[Service]:
 
 @contextmanager
 def make_service(timing: FleetTiming) -> Iterator[Service]:
-    service = Service(ServiceConfig(), timing=timing)
+    service = Service(ServiceSettings(), timing=timing)
     yield service
     service.fleet.follower.subscriber.close()
 

@@ -12,11 +12,11 @@ import pytest
 
 from cli_cases import run
 from kvevents.errors import ConfigError
-from kvevents.service.access import AccessConfig, HostPatterns, TokenConfig, host_of
-from kvevents.service.config import ServiceConfig, Tls
+from kvevents.service.access import AccessSettings, HostPatterns, TokenSettings, host_of
 from kvevents.service.errors import ServiceError
 from kvevents.service.http.app import OriginPolicy
 from kvevents.service.http.messages import Headers
+from kvevents.service.settings import ServiceSettings, Tls
 from service_cases import Answer, Service, exchange, registration, serving, write
 
 TOKEN = "a-token-of-the-test"  # noqa: S105
@@ -126,7 +126,7 @@ def test_invalid_host_names_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
         HostPatterns([name], "allowed_hosts")
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
-        ServiceConfig(allowed_hosts=[name])
+        ServiceSettings(allowed_hosts=[name])
 
 
 # --- a service on real sockets
@@ -221,18 +221,18 @@ def test_with_tokens_a_page_still_needs_its_own_origin(tmp_path: Path) -> None:
 # --- addresses that other machines reach
 
 
-def make_settings(**more: Any) -> ServiceConfig:
-    return ServiceConfig(host="0.0.0.0", **more)  # noqa: S104 - a setting, nothing listens
+def make_settings(**more: Any) -> ServiceSettings:
+    return ServiceSettings(host="0.0.0.0", **more)  # noqa: S104 - a setting, nothing listens
 
 
 def test_without_any_access_control_only_loopback_is_served() -> None:
     """Other hosts need tokens, a role for anonymous callers, client certificates, or `insecure`."""
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reachable from other machines and requests need no token"):
         make_settings()
-    tokens = (TokenConfig(role="read", token=TOKEN),)
+    tokens = (TokenSettings(role="read", token=TOKEN),)
     for more in (
-        {"access": AccessConfig(tokens=tokens)},
-        {"access": AccessConfig(anonymous="read")},
+        {"access": AccessSettings(tokens=tokens)},
+        {"access": AccessSettings(anonymous="read")},
         {"tls": Tls(certificate="c", key="k", client_ca="ca")},
     ):
         assert not make_settings(**more).is_open

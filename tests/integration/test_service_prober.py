@@ -11,8 +11,8 @@ import zmq
 
 import paths
 from cli_cases import refuse_connections
-from kvevents.service.config import Probing
 from kvevents.service.reasons import CODES_OF_DEGRADED_REASONS, Reason
+from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint
 from service_cases import MODEL, EventStream, Service, engine, serving, wait_for, write

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.config import ServiceConfig
 from kvevents.service.exposition import exposition
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.service.settings import ServiceSettings
 from kvevents.service.state_store import StateStore
 from kvevents.settings import convert
 from kvevents.stream import Trust
@@ -35,7 +35,7 @@ class Clock:
 @contextmanager
 def make_service(clock: Clock, watched: Path | None = None, **tables: Any) -> Iterator[Service]:
     """Return a service that follows no engines. Only its readiness is tested."""
-    service = Service(convert(tables, ServiceConfig, "test"), watched, clock=clock)
+    service = Service(convert(tables, ServiceSettings, "test"), watched, clock=clock)
     try:
         yield service
     finally:
@@ -171,8 +171,8 @@ def test_a_service_that_is_ending_is_not_ready() -> None:
 @pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])
 def test_invalid_readiness_settings_are_refused(ready: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="ready"):
-        convert({"ready": ready}, ServiceConfig, "test")
-    assert ServiceConfig().ready.grace_seconds == 0
+        convert({"ready": ready}, ServiceSettings, "test")
+    assert ServiceSettings().ready.grace_seconds == 0
 
 
 def test_after_sigterm_a_service_answers_during_its_grace_period_and_is_not_ready() -> None:

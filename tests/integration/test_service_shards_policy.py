@@ -12,8 +12,8 @@ import pytest
 
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
-from kvevents.service.config import ServiceConfig, ShardSettings
 from kvevents.service.peers import PeerPolicy, Peers, PeerUnavailableError
+from kvevents.service.settings import ServiceSettings, ShardSettings
 from kvevents.service.shard_server import ExpectationAnswer, PartitionQuery
 from kvevents.settings import convert
 
@@ -82,7 +82,7 @@ def test_requiring_client_certificates_requires_an_own_certificate() -> None:
     tables = {"plane": {"servers": ["nats://n1"]}, "replica": "a", "shard": {"url": POD}}
     tls = {"certificate": "server.pem", "key": "server.key", "client_ca": "ca.pem"}
     with pytest.raises(ConfigError, match=r"set shard\.tls_certificate"):
-        convert({**tables, "tls": tls}, ServiceConfig, "test")
+        convert({**tables, "tls": tls}, ServiceSettings, "test")
     with pytest.raises(ConfigError, match="set both or neither"):
         ShardSettings(url=POD, tls_certificate="client.pem")
 

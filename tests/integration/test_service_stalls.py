@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from kvevents.service import selection as selecting
-from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http import v1
 from kvevents.service.http.app import App
 from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.service.settings import Limits, ServiceSettings
 from service_cases import serving, write
 
 LIMITS = "limits = { max_json_bytes = 60_000, max_hashes = 100, max_candidates = 20 }\n"
@@ -46,7 +46,7 @@ def test_a_selection_among_many_workers_is_made_in_a_thread(monkeypatch: pytest.
     monkeypatch.setattr(v1, "select_worker", record_thread)
 
     async def scenario() -> None:
-        service = Service(ServiceConfig(limits=Limits(inline_candidates=2)))
+        service = Service(ServiceSettings(limits=Limits(inline_candidates=2)))
         await service.start()
         try:
             await select_workers(service, App(service))
@@ -77,7 +77,7 @@ def test_a_response_about_many_workers_is_made_in_a_thread(path: str) -> None:
     }.get(path, {"model": "m", "tokens": [1]})
 
     async def scenario() -> None:
-        service = Service(ServiceConfig(limits=Limits(inline_candidates=2)))
+        service = Service(ServiceSettings(limits=Limits(inline_candidates=2)))
         await service.start()
         try:
             app, seen = App(service), list[bool]()

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import UnavailableError
 from kvevents.service.http.app import App
 from kvevents.service.http.indexer_listings import PIECE_BLOCKS
@@ -22,6 +21,7 @@ from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import BoundedLock, ThreadPool
 from kvevents.service.service import Service
+from kvevents.service.settings import ServiceSettings
 from service_cases import DEADLINE, Client, engines, prompt, serving, wait_for, write
 
 
@@ -140,7 +140,7 @@ def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) 
 @pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
 async def test_a_large_body_is_handled_in_a_thread(path: str, size: int) -> None:
     """Smaller bodies are handled on the event loop, which costs less."""
-    service = Service(ServiceConfig())
+    service = Service(ServiceSettings())
     app, found = App(service), ROUTES[path]["POST"]
     endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
     try:

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
-from kvevents.service.config import ServiceConfig
 from kvevents.service.http.app import MAX_PATH, App, find_tracer
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.service.settings import ServiceSettings
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
 from service_cases import serving
@@ -56,7 +56,7 @@ def ask(app: App, method: str, path: str, body: object = None, **headers: str) -
 @pytest.fixture(name="service")
 def service_with_blocks() -> Iterator[Service]:
     """Return a service without connections, whose one engine holds two blocks of the prompt."""
-    service = Service(ServiceConfig())
+    service = Service(ServiceSettings())
     registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="tiny", block_size=BLOCK)
     service.fleet.register(registration).result()
     batch = EventBatch(0.0, [BlockStored([1, 2], None, TOKENS[:HELD], BLOCK, medium="GPU")])

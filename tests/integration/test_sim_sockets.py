@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import zmq
 
-from kvevents.config import resolve_dialect
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
 from kvevents.sim import network
@@ -20,7 +19,7 @@ from kvevents.sim.network import HIGHEST_PORT, Sockets
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
-from kvevents.wire import decode_batch
+from kvevents.wire import decode_batch, resolve_dialect
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
 from sim_live_cases import count_resources

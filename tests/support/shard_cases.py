@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvevents.service.config import MAX_ASK_SECONDS, ServiceConfig
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
+from kvevents.service.settings import MAX_ASK_SECONDS, ServiceSettings
 from kvevents.settings import convert
 from ports import reserve_port
 from service_cases import Client
@@ -58,8 +58,8 @@ class Replica(Client):
                 "pace": PACE,
                 **more.get("shard", {}),
             }
-        self.config = convert(tables, ServiceConfig, "test")
-        self.service = Service(self.config)
+        self.settings = convert(tables, ServiceSettings, "test")
+        self.service = Service(self.settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _ServerWithoutSignals | None = None
         self._started = threading.Event()

@@ -21,7 +21,7 @@ from kvevents.cli.options import engine
 from kvevents.cli.program import make_parser as parser
 from kvevents.package_metadata import version
 from kvevents.service.access import Access
-from kvevents.service.config import ServiceConfig
+from kvevents.service.settings import ServiceSettings
 from kvevents.settings import convert
 
 MODEL: Final = "engines.model=llama"
@@ -109,7 +109,7 @@ def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
     assert named_secrets == secrets.keys()
     [script] = re.findall(r"^printf .*$", text, re.MULTILINE)
     subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)  # noqa: S607 - our own document
-    Access(convert(tomllib.loads((tmp_path / secrets["kv-config"]).read_text()), ServiceConfig, "guide").access)
+    Access(convert(tomllib.loads((tmp_path / secrets["kv-config"]).read_text()), ServiceSettings, "guide").access)
 
 
 @needs_helm
@@ -170,13 +170,13 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
     service = find_object(objects, "Service", "plane-kvevents-engines")
     assert service["spec"]["clusterIP"] == "None"
     tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
-    config = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml")
+    config = convert(tomllib.loads(tables), ServiceSettings, "bridge.toml")
     [dns] = config.dns
     assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
     assert (dns.model, dns.block_size, dns.replay_endpoint, dns.stores_only) == ("llama", 16, "tcp://*:6558", ())
     objects = render_chart(*EVERYTHING, "engines.storesOnly={cpu,disk}")
     tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
-    [dns] = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml").dns
+    [dns] = convert(tomllib.loads(tables), ServiceSettings, "bridge.toml").dns
     assert dns.stores_only == ("cpu", "disk")
 
 

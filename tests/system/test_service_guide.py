@@ -12,8 +12,8 @@ import pytest
 import paths
 from certificate_cases import make_certificates
 from cli_cases import run
-from kvevents.service.config import DnsTable
 from kvevents.service.discovery.provider import SourceTable
+from kvevents.service.settings import DnsTable
 from service_cases import engine, serving
 
 GUIDE = paths.ROOT / "docs" / "guides" / "service.md"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import MAX_LINE_BYTES, LoadError, LoadSettings, ReportedLoad, check_load_url
-from kvevents.service.config import DnsTable
 from kvevents.service.discovery.provider import RankEndpoint, Template, parse_table
+from kvevents.service.settings import DnsTable
 from kvevents.settings import convert
 
 VLLM = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()

@@ -13,7 +13,6 @@ import pytest
 
 from index_cases import tokens_of
 from index_keys import Scope
-from kvevents.config import resolve_dialect
 from kvevents.errors import ClosedError, ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import block_keys
@@ -21,7 +20,7 @@ from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.relay import RelayLimits, RelaySettings
 from kvevents.relay.checkpoints import _incarnation_after
 from kvevents.stream import Gap, RawBatch, Reset, Source
-from kvevents.wire import decode_batch, encode_batch
+from kvevents.wire import decode_batch, encode_batch, resolve_dialect
 from kvevents.wire.encode import batch_encoder
 from relay_cases import SIZE, Consumer, World, block, kill_before, world
 from relay_journal_cases import TINY, Killed, WatchedDisk

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.service import access
-from kvevents.service.access import MAX_TOKEN_BYTES, Access, AccessConfig, Role, TokenConfig
+from kvevents.service.access import MAX_TOKEN_BYTES, Access, AccessSettings, Role, TokenSettings
 
 READER, WRITER, SECOND = "reader-0123456789", "writer-0123456789", "second-0123456789"
 TOKENS = (
-    TokenConfig(role="read", token=READER, name="grafana"),
-    TokenConfig(role="register", token=WRITER),
-    TokenConfig(role="register", token=SECOND),
+    TokenSettings(role="read", token=READER, name="grafana"),
+    TokenSettings(role="register", token=WRITER),
+    TokenSettings(role="register", token=SECOND),
 )
 
 
-def config_of(text: str) -> AccessConfig:
-    return msgspec.convert(tomllib.loads(text), AccessConfig)
+def config_of(text: str) -> AccessSettings:
+    return msgspec.convert(tomllib.loads(text), AccessSettings)
 
 
 def bearer(token: str) -> bytes:
@@ -39,7 +39,7 @@ def test_roles_include_those_below() -> None:
 
 def test_without_tokens_every_caller_may_register() -> None:
     """The service listens on loopback by default, and ignores the header without tokens."""
-    open_to_all = Access(AccessConfig())
+    open_to_all = Access(AccessSettings())
     assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.REGISTER}
 
 
@@ -67,28 +67,28 @@ def test_without_tokens_every_caller_may_register() -> None:
 )
 def test_only_a_complete_bearer_token_has_a_role(header: bytes | None, role: Role) -> None:
     """The scheme `Bearer` is case-insensitive."""
-    assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is role
+    assert Access(AccessSettings(tokens=TOKENS)).caller(header).role is role
 
 
 @given(st.binary(max_size=200))
 def test_no_other_bytes_have_a_role(header: bytes) -> None:
     """Any other header gives no role, and never an exception."""
-    assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is Role.NONE
+    assert Access(AccessSettings(tokens=TOKENS)).caller(header).role is Role.NONE
 
 
 def test_anonymous_callers_have_the_configured_role() -> None:
     """Callers with a wrong token have no role even then, so that the token's owner notices."""
-    public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
+    public = Access(AccessSettings(tokens=TOKENS, anonymous="read"))
     assert public.caller(None).role is Role.READ
     assert public.caller(bearer("wrong-0123456789")).role is Role.NONE
     assert public.caller(bearer(SECOND)).role is Role.REGISTER
-    assert Access(AccessConfig(anonymous="read")).caller(None).role is Role.READ
-    assert Access(AccessConfig(anonymous="none")).caller(None).role is Role.NONE
+    assert Access(AccessSettings(anonymous="read")).caller(None).role is Role.READ
+    assert Access(AccessSettings(anonymous="none")).caller(None).role is Role.NONE
 
 
 def test_callers_have_names_for_logs() -> None:
     """A caller has the name of its token, or the token's number in the configuration."""
-    known = Access(AccessConfig(tokens=TOKENS))
+    known = Access(AccessSettings(tokens=TOKENS))
     headers = [bearer(READER), bearer(WRITER), bearer("wrong-0123456789"), None]
     assert [known.caller(header).name for header in headers] == ["grafana", "token 2", "unknown token", "no token"]
 
@@ -101,7 +101,7 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         compared.append((len(one), len(other)))
         return hmac.compare_digest(one, other)
 
-    known = Access(AccessConfig(tokens=TOKENS))
+    known = Access(AccessSettings(tokens=TOKENS))
     monkeypatch.setattr(access, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     for header in (bearer(READER), bearer(SECOND), b"Bearer x", b"Basic x", b""):
         compared.clear()
@@ -158,9 +158,9 @@ def test_invalid_configuration_is_rejected(text: str) -> None:
 def test_a_token_has_exactly_one_source() -> None:
     """The error names the sources that were given."""
     with pytest.raises(ConfigError, match=r"expected exactly one of token, token_file, token_env, got none"):
-        TokenConfig(role="read")
+        TokenSettings(role="read")
     with pytest.raises(ConfigError, match=r"got token and token_env"):
-        TokenConfig(role="read", token=READER, token_env="X")  # noqa: S106 - the name of a variable
+        TokenSettings(role="read", token=READER, token_env="X")  # noqa: S106 - the name of a variable
 
 
 @pytest.mark.parametrize(
@@ -183,18 +183,18 @@ def test_a_token_has_exactly_one_source() -> None:
 def test_invalid_tokens_are_rejected(settings: dict[str, Any], sentence: str) -> None:
     """The error contains the name or the number of the token and a hint."""
     with pytest.raises(ConfigError, match=sentence):
-        Access(AccessConfig(tokens=(TokenConfig(role="read", **settings),)), {"KV_EMPTY": ""})
+        Access(AccessSettings(tokens=(TokenSettings(role="read", **settings),)), {"KV_EMPTY": ""})
 
 
 def test_a_token_must_not_occur_twice() -> None:
     """A token with two roles is an error."""
     with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
-        Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="register", token=READER))))
+        Access(AccessSettings(tokens=(TOKENS[0], TokenSettings(role="register", token=READER))))
 
 
 def test_no_representation_contains_a_token() -> None:
     """This applies to repr, str, rich and exceptions."""
-    config = AccessConfig(tokens=TOKENS)
+    config = AccessSettings(tokens=TOKENS)
     known = Access(config)
     shown = [
         repr(config),
@@ -205,9 +205,9 @@ def test_no_representation_contains_a_token() -> None:
         repr([one.__rich_repr__() for one in TOKENS]),
     ]
     with pytest.raises(ConfigError) as caught:
-        Access(AccessConfig(tokens=(*TOKENS, TOKENS[0])))
+        Access(AccessSettings(tokens=(*TOKENS, TOKENS[0])))
     shown.append(str(caught.value))
     for token in (READER, WRITER, SECOND):
         assert not any(token in text for text in shown)
-    assert repr(TOKENS[0]) == "<TokenConfig role 'read', name 'grafana'>"
+    assert repr(TOKENS[0]) == "<TokenSettings role 'read', name 'grafana'>"
     assert repr(known) == "<Access 3 tokens, anonymous callers NONE>"

@@ -9,7 +9,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Body, Headers, HttpRequest
@@ -18,6 +17,7 @@ from kvevents.service.http.thread_pools import MATCHING, ThreadPools
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.scatter_gather import MAX_INLINE_TOKENS, ScatterGather
 from kvevents.service.schemas import MAX_MEDIA, MatchRequest
+from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.service.shard_server import Expectation, ExpectationAnswer, PartitionQuery, ShardQuery
 
 LIMIT = 10_000
@@ -40,7 +40,7 @@ class ShardServer:
 def service(*, shards: bool = True) -> Any:
     return SimpleNamespace(
         shards=SimpleNamespace(answering=ShardServer()) if shards else None,
-        config=ServiceConfig(limits=LIMITS),
+        config=ServiceSettings(limits=LIMITS),
         check_tokens=lambda _count: None,
     )
 

@@ -10,9 +10,9 @@ from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
-from kvevents.service.config import DnsTable
 from kvevents.service.discovery.provider import parse_table
 from kvevents.service.member import Member
+from kvevents.service.settings import DnsTable
 from kvevents.settings import convert
 from kvevents.stream import RawBatch
 from kvevents.testing import FakeTransport

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::select::Terms;
 
-/// Limits of requests and connections: the fields of `kvevents.service.config.Limits` that the data plane uses.
+/// Limits of requests and connections: the fields of `kvevents.service.settings.Limits` that the data plane uses.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Limits {
     pub(crate) max_body_bytes: usize,

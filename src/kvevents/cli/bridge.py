@@ -31,10 +31,10 @@ from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
-from kvevents.service.config import EngineSources
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.settings import EngineSources
 from kvevents.settings import Host, Port, Seconds
 from kvevents.stream import Checkpoint, DegradedReason
 from kvevents.zeromq.keys import Curve
@@ -75,7 +75,7 @@ class BridgeTable(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds between two log lines with figures (default: no such lines)."""
 
 
-class BridgeConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the process."""
 
     plane: PlaneSettings
@@ -90,7 +90,7 @@ class BridgeConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fiel
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     settings = SettingsParser(
-        BridgeConfig, "bridge", flags=SHARED_FLAGS | {"bridge.name": "--bridge-name"}, tables={"bridge": ""}
+        BridgeCommandSettings, "bridge", flags=SHARED_FLAGS | {"bridge.name": "--bridge-name"}, tables={"bridge": ""}
     )
     plane = parser.add_argument_group("the plane that the bridge writes to")
     settings.add(plane, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes")
@@ -106,7 +106,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run a bridge until SIGTERM or SIGINT."""
-    given: SettingsValues[BridgeConfig] = args.settings.read(args)
+    given: SettingsValues[BridgeCommandSettings] = args.settings.read(args)
     if "plane.servers" not in given:
         raise CommandLineError("no NATS server is given; use --nats nats://HOST:4222, or servers in [plane] of --config")
     config = read_sources(given, args)
@@ -124,14 +124,14 @@ def run(args: Namespace) -> int:
     return OK
 
 
-def check(config: BridgeConfig) -> None:
+def check(config: BridgeCommandSettings) -> None:
     """Raise the errors of `run_bridge` that need no server: `EndpointError`, `ConfigError` and `MissingDependencyError`."""
     if config.bridge.metrics_port is not None:
         prometheus.check(config.bridge.metrics_port, config.bridge.metrics_host)
     check_connection(config.plane)
 
 
-def run_bridge(config: BridgeConfig, watched: Path | None) -> None:
+def run_bridge(config: BridgeCommandSettings, watched: Path | None) -> None:
     """Run a bridge until SIGTERM or SIGINT; `watched` is the file whose sources are read again when it changes.
 
     Raises `PlaneError` if the servers cannot be used, `EndpointError` if the metrics port is in use, and `ConfigError`.
@@ -141,7 +141,7 @@ def run_bridge(config: BridgeConfig, watched: Path | None) -> None:
         asyncio.run(_main(config, watched, stop))
 
 
-async def _main(config: BridgeConfig, watched: Path | None, stop: StopSignal) -> None:
+async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopSignal) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     stop.on_signal(lambda: loop.call_soon_threadsafe(stopped.set))
     process, operators = BridgeProcess(config, watched), config.bridge
@@ -155,7 +155,7 @@ async def _main(config: BridgeConfig, watched: Path | None, stop: StopSignal) ->
 class BridgeProcess:
     """A bridge, the discovery of its engines, and the log of its state."""
 
-    def __init__(self, config: BridgeConfig, watched: Path | None) -> None:
+    def __init__(self, config: BridgeCommandSettings, watched: Path | None) -> None:
         self.bridge = Bridge(config.settings())
         self._config: Final = config
         self._subscriptions = BridgeSubscriptions(self.bridge, config.curve)

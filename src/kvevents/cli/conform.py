@@ -14,7 +14,6 @@ from typing import Final, TypeAlias
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import positive_int, service_url
-from kvevents.config import resolve_dialect
 from kvevents.conform.indexer import Indexer, MooncakeIndexer, RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
@@ -32,7 +31,7 @@ from kvevents.conform.target import Driver
 from kvevents.conform.verdict import ConformRun, Result, Verdict, make_run, to_json, to_junit
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.settings import suggestion
-from kvevents.wire import Dialect
+from kvevents.wire import Dialect, resolve_dialect
 
 DESCRIPTION: Final = (
     "Play engines of every release, with all their faults, against an indexer or a router, or consumers against a publisher. "

@@ -15,12 +15,11 @@ from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
 from kvevents.cli.process import StopSignal, sleep_until_signal
-from kvevents.config import resolve_dialect
 from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.wire import Dialect, encode_batch
+from kvevents.wire import Dialect, encode_batch, resolve_dialect
 
 DESCRIPTION: Final = (
     "Publish events given as JSON lines. A line is an event, a list of events or a batch:\n"

@@ -45,7 +45,7 @@ HINT_SECONDS: Final = 5.0
 log = logging.getLogger("kvevents.relay")
 
 
-class RelayConfig(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the process."""
 
     upstreams: tuple[str, ...]
@@ -76,7 +76,7 @@ class RelayConfig(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    settings = SettingsParser(RelayConfig, "relay", flags=CURVE_FLAGS | {"tokens": "--token-policy"})
+    settings = SettingsParser(RelayCommandSettings, "relay", flags=CURVE_FLAGS | {"tokens": "--token-policy"})
     settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", engine)
     settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")
@@ -91,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run a relay until SIGTERM or SIGINT."""
-    given: SettingsValues[RelayConfig] = args.settings.read(args)
+    given: SettingsValues[RelayCommandSettings] = args.settings.read(args)
     if "upstreams" not in given:
         raise CommandLineError("no engine is given; name one as ENDPOINT[,REPLAY], or upstreams in --config")
     config = given.settings()

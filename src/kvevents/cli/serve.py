@@ -11,7 +11,7 @@ from kvevents.cli.console import Console, Span
 from kvevents.cli.process import add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SHARED_FLAGS, SettingsParser, add_check, add_sources, read_sources
 from kvevents.service import server
-from kvevents.service.config import ServiceConfig
+from kvevents.service.settings import ServiceSettings
 
 DESCRIPTION: Final = (
     "Subscribe to engines, keep an index of their prefix caches, and answer which workers hold how much of a prompt, and "
@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     settings = SettingsParser(
-        ServiceConfig,
+        ServiceSettings,
         "serve",
         flags=SHARED_FLAGS
         | {"replica": "--replica-name", "tls.certificate": "--https-cert", "shard.tls_certificate": "--shard-tls-cert"},

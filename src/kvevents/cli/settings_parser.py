@@ -59,7 +59,7 @@ from kvevents.settings import (
 )
 
 if TYPE_CHECKING:
-    from kvevents.service.config import EngineSources
+    from kvevents.service.settings import EngineSources
 
 
 T = TypeVar("T", bound=msgspec.Struct)

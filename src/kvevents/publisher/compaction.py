@@ -17,8 +17,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvevents.config import MAX_HEARTBEAT
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import MAX_HEARTBEAT, AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.native_module import find_native
 from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch

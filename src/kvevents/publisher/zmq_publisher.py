@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from kvevents.config import KVEventsConfig, check_counts, check_heartbeat, resolve_dialect
+from kvevents.config import KVEventsConfig
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, with_bound_port
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, Heartbeat, KVEventBatch
@@ -34,6 +34,8 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
+from kvevents.settings import check_counts, check_heartbeat
+from kvevents.wire import resolve_dialect
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ

@@ -7,12 +7,11 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from kvevents.config import check_heartbeat, resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.relay.journal import JournalLimits
-from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings
+from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings, check_heartbeat
 from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
-from kvevents.wire import DEFAULT_WIRE_LIMITS
+from kvevents.wire import DEFAULT_WIRE_LIMITS, resolve_dialect
 from kvevents.wire.dialects import Dialect
 from kvevents.zeromq.keys import Curve
 

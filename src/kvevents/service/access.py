@@ -47,7 +47,7 @@ class Caller:
     """Name of the token for logs, or a note that the request had no token."""
 
 
-class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError` otherwise."""
 
     role: Literal["read", "register"]
@@ -69,7 +69,7 @@ class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
 
     def __repr__(self) -> str:
-        return f"<TokenConfig {', '.join(f'{name} {value!r}' for name, value in self.__rich_repr__())}>"
+        return f"<TokenSettings {', '.join(f'{name} {value!r}' for name, value in self.__rich_repr__())}>"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """Fields for printing, without the token."""
@@ -80,10 +80,10 @@ class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 _TOKEN_SOURCES: Final = ("token", "token_file", "token_env")
 
 
-class AccessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AccessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens, and the permissions of callers without one."""
 
-    tokens: tuple[TokenConfig, ...] = ()
+    tokens: tuple[TokenSettings, ...] = ()
     """Bearer tokens that the service accepts."""
     anonymous: Literal["none", "read"] | None = None
     """Role of callers without a token. Default: all permissions if no tokens are configured, none otherwise."""
@@ -95,7 +95,7 @@ class Access:
     Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """
 
-    def __init__(self, config: AccessConfig, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, config: AccessSettings, environ: Mapping[str, str] = os.environ) -> None:
         self._known: dict[bytes, Caller] = {}
         for number, token in enumerate(config.tokens, 1):
             label = token.name or f"token {number}"
@@ -132,13 +132,13 @@ class Access:
 _UNKNOWN: Final = Caller(Role.NONE, "unknown token")
 
 
-def _anonymous_role(config: AccessConfig) -> Role:
+def _anonymous_role(config: AccessSettings) -> Role:
     if config.anonymous is None:
         return Role.NONE if config.tokens else Role.REGISTER
     return Role[config.anonymous.upper()]
 
 
-def _read(token: TokenConfig, label: str, environ: Mapping[str, str]) -> bytes:
+def _read(token: TokenSettings, label: str, environ: Mapping[str, str]) -> bytes:
     if token.token is not None:
         return token.token.encode("utf-8", "surrogatepass")
     if token.token_env is not None:

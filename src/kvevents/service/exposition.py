@@ -90,7 +90,7 @@ def _write_requests(page: MetricsPage, service: Service) -> None:
     page.histogram(
         "kvevents_http_request_duration_seconds", "Time from the request's headers to the end of the response.", histograms
     )
-    _write_connections(page, counts, service.config.limits.max_clients)
+    _write_connections(page, counts, service.settings.limits.max_clients)
 
 
 def _write_connections(page: MetricsPage, counts: Counts, max_clients: int) -> None:
@@ -352,7 +352,7 @@ def _gauges_of_index(service: Service, stats: StatsAnswer) -> Iterable[tuple[str
             "Unix time at which this process last wrote a snapshot; absent before the first.",
             stats.snapshot_at,
         )
-        yield "kvevents_snapshot_interval_seconds", "Configured interval between snapshots.", service.config.snapshot_seconds
+        yield "kvevents_snapshot_interval_seconds", "Configured interval between snapshots.", service.settings.snapshot_seconds
         yield (
             "kvevents_snapshot_failed",
             "1 while the last write to state_dir failed.",

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, TypeAlias
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.routing import LoadSettings
-from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
@@ -24,6 +23,7 @@ from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.schemas import GapView, Media
 from kvevents.service.scope_fields import Scopes
+from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.wire import Rejected, decode_batch

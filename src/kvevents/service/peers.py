@@ -28,7 +28,7 @@ from kvevents.plane.leases import Lease, LeaseHolder, lease_key
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardAssignment
 from kvevents.service.access import HostPatterns, address_of, is_loopback, token_of_file
-from kvevents.service.config import ShardSettings
+from kvevents.service.settings import ShardSettings
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue

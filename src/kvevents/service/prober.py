@@ -20,12 +20,12 @@ from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
-from kvevents.service.config import Probing
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import HTTP, Member
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
+from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust
 from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 

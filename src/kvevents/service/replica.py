@@ -28,11 +28,11 @@ from kvevents.plane.records import StreamKey
 from kvevents.plane.replicas import ReplicaDigests, ShardAnnouncement
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
-from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.index_build import IndexBuild, Snapshotter
 from kvevents.service.peers import Assignment, ConsistencyCheck
 from kvevents.service.registration import Registration
+from kvevents.service.settings import ShardSettings
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from kvevents.errors import ConfigError
 from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
-from kvevents.service.config import Limits, ServiceConfig, Tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
 from kvevents.service.http.app import App, OriginPolicy
@@ -32,6 +31,7 @@ from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.peers import Peers
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
+from kvevents.service.settings import Limits, ServiceSettings, Tls
 
 RESERVED_FILES: Final = 256
 """Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""
@@ -73,7 +73,7 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
 
-def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str], None]) -> None:
+def serve(config: ServiceSettings, watched: Path | None, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, with the sources of a `watched` file beside those of `config`.
 
     `announce` is called with the URL. Raises `ConfigError` for settings that this machine cannot provide.
@@ -92,13 +92,13 @@ def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str],
         listening.close()
 
 
-def check(config: ServiceConfig, watched: Path | None) -> None:
+def check(config: ServiceSettings, watched: Path | None) -> None:
     """Raise `ConfigError` for settings with which `serve` fails. A state folder in use by another process is accepted."""
     check_settings(config, watched)
     _listen(config.host, config.port).close()
 
 
-def check_settings(config: ServiceConfig, watched: Path | None) -> None:
+def check_settings(config: ServiceSettings, watched: Path | None) -> None:
     """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
     Access(config.access)
     EndpointAllowList(config.allow)
@@ -179,7 +179,7 @@ class _Server(uvicorn.Server):
     def _stop(self, number: int) -> None:
         """On SIGTERM, report not ready and end after the grace period. On SIGINT, or a second signal, end at once."""
         service = self._service
-        grace = service.config.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
+        grace = service.settings.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
         service.data_plane.refresh()
         if grace:
@@ -230,7 +230,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the requests in progress. Connections without a request are closed at once."""
-        await self._service.data_plane.drain(self._service.config.limits.drain_seconds)
+        await self._service.data_plane.drain(self._service.settings.limits.drain_seconds)
         await super().shutdown(sockets)
         await self._service.data_plane.close()
 
@@ -251,7 +251,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
     """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
-    config, access = service.config, service.access
+    config, access = service.settings, service.access
     policy = OriginPolicy.of(config, access)
     paths: dict[str, list[str]] = {}
     for endpoint in ENDPOINTS:
@@ -306,7 +306,7 @@ def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; name another with --host and --port")
 
 
-def _url(config: ServiceConfig, listening: socket.socket) -> str:
+def _url(config: ServiceSettings, listening: socket.socket) -> str:
     scheme = "http" if config.tls is None else "https"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{listening.getsockname()[1]}"

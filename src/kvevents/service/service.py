@@ -20,7 +20,6 @@ from kvevents.package_metadata import version
 from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
-from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming, ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
@@ -37,6 +36,7 @@ from kvevents.service.replica import Replica
 from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
+from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
 from kvevents.service.shard_server import ShardServer
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint, Trust
@@ -63,13 +63,13 @@ class Service:
 
     def __init__(
         self,
-        config: ServiceConfig,
+        config: ServiceSettings,
         watched: Path | None = None,
         *,
         timing: FleetTiming = DEFAULT_FLEET_TIMING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
+        self.settings = config
         self.access = Access(config.access)
         self.audit = AuditLog()
         self.allowed = EndpointAllowList(config.allow)
@@ -208,7 +208,7 @@ class Service:
 
     async def _save_often(self) -> None:
         while True:
-            await asyncio.sleep(self.config.snapshot_seconds)
+            await asyncio.sleep(self.settings.snapshot_seconds)
             await asyncio.to_thread(self.save)
             if not self._is_remembered:
                 await self._remember()
@@ -290,11 +290,11 @@ class Service:
 
         `run`, or one that uses a thread for many.
         """
-        return self.pools[MATCHING].run if workers > self.config.limits.inline_candidates else run
+        return self.pools[MATCHING].run if workers > self.settings.limits.inline_candidates else run
 
     def check_tokens(self, count: int) -> None:
         """Raise `TooMuchError` for more tokens or hashes than one request may have."""
-        if count > (limit := self.config.limits.max_tokens):
+        if count > (limit := self.settings.limits.max_tokens):
             raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
     def members(self) -> Mapping[Key, Member]:
@@ -319,11 +319,11 @@ class Service:
     def warnings(self) -> list[str]:
         """Return sentences that an operator should know."""
         found = [*self.lost, *filter(None, (self.lowered,))]
-        if self.config.is_open:
+        if self.settings.is_open:
             found.append(
-                f"every client of {self.config.host} can query and register: set access.tokens, or listen at 127.0.0.1"
+                f"every client of {self.settings.host} can query and register: set access.tokens, or listen at 127.0.0.1"
             )
-        if not self.config.is_loopback and self.config.access.tokens and self.config.tls is None:
+        if not self.settings.is_loopback and self.settings.access.tokens and self.settings.tls is None:
             found.append("tokens travel in clear: set tls")
         if self.snapshot_fault is not None:
             found.append(self.snapshot_fault)
@@ -359,26 +359,26 @@ class Service:
         elif not why:
             why = self._summary(len(members), exact, caught_up)
             if self._is_late and self._what_is_missing(len(members), exact, caught_up):
-                why += f"; the deadline of {self.config.ready.deadline_seconds:g} s has passed"
+                why += f"; the deadline of {self.settings.ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
             ready=self._is_ready and not ends,
             why=why,
             exact=exact,
             sources=len(members),
-            quorum=self.config.ready.quorum,
-            deadline_seconds=self.config.ready.deadline_seconds,
+            quorum=self.settings.ready.quorum,
+            deadline_seconds=self.settings.ready.deadline_seconds,
         )
 
     @property
     def _is_late(self) -> bool:
-        return self._clock() - self._began >= self.config.ready.deadline_seconds
+        return self._clock() - self._began >= self.settings.ready.deadline_seconds
 
     def _why_not_ready(self, members: int, exact: int, caught_up: int) -> str:
         """Return why the service is not ready; empty if it is ready."""
         # A replica that has not read its log to the end is not ready, however long that takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
-        if not members and (self._expects_engines or self.config.ready.expected):
+        if not members and (self._expects_engines or self.settings.ready.expected):
             return "engines are expected, and none is registered or found so far"
         return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
 
@@ -386,15 +386,15 @@ class Service:
         """Return what is missing until the deadline; empty if nothing is."""
         if self.replica is None and not self._discovery.has_completed:
             return "not every way of discovery has answered"
-        if members < (expected := self.config.ready.expected):
+        if members < (expected := self.settings.ready.expected):
             return f"{members} of {expected} expected sources are registered"
         is_covered = self.shards is None or not self.shards.uncovered_partitions
-        is_enough = caught_up >= self.config.ready.quorum * members
+        is_enough = caught_up >= self.settings.ready.quorum * members
         return "" if is_covered and is_enough else self._summary(members, exact, caught_up)
 
     def _summary(self, members: int, exact: int, caught_up: int) -> str:
         uncovered_partitions = [] if self.shards is None else self.shards.uncovered_partitions
-        expected = self.config.ready.expected
+        expected = self.settings.ready.expected
         text = f"{exact} of {members} sources are EXACT"
         text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""
         text += f", and {expected} were expected" if members < expected else ""
@@ -421,20 +421,20 @@ class Service:
             unique_blocks=stats.unique_blocks,
             tiers=dict(tiers),
             index_bytes=stats.bytes,
-            memory_limit=self.config.memory_limit,
+            memory_limit=self.settings.memory_limit,
             orphans=stats.orphans,
             evicted=stats.evicted,
             lookups=self.metrics.lookups + answers.lookups,
             hits=self.metrics.hits + answers.hits,
             batches=self.fleet.follower.batches,
             batches_per_second=self.fleet.follower.rate,
-            snapshot_seconds=None if self.state_store is None else self.config.snapshot_seconds,
+            snapshot_seconds=None if self.state_store is None else self.settings.snapshot_seconds,
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
 
 
-def _names_engines(config: ServiceConfig, watched: Path | None) -> bool:
+def _names_engines(config: ServiceSettings, watched: Path | None) -> bool:
     """Return whether the settings, or the watched file, name engines or providers."""
     if config.sources or config.source_files or config.dns:
         return True
@@ -444,7 +444,7 @@ def _names_engines(config: ServiceConfig, watched: Path | None) -> bool:
         return True
 
 
-def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
+def _replica(config: ServiceSettings, fleet: Fleet) -> Replica | None:
     if config.plane is None:
         return None
     # Each process has its own name, because several can run on one host.
@@ -460,7 +460,7 @@ def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     )
 
 
-def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> ScatterGather | None:
+def _shards(config: ServiceSettings, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> ScatterGather | None:
     if config.shard is None or replica is None:
         return None
     answering = ShardServer(fleet, lambda: replica.layout, lambda: replica.served)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from kvevents.config import resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.settings import Name, Positive, Range, Settings, Unit
@@ -13,7 +12,7 @@ from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.requests import Request
 from kvevents.sim.simulated_engine import StepLimits
-from kvevents.wire import Dialect
+from kvevents.wire import Dialect, resolve_dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096

@@ -14,8 +14,8 @@ from kvevents.stream.deliveries import (
 )
 from kvevents.stream.delivery_layer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.identity import Fingerprint, payload_digest
-from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.replay_fetch import FetchRequest
+from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.stream import Stream
 from kvevents.stream.transitions import TRANSITIONS, State
 from kvevents.stream.trust import (

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Final, Generic
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
-from kvevents.stream.limits import StreamLimits
 from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
 from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
+from kvevents.stream.settings import StreamLimits
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
 from kvevents.wire import Decoded, Rejected

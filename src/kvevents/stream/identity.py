@@ -19,7 +19,7 @@ from typing import Annotated, Final, Self
 
 import msgspec
 
-from kvevents.stream.limits import StreamLimits
+from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16

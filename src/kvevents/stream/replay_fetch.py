@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvevents.stream.identity import Fingerprint, NewestBatch
-from kvevents.stream.limits import StreamLimits
+from kvevents.stream.settings import StreamLimits
 
 NOW: Final = float("-inf")
 """A time that has passed."""

@@ -6,7 +6,7 @@ import enum
 import heapq
 from typing import NamedTuple
 
-from kvevents.stream.limits import StreamLimits
+from kvevents.stream.settings import StreamLimits
 
 
 class EarlyBatch(NamedTuple):

@@ -13,10 +13,10 @@ from kvevents.errors import ConfigError
 from kvevents.stream.deliveries import Batch, BatchT, Checkpoint, Gap, RawBatch, Reset, Source
 from kvevents.stream.delivery_layer import UNCONNECTED
 from kvevents.stream.identity import NewestBatch, payload_digest
-from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.replay_fetch import FetchRequest, Purpose, ReplayFetch, Stage
 from kvevents.stream.replay_layer import ReplayLayer
 from kvevents.stream.sequencer import Order
+from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.transitions import Action, Input, State, bind_actions
 from kvevents.stream.trust import DegradedReason
 from kvevents.wire import MAX_SEQ, Decoded, Live, Malformed, decode_batch, parse_live

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, TypeAlias, final
 
 from kvevents.events import Heartbeat
-from kvevents.stream.limits import StreamLimits
+from kvevents.stream.settings import StreamLimits
 
 
 class DegradedReason(enum.Enum):

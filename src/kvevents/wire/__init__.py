@@ -2,7 +2,7 @@
 
 from kvevents.wire.checked_msgpack import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits
 from kvevents.wire.decode import Decoded, decode_batch
-from kvevents.wire.dialects import Dialect, dialect_for, dialects
+from kvevents.wire.dialects import Dialect, dialect_for, dialects, resolve_dialect
 from kvevents.wire.encode import encode_batch
 from kvevents.wire.framing import (
     END_SEQ,
@@ -50,4 +50,5 @@ __all__ = [
     "replay_batch_frames",
     "replay_end_frames",
     "replay_request_frames",
+    "resolve_dialect",
 ]

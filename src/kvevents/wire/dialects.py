@@ -237,6 +237,18 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
 
 # --- detection
 
+
+def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
+    """Return the dialect for a `Dialect`, a name such as `vllm-0.24` or `sglang-latest`, or None for "as declared".
+
+    Raises `UnknownDialectError` for an unknown engine or release.
+    """
+    if value is None or isinstance(value, Dialect):
+        return value
+    engine, _, release = value.partition("-")
+    return dialect_for(engine, release or "latest")
+
+
 _HASH_FIELDS: Final = ("block_hashes", "parent_block_hash")
 _decode_hashes: Final = msgspec.msgpack.Decoder(int | bytes | list[int | bytes] | None).decode
 

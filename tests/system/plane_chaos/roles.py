@@ -20,10 +20,10 @@ from kvevents.plane import engine_reader
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.replicas import ShardTimers
 from kvevents.plane.settings import PlaneSettings
-from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.index_build import IndexBuild
 from kvevents.service.replica import Replica
+from kvevents.service.settings import ShardSettings
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS

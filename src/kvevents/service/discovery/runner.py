@@ -12,12 +12,12 @@ from typing import Final, Protocol
 
 from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError
-from kvevents.service.config import DnsTable, EngineSources, Limits
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable, Template
 from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.settings import DnsTable, EngineSources, Limits
 from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Access, Caller, HostPatterns, Role, address_of, host_of, is_loopback
-from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
 from kvevents.service.http.messages import RAW, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, AsyncHandler, Handler, Route
@@ -38,6 +37,7 @@ from kvevents.service.member import MemberMatch
 from kvevents.service.registration import Scope
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
+from kvevents.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -70,7 +70,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._origins = OriginPolicy.of(service.config, service.access)
+        self._origins = OriginPolicy.of(service.settings, service.access)
         tracer = find_tracer()
         self.has_spans = tracer is not None
         """Whether requests have OpenTelemetry spans."""
@@ -133,7 +133,7 @@ class App:
                     f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=headers.peer, reason=error.sentence
                 )
                 raise
-            limit = self.service.config.limits.max_body_bytes
+            limit = self.service.settings.limits.max_body_bytes
             if headers.announced is not None:
                 _check_announced(headers.announced, limit)
                 return ADMITTED
@@ -287,7 +287,7 @@ class OriginPolicy:
         self._is_loopback: Final = is_loopback(host)
 
     @classmethod
-    def of(cls, config: ServiceConfig, access: Access) -> OriginPolicy:
+    def of(cls, config: ServiceSettings, access: Access) -> OriginPolicy:
         """Return the policy of a service with these settings."""
         names = list(config.allowed_hosts)
         if config.shard is not None:

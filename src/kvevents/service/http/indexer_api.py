@@ -167,7 +167,7 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, which the service follows from then on."""
-    body: RegisterRequest = REGISTER.read(request, service.config.limits)
+    body: RegisterRequest = REGISTER.read(request, service.settings.limits)
     registration = _registration(body)
     await service.admit(registration)
     change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
@@ -227,7 +227,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
-    body: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
+    body: UnregisterRequest = UNREGISTER.read(request, service.settings.limits)
     instance, model = str(body.instance_id), pick(body, MODEL)
     tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
     found = [
@@ -269,7 +269,7 @@ async def unregister(service: Service, request: HttpRequest) -> Response:
 
 async def query(service: Service, request: HttpRequest) -> Response:
     """Return how much of a prompt each worker holds."""
-    body, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
+    body, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.settings.limits)
     service.check_tokens(len(tokens))
     service.metrics.record_ignored_fields(request)
     scope = service.candidates.resolve(scope_of(body))
@@ -290,11 +290,11 @@ async def query_by_hash(service: Service, request: HttpRequest) -> Response:
 
 
 def _hashes(service: Service, request: HttpRequest) -> tuple[HashQueryRequest, list[int]]:
-    body: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
+    body: HashQueryRequest = HASH_QUERY.read(request, service.settings.limits)
     given = [hashes for hashes in (body.block_hashes, body.seq_hashes, body.block_hash) if hashes is not None]
     if len(given) != 1:
         raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _HINT, status=422)
-    if len(given[0]) > (most := service.config.limits.max_hashes):
+    if len(given[0]) > (most := service.settings.limits.max_hashes):
         raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes is {most}")
     return body, [_unsigned(each) for each in given[0]]
 

@@ -152,14 +152,14 @@ async def dump(service: Service, request: HttpRequest) -> StreamingResponse:
             f"request the dump of each replica with ?own=true: {', '.join(service.shards.urls)}",
         )
     total = sum(member.blocks for member in list(service.fleet.members.values()))
-    limit = service.config.limits.max_dump_blocks
+    limit = service.settings.limits.max_dump_blocks
     if total > limit:
         raise TooMuchError(
             f"the index has {total} blocks, and /dump returns at most {limit}",
             "too-many-blocks",
             "read /v1/blocks page by page, or raise limits.max_dump_blocks",
         )
-    await service.pools.dump.acquire(service.config.limits.request_seconds)
+    await service.pools.dump.acquire(service.settings.limits.request_seconds)
     return StreamingResponse(_pieces(service), JSON, service.pools.dump.release)
 
 

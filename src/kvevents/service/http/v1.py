@@ -104,7 +104,7 @@ def _prompt(service: Service, request: HttpRequest) -> tuple[ScopedRequest, Any]
     if request.kind == RAW:
         tokens, query = _raw_prompt(request)
     else:
-        query, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
+        query, tokens = MATCH.read_tokens(request, "tokens", service.settings.limits)
     service.check_tokens(len(tokens))
     return query, tokens
 
@@ -138,7 +138,7 @@ def _raw_prompt(request: HttpRequest) -> tuple[Any, ScopedRequest]:
 
 async def match_many(service: Service, request: HttpRequest) -> Response:
     """Return the longest prefix of each of several prompts of one scope that each worker holds."""
-    query: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
+    query: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.settings.limits)
     service.check_tokens(sum(map(len, query.prompts)))
     scope = service.candidates.resolve(scope_of(query))
     found = await service.lookups.find_many(
@@ -160,11 +160,11 @@ def _match_many_answer(
 
 async def select(service: Service, request: HttpRequest) -> Response:
     """Select the worker for a prompt by what each worker holds, its trust and its load."""
-    query, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
+    query, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.settings.limits)
     service.check_tokens(len(tokens))
     scope = service.candidates.resolve(scope_of(query))
     query = msgspec.structs.replace(query, tokens=tokens, model=scope.model, tenant=scope.tenant, group=scope.group)
-    limits = service.config.limits
+    limits = service.settings.limits
     if query.candidates is None:
         count = len(service.candidates.of(scope).members)
     elif (count := len(query.candidates)) > limits.max_candidates:
@@ -309,9 +309,9 @@ def _rank(text: str) -> int:
 
 def events(service: Service, request: HttpRequest) -> StreamingResponse:
     """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source."""
-    if len(service.fleet.event_bus) >= service.config.limits.max_listeners:
+    if len(service.fleet.event_bus) >= service.settings.limits.max_listeners:
         raise UnavailableError(
-            f"{service.config.limits.max_listeners} clients are connected to /v1/events already",
+            f"{service.settings.limits.max_listeners} clients are connected to /v1/events already",
             "too-many-listeners",
             "raise limits.max_listeners, or poll /v1/sources",
         )
@@ -365,7 +365,7 @@ def shard_match(service: Service, request: HttpRequest) -> Response:
 def shard_members(service: Service, request: HttpRequest) -> Response:
     """List the engines of some partitions, as far as this replica serves them."""
     server = _shard_server(service)
-    query: PartitionQuery = SHARD_PARTITIONS.read(request, service.config.limits)
+    query: PartitionQuery = SHARD_PARTITIONS.read(request, service.settings.limits)
     return answer(server.members(query), request)
 
 
@@ -379,7 +379,7 @@ def shard_expect(service: Service, request: HttpRequest) -> Response:
 
 def _read_shard_body(body: Body, service: Service, request: HttpRequest) -> Any:
     """Decode the body. Its prompts are bytes that are cheap to decode and have a limit of their own."""
-    limits = service.config.limits
+    limits = service.settings.limits
     apart = 0
     if len(request.body) > limits.max_json_bytes and (decoder := _SHARD_PROMPTS.get(request.kind)) is not None:
         with suppress(ValueError, RecursionError):  # a malformed body is rejected for its size

@@ -12,7 +12,7 @@ from kvevents.errors import ConfigError
 from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
 from kvevents.routing import LoadSettings
-from kvevents.service.access import AccessConfig, HostPatterns, is_loopback
+from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
 from kvevents.settings import (
     Bytes,
@@ -179,7 +179,7 @@ class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 @build_decoder_now
-class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of `kvevents serve`."""
 
     host: Host = "127.0.0.1"
@@ -204,7 +204,7 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
     limits: Limits = Limits()
     probe: Probing = Probing()
     load: LoadSettings = LoadSettings()
-    access: AccessConfig = AccessConfig()
+    access: AccessSettings = AccessSettings()
     tls: Tls | None = None
     allow: list[str] = field(default_factory=list)
     """Pattern of endpoints that registrations over HTTP can name, such as `tcp://10.1.0.0/16:5557-5700`."""
