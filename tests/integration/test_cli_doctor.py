@@ -33,10 +33,10 @@ from cli_service_cases import (
 from kvevents.cli.doctor import service_checks as checks
 from kvevents.cli.doctor.service_checks import ENOUGH_LOOKUPS
 from kvevents.cli.doctor.traffic import check_topic
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.reasons import Reason
-from kvevents.service.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.testing import Faults, TapePlayer
 from kvevents.zeromq.handshake import perform_handshake
 

@@ -42,18 +42,11 @@ from cli_service_cases import (
 from kvevents.cli import main
 from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
-from kvevents.cli.service_client import (
-    SOURCE_ORDERS,
-    PolledSource,
-    PollResult,
-    ServiceClient,
-    ServiceRequestError,
-    sort_sources,
-    worker_name,
-)
 from kvevents.cli.top_view import TopView
+from kvevents.client.polling import SOURCE_ORDERS, PolledSource, PollResult, sort_sources
+from kvevents.client.schemas import HealthAnswer, LoadView, Problem
+from kvevents.client.service_client import ServiceClient, ServiceRequestError, worker_name
 from kvevents.events import KVEventBatch
-from kvevents.service.schemas import HealthAnswer, LoadView, Problem
 
 # --- a service and its engines
 

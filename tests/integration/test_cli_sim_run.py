@@ -18,8 +18,8 @@ import pytest
 from cli_cases import ProcessResult, Program
 from kvevents.cli import main, sim_run
 from kvevents.cli.console import Console
-from kvevents.cli.service_client import worker_name
 from kvevents.cli.sim_run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
+from kvevents.client.service_client import worker_name
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from certificate_cases import make_certificates
 from cli_cases import refuse_connections, run
+from kvevents.client.schemas import Problem
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service.schemas import Problem
 from kvevents.wire import encode_batch
 from kvevents.zeromq.keys import Curve
 from service_cases import (

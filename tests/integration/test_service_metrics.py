@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service.exposition import STATES, exposition
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, labels
-from kvevents.service.reasons import Reason, SourceFault
+from kvevents.service.reasons import SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import FleetTiming, ServiceSettings

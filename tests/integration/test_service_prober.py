@@ -11,7 +11,8 @@ import zmq
 
 import paths
 from cli_cases import refuse_connections
-from kvevents.service.reasons import CODES_OF_DEGRADED_REASONS, Reason
+from kvevents.client.reasons import Reason
+from kvevents.service.reasons import CODES_OF_DEGRADED_REASONS
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvevents.client.reasons import Reason
 from kvevents.errors import ConfigError
 from kvevents.service.exposition import exposition
-from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings

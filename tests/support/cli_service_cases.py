@@ -17,10 +17,10 @@ import pytest
 
 from cli_cases import SECONDS, Program
 from kvevents.cli import main
-from kvevents.cli.service_client import PolledSource
+from kvevents.client.polling import PolledSource
+from kvevents.client.schemas import ReadyAnswer, StatsAnswer
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.schemas import ReadyAnswer, StatsAnswer
 
 BLOCK: Final = 16
 

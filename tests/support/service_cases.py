@@ -22,10 +22,10 @@ import msgspec
 import zmq
 
 from cli_cases import ProcessResult, Program
+from kvevents.client.schemas import Problem
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.schemas import Problem
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint, run_publisher
 

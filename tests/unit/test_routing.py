@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.client.schemas import SelectRequest
 from kvevents.errors import ConfigError
 from kvevents.routing import (
     POLICIES,
@@ -29,7 +30,6 @@ from kvevents.routing import (
 )
 from kvevents.routing.policies import Scorer
 from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
-from kvevents.service.schemas import SelectRequest
 
 PROMPT = Prompt(1000)
 

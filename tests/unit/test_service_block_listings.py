@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.lookups import BlockListings
-from kvevents.service.schemas import TrustStatus
 
 BIG = st.integers(0, 2**64 - 1)
 BLOCKS = st.lists(

@@ -12,12 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvevents import routing
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.policies import EQUAL
 from kvevents.routing.weights import DISTANCE_LOST
-from kvevents.service.reasons import Reason
-from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
 from kvevents.stream import TrustState
 from kvevents_native._native import EngineLoads

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from kvevents.client.schemas import MAX_MEDIA, MatchRequest
 from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Body, Headers, HttpRequest
@@ -16,7 +17,6 @@ from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import MATCHING, ThreadPools
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.scatter_gather import MAX_INLINE_TOKENS, ScatterGather
-from kvevents.service.schemas import MAX_MEDIA, MatchRequest
 from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.service.shard_server import Expectation, ExpectationAnswer, PartitionQuery, ShardQuery
 

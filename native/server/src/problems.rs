@@ -1,5 +1,5 @@
 //! Errors that belong to a connection rather than to a request; all others are the control plane's. They are problem details of
-//! RFC 9457, as `kvevents.service.schemas.Problem` has them.
+//! RFC 9457, as `kvevents.client.schemas.Problem` has them.
 
 use bytes::Bytes;
 use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};

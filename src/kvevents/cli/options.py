@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
+from kvevents.client.service_client import TOKEN_VARIABLE, ServiceClient
 from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.stream import Source
@@ -38,6 +39,11 @@ CURVE_FLAGS: Final = {
     "curve.allowed": "--curve-allow",
 }
 """Options of the CURVE settings of a command, the same as those of `add_curve`."""
+
+MAX_TOKEN_BYTES: Final = 4096
+"""Longest bearer token, as in the service."""
+_JSON: Final = '[{"'
+"""First characters of a JSON document, which a token never has."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
 _SMALLEST: Final = math.ulp(0.0)
@@ -402,3 +408,33 @@ def add_access(parser: ArgumentParser | Group) -> None:
         metavar="S",
         help="seconds to wait for a response (default: %(default)g)",
     )
+
+
+def make_client(args: Namespace) -> ServiceClient:
+    """Return the client for the options of `add_service` or `add_access`. Raises `ConfigError`."""
+    return ServiceClient(args.service, token=_token(args.token_file), ca_file=args.tls_ca, timeout=args.timeout)
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        given, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
+        if not given:
+            return None
+    else:
+        given, origin = _read_token(file), f"--token-file {file}"
+    if not given or len(given) > MAX_TOKEN_BYTES or not all("!" <= char <= "~" for char in given):
+        raise ConfigError(
+            f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces"
+        )
+    if given[0] in _JSON:
+        # Proxies log the header with the token. A prompt that is named by mistake must not be in it.
+        raise ConfigError(f"{origin} has JSON instead of a token; use --prompt-file for token ids")
+    return given
+
+
+def _read_token(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(2 * MAX_TOKEN_BYTES).decode("latin-1").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read --token-file {file}: {error.strerror or error}") from error

@@ -13,12 +13,9 @@ import msgspec
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Part, Span, Style, first_names, percentage, plural, printable
 from kvevents.cli.delivery_output import trust_style
-from kvevents.cli.options import add_output, add_service
-from kvevents.cli.service_client import ServiceClient, make_client, worker_name
-from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.events import tiers_by_reach
-from kvevents.service.registration import DEFAULT_GROUP
-from kvevents.service.schemas import (
+from kvevents.cli.options import add_output, add_service, make_client
+from kvevents.client.schemas import (
+    DEFAULT_GROUP,
     MatchAnswer,
     ScoredCandidate,
     Selection,
@@ -27,6 +24,9 @@ from kvevents.service.schemas import (
     TrustStatus,
     WorkerMatch,
 )
+from kvevents.client.service_client import ServiceClient, worker_name
+from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.events import tiers_by_reach
 from kvevents.stream import Trust
 
 DESCRIPTION: Final = (

@@ -17,8 +17,8 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console
-from kvevents.cli.options import add_output, add_service, positive_int, positive_seconds
-from kvevents.cli.service_client import SOURCE_ORDERS, Poller, PollResult, make_client
+from kvevents.cli.options import add_output, add_service, make_client, positive_int, positive_seconds
+from kvevents.client.polling import SOURCE_ORDERS, Poller, PollResult
 from kvevents.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvevents.cli.console import duration, percentage, plural, printable, size
-from kvevents.cli.service_client import PolledSource, PollResult, source_issues, worker_name
-from kvevents.service.schemas import StatsAnswer
+from kvevents.client.polling import PolledSource, PollResult
+from kvevents.client.schemas import StatsAnswer
+from kvevents.client.service_client import source_issues, worker_name
 
 MAX_NAME: Final = 40
 """Characters of a name; the rest is cut."""

@@ -16,11 +16,11 @@ from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Final
 
+from kvevents.client.schemas import MAX_NAME_BYTES
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError
 from kvevents.service.access import Address, Network
 from kvevents.service.errors import ServiceError
-from kvevents.service.registration import MAX_NAME_BYTES
 
 DEFAULT_ALLOW: Final = (
     "tcp://127.0.0.0/8:*",

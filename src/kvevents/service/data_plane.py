@@ -20,10 +20,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from kvevents.client.schemas import HealthAnswer, ReadyAnswer
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Scope
-from kvevents.service.schemas import HealthAnswer, ReadyAnswer
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0

@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
-from kvevents.service.schemas import TrustStatus
+from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_QUEUED: Final = 1_024

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, get_args
 
 from prometheus_client import generate_latest
 
+from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
 from kvevents.plane.log_subscriber import PartitionProgress
 from kvevents.plane.partition_state import PartitionState
@@ -33,7 +34,6 @@ from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, MetricsPage, Samples, labels
 from kvevents.service.replica import Replica
 from kvevents.service.scatter_gather import ScatterGather
-from kvevents.service.schemas import StatsAnswer
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
 

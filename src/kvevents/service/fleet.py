@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import GapView, Media
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.routing import LoadSettings
@@ -19,9 +21,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, 
 from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
 from kvevents.service.member import HTTP, Member, MemberMatch, Revision
-from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
-from kvevents.service.schemas import GapView, Media
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust

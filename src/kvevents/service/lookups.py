@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvevents.client.schemas import BlocksAnswer, BlockView, HotPrefix, Media, SelectRequest, TrustStatus
 from kvevents.index import Block, Namespace
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.errors import NotFoundError, UnavailableError
@@ -26,7 +27,6 @@ from kvevents.service.member import MemberMatch
 from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Key, Scope
 from kvevents.service.scatter_gather import ScatterGather, packed
-from kvevents.service.schemas import BlocksAnswer, BlockView, HotPrefix, Media, SelectRequest, TrustStatus
 from kvevents.service.shard_server import Expectation, ShardQuery, fields_of
 
 MAX_UNCOUNTED: Final = 64

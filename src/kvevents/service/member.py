@@ -8,13 +8,14 @@ from functools import lru_cache
 from itertools import count
 from typing import Final, NamedTuple, cast
 
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
 from kvevents.index import WorkerInfo
 from kvevents.routing import LoadReading
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.weights import DISTANCE_LOST, distance_of
-from kvevents.service.reasons import ENDPOINT_FAULTS, Reason, SourceFault, reasons_of
+from kvevents.service.reasons import ENDPOINT_FAULTS, SourceFault, reasons_of
 from kvevents.service.registration import Registration, Scope
-from kvevents.service.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust, TrustState
 from kvevents.subscriber import StreamStatus
 

@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from kvevents.backoff import Backoff
+from kvevents.client.reasons import Reason
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import is_load_url
@@ -23,7 +24,7 @@ from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import HTTP, Member
-from kvevents.service.reasons import Reason, SourceFault
+from kvevents.service.reasons import SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvevents.client.schemas import DEFAULT_GROUP, MAX_NAME_BYTES
 from kvevents.errors import ConfigError
 from kvevents.service.errors import ConflictError
 from kvevents.settings import build_decoder_now
@@ -15,10 +16,6 @@ from kvevents.stream import Source
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve
 
-DEFAULT_GROUP: Final = "default"
-"""Tenant, and routing group, of requests and registrations that name none."""
-MAX_NAME_BYTES: Final = 512
-"""Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_BLOCK_SIZE: Final = 1 << 20
 """Largest block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64

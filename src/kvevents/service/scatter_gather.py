@@ -21,11 +21,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvevents.client.reasons import Reason
 from kvevents.plane.replicas import ShardAnnouncement, plan_queries
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.peers import Peers, PeerUnavailableError
-from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Scope
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.shard_server import (

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
+from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.index import Namespace
 from kvevents.package_metadata import documented
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
-from kvevents.service.registration import DEFAULT_GROUP, Scope
+from kvevents.service.registration import Scope
 
 
 class Scopes:

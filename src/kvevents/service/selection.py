@@ -11,16 +11,16 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.events import TIERS
 from kvevents.routing import Ties, Worker
 from kvevents.routing.weights import distance_of
 from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
-from kvevents.service.reasons import Reason
 from kvevents.service.registration import Scope
 from kvevents.service.scatter_gather import ScatterGather
-from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents_native import _native
 
 MAX_REMEMBERED: Final = 256

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.package_metadata import version
@@ -34,7 +35,6 @@ from kvevents.service.prober import Prober, check_allowed, check_endpoints
 from kvevents.service.registration import SEPARATOR, Key, Registration
 from kvevents.service.replica import Replica
 from kvevents.service.scatter_gather import ScatterGather
-from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
 from kvevents.service.shard_server import ShardServer

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta, Struct, field
 
+from kvevents.client.reasons import Reason
+from kvevents.client.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.plane.layout import Layout
 from kvevents.service.errors import NotFoundError, RefusedError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member, MemberMatch
-from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Scope
-from kvevents.service.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
 from kvevents.settings import build_decoder_now
 from kvevents.stream import TrustState

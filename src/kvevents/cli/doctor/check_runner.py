@@ -36,9 +36,17 @@ from kvevents.cli.doctor.traffic import (
     check_traffic,
     check_trust,
 )
-from kvevents.cli.options import add_access, add_engine_details, add_output, endpoint, positive_seconds, read_curve, service_url
+from kvevents.cli.options import (
+    add_access,
+    add_engine_details,
+    add_output,
+    endpoint,
+    make_client,
+    positive_seconds,
+    read_curve,
+    service_url,
+)
 from kvevents.cli.process import StopSignal
-from kvevents.cli.service_client import make_client
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 

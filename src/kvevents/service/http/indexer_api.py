@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from kvevents.client.schemas import DEFAULT_GROUP, LoraId
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.package_metadata import documented
@@ -23,8 +24,7 @@ from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, T
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer
 from kvevents.service.lookups import LookupResult
 from kvevents.service.member import MemberMatch
-from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
-from kvevents.service.schemas import LoraId
+from kvevents.service.registration import Registration, Scope
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
 from kvevents.service.service import Service
 

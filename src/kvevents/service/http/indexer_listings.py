@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, TooMuchError
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.member import Member
 from kvevents.service.registration import Key
-from kvevents.service.schemas import TrustStatus
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 

@@ -9,10 +9,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvevents.client.schemas import Problem
 from kvevents.index import extract_token_array
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.thread_pools import RunStep, run_inline
-from kvevents.service.schemas import Problem
 from kvevents.service.scope_fields import check_unknown
 from kvevents.service.settings import Limits
 

@@ -15,16 +15,15 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from kvevents.client import schemas
+from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
 from kvevents.package_metadata import version
-from kvevents.service import schemas
 from kvevents.service import shard_server as shard_schemas
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
 from kvevents.service.http import indexer_api, indexer_listings, v1
 from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.thread_pools import FLEET, LISTING, MATCHING, METRICS
-from kvevents.service.registration import MAX_NAME_BYTES
-from kvevents.service.schemas import Problem, ScopedRequest
 from kvevents.service.service import Service
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"

@@ -1,4 +1,4 @@
-"""The `/v1` API of kvevents. `kvevents.service.schemas` has the types of its requests and responses.
+"""The `/v1` API of kvevents. `kvevents.client.schemas` has the types of its requests and responses.
 
 The endpoints of `/v1/shard` are for the replicas of a sharded plane. Replicas send msgpack; JSON works too.
 `kvevents.service.shard_server` has the types of these messages.
@@ -13,14 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.index import Block
-from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.event_bus import StreamEvent
-from kvevents.service.http.messages import MSGPACK, RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
-from kvevents.service.lookups import FoundMany, HottestPrefixes, LookupResult
-from kvevents.service.member import Member, MemberMatch
-from kvevents.service.registration import DEFAULT_GROUP, Scope
-from kvevents.service.schemas import (
+from kvevents.client.schemas import (
+    DEFAULT_GROUP,
     Candidate,
     HotAnswer,
     MatchAnswer,
@@ -36,6 +30,13 @@ from kvevents.service.schemas import (
     WorkerMatch,
     WorkerTrust,
 )
+from kvevents.index import Block
+from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
+from kvevents.service.event_bus import StreamEvent
+from kvevents.service.http.messages import MSGPACK, RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
+from kvevents.service.lookups import FoundMany, HottestPrefixes, LookupResult
+from kvevents.service.member import Member, MemberMatch
+from kvevents.service.registration import Scope
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker

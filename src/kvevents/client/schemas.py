@@ -9,11 +9,15 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from kvevents.client.reasons import Reason
 from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
-from kvevents.service.reasons import Reason
-from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.settings import build_decoder_now
 from kvevents.stream import TrustState
+
+DEFAULT_GROUP: Final = "default"
+"""Tenant, and routing group, of requests and registrations that name none."""
+MAX_NAME_BYTES: Final = 512
+"""Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]

@@ -1,25 +1,18 @@
-"""A client of the service, for the commands that query one, and the poller of `kvevents top`.
-
-The poller derives rates from consecutive polls.
-"""
+"""A client of the service, and how sources are named for people."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
-import time
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
+from kvevents.client.schemas import DEFAULT_GROUP, Problem, SourceView
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.service.registration import DEFAULT_GROUP
-from kvevents.service.schemas import Problem, ReadyAnswer, SourceView, StatsAnswer
 
 if TYPE_CHECKING:
     from kvevents.http_client import Answer, HttpError, HttpErrorKind
@@ -30,10 +23,6 @@ T = TypeVar("T")
 TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of the variable
 MAX_RESPONSE_BYTES: Final = 64 << 20
 """Largest response. 4,096 sources with all their gaps are 25 MiB."""
-MAX_TOKEN_BYTES: Final = 4096
-"""Longest bearer token, as in the service."""
-_JSON: Final = '[{"'
-"""First characters of a JSON document, which a token never has."""
 _MAX_QUOTED: Final = 80
 """Characters of an unknown response that an error message quotes."""
 OK: Final = 200
@@ -167,36 +156,6 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
         raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason}; expected a PEM file of certificates") from error
 
 
-def make_client(args: Namespace) -> ServiceClient:
-    """Return the client for the options of `add_service` or `add_access`. Raises `ConfigError`."""
-    return ServiceClient(args.service, token=_token(args.token_file), ca_file=args.tls_ca, timeout=args.timeout)
-
-
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        given, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
-        if not given:
-            return None
-    else:
-        given, origin = _read_token(file), f"--token-file {file}"
-    if not given or len(given) > MAX_TOKEN_BYTES or not all("!" <= char <= "~" for char in given):
-        raise ConfigError(
-            f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces"
-        )
-    if given[0] in _JSON:
-        # Proxies log the header with the token. A prompt that is named by mistake must not be in it.
-        raise ConfigError(f"{origin} has JSON instead of a token; use --prompt-file for token ids")
-    return given
-
-
-def _read_token(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(2 * MAX_TOKEN_BYTES).decode("latin-1").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read --token-file {file}: {error.strerror or error}") from error
-
-
 def worker_name(instance: str, rank: int, tenant: str = DEFAULT_GROUP, group: str = DEFAULT_GROUP) -> str:
     """Return `engine-0/1`, with `@tenant` or `@tenant/group` unless these are the default ones."""
     name = f"{instance}/{rank}"
@@ -209,121 +168,3 @@ def source_issues(source: SourceView) -> str:
     """Return the reason of a source's trust, and its fault unless the reason contains it."""
     fault = source.fault or ""
     return "; ".join(part for part in (source.trust.reason, fault if fault not in source.trust.reason else "") if part)
-
-
-# --- polls
-
-
-class PolledSource(SourceView, frozen=True, kw_only=True):
-    """One source, with what two polls say about it."""
-
-    rate: float | None = None
-    """Batches per second since the previous poll; None at the first one."""
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """Return the identity of the source."""
-        return self.tenant, self.group, self.instance, self.rank
-
-
-class PolledSources(msgspec.Struct, frozen=True):
-    """The response to `/v1/sources`."""
-
-    sources: list[PolledSource]
-    faults: dict[str, list[str]]
-
-
-class PollResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one poll. The page `reference/cli.md` of the documentation has the keys; programs rely on them."""
-
-    at: float
-    """Seconds since the epoch."""
-    service: str
-    error: str | None = None
-    """Why the poll failed; then all fields below except `failing_since` are empty."""
-    failing_since: float | None = None
-    """When polls began to fail, in seconds since the epoch."""
-    ready: ReadyAnswer | None = None
-    stats: StatsAnswer | None = None
-    lookups_per_second: float | None = None
-    """Lookups per second since the previous poll; None at the first one."""
-    sources: list[PolledSource] = msgspec.field(default_factory=list)
-    faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
-
-
-_WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
-_SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
-    "trust": lambda source: (_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
-    "name": lambda source: source.key,
-    "blocks": lambda source: -source.blocks,
-    "rate": lambda source: -(source.rate or 0.0),
-    "lag": lambda source: -abs(source.lag_seconds or 0.0),
-    "age": lambda source: source.last_event or 0.0,
-    "lost": lambda source: -source.lost,
-}
-SOURCE_ORDERS: Final = tuple(_SOURCE_ORDERS)
-"""Sort orders of sources. Each puts first what an operator looks for."""
-
-
-def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:
-    """Return the sources sorted by `order`, and then by name."""
-    return sorted(sources, key=lambda source: (_SOURCE_ORDERS[order](source), source.key))
-
-
-class Poller:
-    """Polls one service. Rates are between the last two successful polls."""
-
-    def __init__(self, client: ServiceClient, order: str, clock: Callable[[], float] = time.time) -> None:
-        self._client = client
-        self._order = order
-        self._clock = clock
-        self._previous: PollResult | None = None
-        self._failing_since: float | None = None
-
-    def poll(self) -> PollResult:
-        """Poll the service. Raises `ServiceRequestError`."""
-        ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
-        stats = self._client.get("/v1/stats", StatsAnswer)
-        answer = self._client.get("/v1/sources", PolledSources)
-        frame = self._with_rates(
-            PollResult(
-                at=self._clock(),
-                service=self._client.url,
-                ready=ready,
-                stats=stats,
-                sources=answer.sources,
-                faults=answer.faults,
-            )
-        )
-        self._previous, self._failing_since = frame, None
-        return frame
-
-    def poll_or_error(self) -> PollResult:
-        """Poll the service, or return a frame with the error."""
-        try:
-            return self.poll()
-        except ServiceRequestError as problem:
-            now = self._clock()
-            self._failing_since = self._failing_since or now
-            return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
-
-    def _with_rates(self, frame: PollResult) -> PollResult:
-        before = self._previous
-        seconds = frame.at - before.at if before is not None else 0.0
-        if before is None or before.stats is None or frame.stats is None or seconds <= 0:
-            return msgspec.structs.replace(frame, sources=sort_sources(frame.sources, self._order))
-        batches = {source.key: source.batches for source in before.sources}
-        sources = [
-            msgspec.structs.replace(source, rate=_rate(batches.get(source.key), source.batches, seconds))
-            for source in frame.sources
-        ]
-        return msgspec.structs.replace(
-            frame,
-            sources=sort_sources(sources, self._order),
-            lookups_per_second=_rate(before.stats.lookups, frame.stats.lookups, seconds),
-        )
-
-
-def _rate(before: int | None, now: int, seconds: float) -> float | None:
-    """Return a rate per second; None if the counter has restarted."""
-    return None if before is None or now < before else (now - before) / seconds

@@ -1,0 +1,127 @@
+"""Polls a service, as `kvevents top` does, and derives rates from consecutive polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.client.schemas import ReadyAnswer, SourceView, StatsAnswer
+from kvevents.client.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError
+
+
+class PolledSource(SourceView, frozen=True, kw_only=True):
+    """One source, with what two polls say about it."""
+
+    rate: float | None = None
+    """Batches per second since the previous poll; None at the first one."""
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Return the identity of the source."""
+        return self.tenant, self.group, self.instance, self.rank
+
+
+class PolledSources(msgspec.Struct, frozen=True):
+    """The response to `/v1/sources`."""
+
+    sources: list[PolledSource]
+    faults: dict[str, list[str]]
+
+
+class PollResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one poll. The page `reference/cli.md` of the documentation has the keys; programs rely on them."""
+
+    at: float
+    """Seconds since the epoch."""
+    service: str
+    error: str | None = None
+    """Why the poll failed; then all fields below except `failing_since` are empty."""
+    failing_since: float | None = None
+    """When polls began to fail, in seconds since the epoch."""
+    ready: ReadyAnswer | None = None
+    stats: StatsAnswer | None = None
+    lookups_per_second: float | None = None
+    """Lookups per second since the previous poll; None at the first one."""
+    sources: list[PolledSource] = msgspec.field(default_factory=list)
+    faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
+_WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
+_SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
+    "trust": lambda source: (_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
+    "name": lambda source: source.key,
+    "blocks": lambda source: -source.blocks,
+    "rate": lambda source: -(source.rate or 0.0),
+    "lag": lambda source: -abs(source.lag_seconds or 0.0),
+    "age": lambda source: source.last_event or 0.0,
+    "lost": lambda source: -source.lost,
+}
+SOURCE_ORDERS: Final = tuple(_SOURCE_ORDERS)
+"""Sort orders of sources. Each puts first what an operator looks for."""
+
+
+def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:
+    """Return the sources sorted by `order`, and then by name."""
+    return sorted(sources, key=lambda source: (_SOURCE_ORDERS[order](source), source.key))
+
+
+class Poller:
+    """Polls one service. Rates are between the last two successful polls."""
+
+    def __init__(self, client: ServiceClient, order: str, clock: Callable[[], float] = time.time) -> None:
+        self._client = client
+        self._order = order
+        self._clock = clock
+        self._previous: PollResult | None = None
+        self._failing_since: float | None = None
+
+    def poll(self) -> PollResult:
+        """Poll the service. Raises `ServiceRequestError`."""
+        ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
+        stats = self._client.get("/v1/stats", StatsAnswer)
+        answer = self._client.get("/v1/sources", PolledSources)
+        frame = self._with_rates(
+            PollResult(
+                at=self._clock(),
+                service=self._client.url,
+                ready=ready,
+                stats=stats,
+                sources=answer.sources,
+                faults=answer.faults,
+            )
+        )
+        self._previous, self._failing_since = frame, None
+        return frame
+
+    def poll_or_error(self) -> PollResult:
+        """Poll the service, or return a frame with the error."""
+        try:
+            return self.poll()
+        except ServiceRequestError as problem:
+            now = self._clock()
+            self._failing_since = self._failing_since or now
+            return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
+
+    def _with_rates(self, frame: PollResult) -> PollResult:
+        before = self._previous
+        seconds = frame.at - before.at if before is not None else 0.0
+        if before is None or before.stats is None or frame.stats is None or seconds <= 0:
+            return msgspec.structs.replace(frame, sources=sort_sources(frame.sources, self._order))
+        batches = {source.key: source.batches for source in before.sources}
+        sources = [
+            msgspec.structs.replace(source, rate=_rate(batches.get(source.key), source.batches, seconds))
+            for source in frame.sources
+        ]
+        return msgspec.structs.replace(
+            frame,
+            sources=sort_sources(sources, self._order),
+            lookups_per_second=_rate(before.stats.lookups, frame.stats.lookups, seconds),
+        )
+
+
+def _rate(before: int | None, now: int, seconds: float) -> float | None:
+    """Return a rate per second; None if the counter has restarted."""
+    return None if before is None or now < before else (now - before) / seconds
