@@ -30,11 +30,11 @@ from cli_service_cases import (
     stats,
     wait_until,
 )
-from kvevents.cli.doctor import service_checks as checks
-from kvevents.cli.doctor.service_checks import ENOUGH_LOOKUPS
-from kvevents.cli.doctor.traffic import check_topic
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, LoadView, SourceView
+from kvevents.diagnosis import service_checks as checks
+from kvevents.diagnosis.service_checks import ENOUGH_LOOKUPS
+from kvevents.diagnosis.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.testing import Faults, TapePlayer

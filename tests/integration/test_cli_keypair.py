@@ -13,8 +13,8 @@ import zmq
 
 from certificate_pairs import write_new_pair
 from cli_cases import Program, run
-from kvevents.cli.doctor.address import probe_curve
-from kvevents.cli.doctor.replay import request_replay
+from kvevents.diagnosis.address import probe_curve
+from kvevents.diagnosis.replay import request_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.zeromq.keys import Curve, read_pair, read_public_keys

@@ -40,13 +40,13 @@ from cli_service_cases import (
     stats,
 )
 from kvevents.cli import main
-from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
 from kvevents.cli.top_view import TopView
 from kvevents.client.polling import SOURCE_ORDERS, PolledSource, PollResult, sort_sources
 from kvevents.client.schemas import HealthAnswer, LoadView, Problem
 from kvevents.client.service_client import ServiceClient, ServiceRequestError, worker_name
 from kvevents.events import KVEventBatch
+from kvevents.text_format import duration, first_names, percentage, size
 
 # --- a service and its engines
 

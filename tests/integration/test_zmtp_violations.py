@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvevents.cli.doctor.replay import _request as request
-from kvevents.cli.doctor.replay import dealers, request_replay
+from kvevents.diagnosis.replay import _request as request
+from kvevents.diagnosis.replay import dealers, request_replay
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source

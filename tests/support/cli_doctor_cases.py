@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cli_cases import SECONDS, ProcessResult
-from kvevents.cli.doctor import CheckResult
+from kvevents.diagnosis.findings import CheckResult
 
 
 def findings(ended: ProcessResult) -> dict[str, dict[str, str]]:

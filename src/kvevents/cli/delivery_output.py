@@ -16,11 +16,12 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from kvevents.cli.command import NOTHING_ARRIVED, OK
-from kvevents.cli.console import Console, Part, Span, Style, number_range, plural
+from kvevents.cli.console import Console, Part, Span, Style
 from kvevents.cli.process import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber
+from kvevents.text_format import number_range, plural
 
 Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
 

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import positive_int
 from kvevents.cli.sim_compare import positive, report_disagreements
 from kvevents.cli.sim_run import note_delay
@@ -17,6 +17,7 @@ from kvevents.sim.network import parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import rescaled, workload
+from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Show what KV cache events are worth. Four simulated engines, with the block manager of vLLM and the speed of an A100, "

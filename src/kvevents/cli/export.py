@@ -12,9 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output
 from kvevents.export import ExportProgress, ExportSummary, QueryResult, export, find_query, queries, run_query
+from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Convert recordings to Parquet tables with the history of every block, and query them with DuckDB.\n"

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvevents.cli.command import INTERRUPTED, OK
-from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_publisher, no_subscriber, positive_int, rate
 from kvevents.cli.process import StopSignal, sleep_until_signal
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
+from kvevents.text_format import plural
 from kvevents.wire import Live, parse_live
 
 DESCRIPTION: Final = (

@@ -32,7 +32,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("record", "write the events of an engine to a recording", "record"),
     Command("play", "publish a recording as its engine did", "play"),
     Command("publish", "publish events given as JSON lines", "publish"),
-    Command("doctor", "check an engine or a service, with advice for each fault", "doctor.check_runner", CHECK_NOT_POSSIBLE),
+    Command("doctor", "check an engine or a service, with advice for each fault", "doctor", CHECK_NOT_POSSIBLE),
     Command("conform", "judge an indexer, router or publisher under faults", "conform"),
     Command("relay", "republish an engine's stream with its full history", "relay"),
     Command("bridge", "write the streams of engines to a log in NATS JetStream", "bridge", extra="plane,service"),

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
 from kvevents.cli.process import StopSignal, sleep_until_signal
 from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.text_format import plural
 from kvevents.wire import Dialect, encode_batch, resolve_dialect
 
 DESCRIPTION: Final = (

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Part, Span, Style, first_names, percentage, plural, printable
+from kvevents.cli.console import Console, Part, Span, Style, printable
 from kvevents.cli.delivery_output import trust_style
 from kvevents.cli.options import add_output, add_service, make_client
 from kvevents.client.schemas import (
@@ -28,6 +28,7 @@ from kvevents.client.service_client import ServiceClient, worker_name
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.events import tiers_by_reach
 from kvevents.stream import Trust
+from kvevents.text_format import first_names, percentage, plural
 
 DESCRIPTION: Final = (
     "Ask a service which workers hold how much of a prompt, on which tiers, and whether that can be trusted.\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvevents.cli.console import Console, plural
+from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.process import StopSignal
@@ -17,6 +17,7 @@ from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
 from kvevents.subscriber import Subscriber
+from kvevents.text_format import plural
 from kvevents.wire import live_frames
 
 DESCRIPTION: Final = (

@@ -13,10 +13,10 @@ from typing import Final
 
 from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.doctor.address import BINDS, BOTH_CONNECT
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
 from kvevents.cli.process import StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
+from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
 from kvevents.errors import ConfigError
 from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Part, Span, duration, plural
+from kvevents.cli.console import Console, Part, Span
 from kvevents.cli.options import add_output, number, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError, ExternalError, KVEventsError
@@ -29,6 +29,7 @@ from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_fleet import Progress, simulate
 from kvevents.sim.workloads import WORKLOADS, rescaled, workload
+from kvevents.text_format import duration, plural
 
 # --- options of the fleet and of its requests, which `kvevents sim run` has too
 

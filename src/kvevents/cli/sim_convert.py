@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.console import Console, Span
 from kvevents.sim.workloads import from_recording, write_trace
+from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Derive the requests that caused the events of a recording, and write them as a trace for --trace.\n"

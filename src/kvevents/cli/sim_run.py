@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span, duration, percentage, plural
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.process import StopSignal
 from kvevents.cli.sim_compare import (
@@ -35,6 +35,7 @@ from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
 from kvevents.sim.report import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
+from kvevents.text_format import duration, percentage, plural
 
 if TYPE_CHECKING:
     from rich.console import Group

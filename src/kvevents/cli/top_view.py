@@ -13,10 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvevents.cli.console import duration, percentage, plural, printable, size
+from kvevents.cli.console import printable
 from kvevents.client.polling import PolledSource, PollResult
 from kvevents.client.schemas import StatsAnswer
 from kvevents.client.service_client import source_issues, worker_name
+from kvevents.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
 """Characters of a name; the rest is cut."""

@@ -1,4 +1,4 @@
-"""`kvevents doctor`: examine an engine, or a service with its engines. This module has the results of its checks."""
+"""The results of checks: what was examined, the verdict, and what to do."""
 
 from __future__ import annotations
 

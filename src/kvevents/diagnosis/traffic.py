@@ -11,12 +11,12 @@ from typing import Final, Self
 import msgspec
 import zmq
 
-from kvevents.cli.console import number_ranges, plural
-from kvevents.cli.doctor import CheckResult, fail, ok, warn
+from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber import StreamStatus
+from kvevents.text_format import number_ranges, plural
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.zap import secure_sockets

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.cli.doctor import CheckResult, fail, ok
+from kvevents.diagnosis.findings import CheckResult, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake
 from kvevents.zeromq.keys import Curve

@@ -12,13 +12,13 @@ from typing import Final
 
 import zmq
 
-from kvevents.cli.console import number_range, number_ranges, plural
-from kvevents.cli.doctor import CheckResult, fail, ok, warn
-from kvevents.cli.doctor.address import check_replay_address, next_ranks
-from kvevents.cli.doctor.traffic import DecodedContents, SequenceNumbers
+from kvevents.diagnosis.address import check_replay_address, next_ranks
+from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
+from kvevents.diagnosis.traffic import DecodedContents, SequenceNumbers
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared
+from kvevents.text_format import number_range, number_ranges, plural
 from kvevents.wire import ReplayBatch, ReplayEnd, decode_batch, parse_replay_reply, replay_request_frames
 from kvevents.zeromq.handshake import perform_handshake
 from kvevents.zeromq.keys import Curve

@@ -1,0 +1,142 @@
+"""`kvevents doctor`: run the checks of an engine or of a service, and report."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from kvevents.cli.command import FAILED, OK
+from kvevents.cli.console import Console, Span, Style
+from kvevents.cli.options import (
+    add_access,
+    add_engine_details,
+    add_output,
+    endpoint,
+    make_client,
+    positive_seconds,
+    read_curve,
+    service_url,
+)
+from kvevents.cli.process import StopSignal
+from kvevents.diagnosis.engine_checks import Engine, EngineChecks
+from kvevents.diagnosis.findings import CheckResult, Severity, worst
+from kvevents.diagnosis.service_checks import ServiceChecks
+
+DESCRIPTION: Final = (
+    "Check the connection to an engine, or a service and its fleet, and print advice for each fault.\n"
+    "All batches that the engine can replay are requested, which can delay live events of a busy engine by up to 0.2 s. "
+    "Without --replay, the next port is used if it provably belongs to the stream.\n"
+    "Exit codes: 0 no fault, 1 a failed check, 4 the checks were not possible."
+)
+EXAMPLES: Final = """\
+  kvevents doctor tcp://10.0.0.7:5557
+  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic-prefix kv@ --duration 30
+  kvevents doctor 'tcp://*:5557' --bind              for an engine that connects
+  kvevents doctor --service http://10.0.0.9:8090     a service and its engines
+"""
+
+DEFAULT_SECONDS: Final = 5.0
+
+_STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
+_ADVICE_INDENT: Final = " " * 18
+
+
+class DoctorReport(msgspec.Struct, frozen=True):
+    """The JSON output of the checks of an engine."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    verdict: Severity
+    findings: list[CheckResult]
+
+
+class ServiceReport(msgspec.Struct, frozen=True):
+    """The JSON output of the checks of a service."""
+
+    service: str
+    version: str | None
+    verdict: Severity
+    findings: list[CheckResult]
+
+
+def run(args: Namespace) -> int:
+    """Run the checks, print each finding, and return the exit code."""
+    console = Console()
+    report: DoctorReport | ServiceReport
+    if args.service is not None:
+        service = ServiceChecks(make_client(args))
+        found = _collect(service.findings(), console, quiet=args.output == "json")
+        report = ServiceReport(args.service, service.version, worst(found), found)
+    else:
+        engine = EngineChecks(_engine(args), StopSignal())
+        found = _collect(engine.findings(), console, quiet=args.output == "json")
+        report = DoctorReport(args.endpoint, engine.replay, worst(found), found)
+    if args.output == "json":
+        console.data(msgspec.json.encode(report))
+    else:
+        _print_totals(found, console)
+    bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
+    return FAILED if report.verdict in bad else OK
+
+
+def _engine(args: Namespace) -> Engine:
+    return Engine(
+        endpoint=args.endpoint,
+        replay=args.replay,
+        no_replay=args.no_replay,
+        topic_prefix=args.topic_prefix,
+        bind=args.bind,
+        curve=read_curve(args),
+        seconds=args.duration,
+    )
+
+
+def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
+    found: list[CheckResult] = []
+    for finding in findings:
+        found.append(finding)
+        if not quiet:
+            _print_finding(finding, console)
+    return found
+
+
+def _print_finding(finding: CheckResult, console: Console) -> None:
+    verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
+    console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
+    if finding.advice:
+        console.line(_ADVICE_INDENT, Span(f"-> {finding.advice}", "name"))
+
+
+def _print_totals(found: list[CheckResult], console: Console) -> None:
+    counts = Counter(finding.verdict for finding in found)
+    console.line(
+        Span(f"{worst(found).value:<6}", _STYLES[worst(found)]),
+        ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity),
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
+        "endpoint", nargs="?", metavar="ENDPOINT", type=endpoint, help="endpoint of the engine's events: tcp://HOST:PORT"
+    )
+    subject.add_argument(
+        "--service", metavar="URL", type=service_url, help="check a service and its fleet instead: http://HOST:PORT"
+    )
+    add_output(parser, "one JSON object after the last check")
+    parser.add_argument("--strict", action="store_true", help="return exit code 1 for warnings too")
+    engine = parser.add_argument_group("for an engine")
+    add_engine_details(engine)
+    engine.add_argument(
+        "--duration",
+        type=positive_seconds,
+        default=DEFAULT_SECONDS,
+        metavar="S",
+        help="seconds to receive events (default: %(default)g)",
+    )
+    add_access(parser.add_argument_group("for a service"))

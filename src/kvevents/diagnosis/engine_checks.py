@@ -1,0 +1,178 @@
+"""All checks of one engine, in order: address, replay, what arrives, and the trust that a subscriber reaches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvevents.diagnosis.address import check_address, next_ranks
+from kvevents.diagnosis.findings import CheckResult, warn
+from kvevents.diagnosis.replay import (
+    USE_REPLAY,
+    ReplayResponse,
+    check_losses,
+    check_replay,
+    check_stream,
+    compare,
+    count_topics,
+    decode_response,
+    find_replay_endpoint,
+)
+from kvevents.diagnosis.traffic import (
+    MAX_PER_TURN,
+    TrafficSample,
+    check_decoding,
+    check_frames,
+    check_ranks,
+    check_topic,
+    check_traffic,
+    check_trust,
+)
+from kvevents.stream import Source, Trust
+from kvevents.subscriber import StreamStatus, Subscriber
+from kvevents.zeromq.keys import Curve
+
+POLL_SECONDS: Final = 0.02
+
+
+class Stop(Protocol):
+    """A request to end the checks."""
+
+    def check(self) -> None:
+        """Raise an exception, such as KeyboardInterrupt, if the checks must end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The engine to check."""
+
+    endpoint: str
+    """Where its events are, `tcp://HOST:PORT`."""
+    replay: str | None = None
+    """Its replay endpoint; None looks for one at the next port."""
+    no_replay: bool = False
+    """Whether not to look for one."""
+    topic_prefix: str = ""
+    bind: bool = False
+    """Listen at the endpoint, for an engine that connects."""
+    curve: Curve | None = None
+    seconds: float = 5.0
+    """Time to receive events, and at most the same again until a replay is complete."""
+
+
+class EngineChecks:
+    """The checks of one engine."""
+
+    def __init__(self, engine: Engine, stop: AbstractContextManager[Stop]) -> None:
+        """`stop` is entered when messages are received, which takes `engine.seconds`."""
+        self.replay = engine.replay
+        """The replay endpoint: as given, or as found; None without one."""
+        self._engine = engine
+        self._stop = stop
+
+    def findings(self) -> Iterator[CheckResult]:
+        """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
+        if not self._engine.bind:
+            found, publishes = check_address(self._engine.endpoint, self._engine.curve)
+            yield from found
+            if not publishes:
+                return
+        replay: list[CheckResult] = []
+        response: ReplayResponse | None = None
+        with self._stop as stop, self._sample() as sample:
+            if self.replay is None:
+                replay.append(self._find_replay(sample, stop))
+            if self.replay is not None:
+                found, response = check_replay(self.replay, self._engine.curve)
+                replay += found
+            status = self._watch(sample, stop)
+        yield from self._traffic(sample, response, status.trust != Trust.CONNECTING)
+        yield from replay
+        yield from self._comparisons(sample, response)
+        yield check_trust(status, self._engine.seconds)
+
+    def _sample(self) -> TrafficSample:
+        return TrafficSample(self._engine.endpoint, self._engine.topic_prefix, bind=self._engine.bind, curve=self._engine.curve)
+
+    def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
+        """Look for a replay endpoint, and use it if it is verified to belong to the stream."""
+        if self._engine.no_replay or self._engine.bind:
+            return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
+
+        def wait_for_live() -> None:
+            self._repeat(stop, lambda: sample.take(POLL_SECONDS), lambda: bool(sample.numbers.received))
+
+        found = find_replay_endpoint(self._engine.endpoint, sample.numbers, wait_for_live, self._engine.curve)
+        self.replay = found.endpoint
+        return found.finding
+
+    def _comparisons(self, sample: TrafficSample, response: ReplayResponse | None) -> Iterator[CheckResult]:
+        """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
+        verified: str | None = None
+        if self.replay is not None and response is not None and response.answered:
+            comparison = compare(self.replay, sample.numbers, self._engine.curve)
+            if (finding := check_stream(self.replay, comparison)) is not None:
+                yield finding
+            verified = self.replay if comparison.same_stream else None
+        if (losses := check_losses(sample.numbers, verified, self._engine.curve)) is not None:
+            yield losses
+
+    def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
+        """Take the sample and subscribe to the stream, at the same time if both can connect."""
+        if self._engine.bind:
+            self._repeat(stop, lambda: sample.take(POLL_SECONDS))
+            # Only one socket can listen at an address. The engine reconnects to the next one.
+            sample.close()
+        with Subscriber(self._source()) as subscriber:
+            self._repeat(stop, lambda: self._turn(subscriber, sample))
+            # A replay that is not complete gets the same time again, since trust is unknown before its end.
+            self._repeat(stop, lambda: self._turn(subscriber, sample), lambda: _trust(subscriber) != Trust.REPLAYING)
+            return subscriber.statuses()[0]
+
+    def _repeat(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
+        until = time.monotonic() + self._engine.seconds
+        while time.monotonic() < until and not done():
+            stop.check()
+            turn()
+
+    def _turn(self, subscriber: Subscriber, sample: TrafficSample) -> None:
+        if self._engine.bind:
+            subscriber.receive(timeout=POLL_SECONDS)
+        else:
+            sample.take(POLL_SECONDS)
+        for _ in range(MAX_PER_TURN):
+            if subscriber.receive(timeout=0) is None:
+                return
+
+    def _source(self) -> Source:
+        return Source(
+            self._engine.endpoint,
+            self.replay,
+            topic=self._engine.topic_prefix,
+            bind=self._engine.bind,
+            curve=self._engine.curve,
+        )
+
+    def _traffic(self, sample: TrafficSample, response: ReplayResponse | None, connected: bool) -> Iterator[CheckResult]:
+        """Check what arrives. If nothing does, check topic and dialect of the replayed batches."""
+        engine = self._engine
+        yield check_traffic(sample, connected=connected)
+        replayed = response is not None and not sample.messages
+        contents = decode_response(response) if response is not None and replayed else sample.contents
+        topics = count_topics(response) if response is not None and replayed else sample.topics
+        neighbours = 0 if engine.bind else next_ranks(engine.endpoint)
+        checks = (
+            check_topic(topics, engine.topic_prefix),
+            check_frames(sample),
+            check_decoding(contents, "replayed" if replayed else "live"),
+            check_ranks(contents.ranks, neighbours),
+        )
+        yield from (finding for finding in checks if finding is not None)
+
+
+def _trust(subscriber: Subscriber) -> Trust:
+    return subscriber.statuses()[0].trust

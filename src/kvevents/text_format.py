@@ -1,0 +1,59 @@
+"""Formats of counts, ranges, sizes and durations for sentences that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+MAX_NAMES: Final = 5
+"""Names in one sentence; the rest is counted."""
+_MAX_RANGES: Final = 3
+_DURATIONS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
+_SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 block`, `2 blocks`, `3 batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def number_range(first: int, last: int) -> str:
+    """Return a range of sequence numbers: `#3`, `#3 to #5`."""
+    return f"#{first}" if first == last else f"#{first} to #{last}"
+
+
+def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    """Return the first ranges of sequence numbers: `#3, #5 to #7, ...`."""
+    shown = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
+    return f"{shown}, ..." if len(ranges) > _MAX_RANGES else shown
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the largest unit that fits at least twice: `0.2 s`, `5 min`, `3 h`."""
+    for length, unit in _DURATIONS:
+        if abs(seconds) >= 2 * length:
+            return f"{seconds / length:,.0f} {unit}"
+    return f"{seconds:.0f} s" if abs(seconds) >= 10 else f"{seconds:.1f} s"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes with a unit: `12.5 MiB`."""
+    for length, unit in _SIZES:
+        if count >= length:
+            return f"{count / length:,.1f} {unit}"
+    return f"{count} bytes"
+
+
+def percentage(part: float, whole: float) -> str:
+    """Return `part` of `whole` in percent. Rounding never results in `0%` or `100%`."""
+    percent = 100 * part / whole if whole else 0.0
+    if 0 < percent < 1:
+        return "<1%"
+    return ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest:,} more" if rest > 0 else "")
