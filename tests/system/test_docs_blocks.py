@@ -120,7 +120,7 @@ def is_executed(path: Path, block: Block) -> bool:
         return relative_name(path) in tests[block.language]
     if block.language not in SHELLS:
         return block.language in REASONS_BY_LANGUAGE
-    runnable = {"kvevents", "curl", "python -m tools.plane_sizing"}
+    runnable = {"kvevents", "curl"}
     return all(command.program in runnable or has_reason(path, command) for command in commands_of(block))
 
 
@@ -248,8 +248,6 @@ def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, check
         replaced["--wait-for-subscriber"] = (
             "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay-endpoint tcp://127.0.0.1:*"
         )
-    if relative_name(path) == "docs/operations/sizing.md":
-        replaced["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
     with CommandRunner(tmp_path, replaced) as reader:
         run_commands(path, reader, checked)
 
