@@ -73,7 +73,7 @@ mypy: $(STAMP)
 pyright: $(STAMP)
 	$(BIN)/pyright
 
-bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
+bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes, Dynamo's indexer, zmq.proxy and nats-py (downloads about 450 MB once)
 	$(BIN)/python -m benchmarks
 
 # NO_MKDOCS_2_WARNING leaves out a page of text about releases that this site does not use. With --quiet nothing would be strict.
@@ -81,10 +81,10 @@ docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Its workspace is its own, so that no other target fetches the rivals.
-bench-native: bench-native-program  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
+bench-native: bench-check bench-native-program  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
-# Not part of `make test`: the rivals bring several hundred crates, which take minutes to fetch and to check.
+# A job of CI, and not part of `make test`: the rivals bring several hundred crates, which take minutes to fetch and to check.
 bench-check:  ## Whether the harness of `make bench-native` still compiles, without optimising it: minutes, downloads crates
 	cargo check --locked --manifest-path benchmarks/native/Cargo.toml
 

@@ -6,31 +6,26 @@ import argparse
 import json
 import sys
 import time
-from typing import Final
 
-from benchmarks import figures as streams
 from benchmarks import report
-from benchmarks.indexing import figures as indexing
-from benchmarks.service import figures as service
+from benchmarks.figures import FIGURES, TRIALS
 from benchmarks.service import wrk
-from benchmarks.simulation import figures as simulation
-from benchmarks.trials import Results, Trial, measure, rows
+from benchmarks.trials import Results, measure, rows
 from tools import released
-from tools.dynamo import interpreter
-
-TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS, *service.TRIALS, *simulation.TRIALS)
-FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES, *service.FIGURES, *simulation.FIGURES)
 
 
 def main() -> int:
-    """Run the chosen trials. Returns 0 when every judged figure was met, else 1."""
+    """Run the chosen trials. Return 0 if every judged figure was met, else 1."""
     options = _options()
     chosen = [trial for trial in TRIALS if options.only is None or any(word in trial.name for word in options.only)]
     if not chosen:
         sys.exit(f"no trial has such a name; there are {', '.join(trial.name for trial in TRIALS)}")
-    _fetch(chosen)
+    _fetch_rivals({name for trial in chosen for name in trial.contenders})
     began, runs = time.monotonic(), options.runs or (3 if options.quick else 5)
-    results = _measured(chosen, runs, options.quick)
+    results: Results = {}
+    for trial in chosen:
+        print(f"{trial.name} ...", file=sys.stderr, flush=True)
+        results[trial.name] = measure(trial, runs, options.quick)
     found = rows(FIGURES, results)
     if options.json:
         print(json.dumps({"machine": report.machine(), "rows": [row.plain() for row in found], "runs": results}))
@@ -43,23 +38,15 @@ def main() -> int:
     return int(any(row.met is False for row in found))
 
 
-def _fetch(chosen: list[Trial]) -> None:
-    """Have the rivals of the chosen trials here before anything is measured."""
-    if any(trial in streams.TRIALS for trial in chosen):
-        for engine in (released.VLLM_NEWEST, released.SGLANG):
-            released.extracted(engine, engine.module)
-    if any(trial in service.TRIALS for trial in chosen):
+def _fetch_rivals(contenders: set[str]) -> None:
+    """Download the rivals of the chosen trials before anything is measured, and verify that wrk is installed."""
+    if contenders & {"vllm", "bare"}:
+        released.extracted(released.VLLM_NEWEST, released.VLLM_NEWEST.module)
+    if "sglang" in contenders:
+        released.extracted(released.SGLANG, released.SGLANG.module)
+    if "dynamo" in contenders:
         wrk.program()
-    if any(trial in indexing.TRIALS + service.TRIALS for trial in chosen):
-        interpreter()
-
-
-def _measured(chosen: list[Trial], runs: int, quick: bool) -> Results:
-    results: Results = {}
-    for trial in chosen:
-        print(f"{trial.name} ...", file=sys.stderr, flush=True)
-        results[trial.name] = measure(trial, runs, quick)
-    return results
+        released.dynamo()
 
 
 def _options() -> argparse.Namespace:

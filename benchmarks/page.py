@@ -29,12 +29,9 @@ EQUAL: Final = 0.05
 SECTIONS: Final = {
     "publish flow replay": ("Publishers", "Publishers of the engines' releases, driven by one program with the same events."),
     "subscribe recover": ("Subscriber", "Beside a loop of pyzmq and msgspec that verifies nothing."),
-    "index": (
-        "Index, from Python",
-        "Dynamo's service and its `RadixTree`; lookups take the same list of token ids.",
-    ),
+    "relay": ("Relay", "Beside `zmq.proxy`, which forwards and neither reads nor keeps anything."),
+    "bridge": ("Bridge to NATS", "Beside nats-py, which publishes the same payloads as one message each."),
     "service": ("Service", "`kvevents serve` and `python -m dynamo.indexer`, with the same requests over HTTP."),
-    "simulation": ("Simulator", "No rival publishes events."),
 }
 """First words of the trials' names, and the part of the page that has them."""
 
@@ -85,6 +82,8 @@ def page(results: dict[str, Any]) -> str:
     lines = ["# Figures", "", origin, "", reading, "", "## Wins and losses", "", counts, "", *_losses(worse)]
     for words, (title, text) in SECTIONS.items():
         rows = [row for row in results["rows"] if row["trial"].startswith(tuple(words.split()))]
+        if not rows:
+            continue
         lines += [
             "",
             f"## {title}",

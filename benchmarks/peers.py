@@ -1,4 +1,4 @@
-"""Roles in other processes: `python -m benchmarks.peers ROLE ...`. They are bare pyzmq, the same for every contender."""
+"""Roles in other processes. They are bare pyzmq, the same for every contender."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import zmq
@@ -138,10 +138,3 @@ def engine(name: str, port: int, replay_port: int, blocks: int, batches: int) ->
     send_line("published")
     select.select([sys.stdin], [], [])
     publisher.shutdown()
-
-
-ROLES: Final[dict[str, Any]] = {"count": count, "live": live, "replay": replay, "blast": blast, "engine": engine}
-
-if __name__ == "__main__":
-    role, *rest = sys.argv[1:]
-    ROLES[role](*(int(word) if word.isdigit() else word for word in rest))

@@ -1,4 +1,8 @@
-"""Processes that talk in lines of JSON: the harness runs each trial in one, and a trial its peers."""
+"""Processes that exchange lines of JSON: the harness runs each trial in one, and a trial its peers.
+
+`python -m benchmarks.processes MODULE.FUNCTION ARGUMENT...` calls a function of `benchmarks.MODULE` with arguments in JSON,
+and prints what it returns.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +10,50 @@ import json
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from threading import Timer
 from types import TracebackType
 from typing import Any, Final, Self
 
 from tools.released import CHECKOUT
 
-PATIENCE: Final = 120.0
-"""Seconds that one trial may take; a longer one is killed, which ends the run with a traceback that names it."""
+MAX_SECONDS: Final = 120.0
+"""Time of one trial. A longer one is killed, which ends the run with a traceback that names it."""
 
 
 class Peer:
-    """A role of `benchmarks.<module>` in a process of its own."""
+    """A process that runs a function, named `MODULE.FUNCTION`."""
 
-    def __init__(self, module: str, *arguments: object, python: str = sys.executable) -> None:
-        command = [python, "-m", f"benchmarks.{module}", *map(str, arguments)]
-        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - an interpreter, with our own words
+    def __init__(self, function: str, *arguments: object) -> None:
+        command = [sys.executable, "-m", "benchmarks.processes", function, *map(json.dumps, arguments)]
+        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
             command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
     @property
     def pid(self) -> int:
-        """As the operating system knows it."""
+        """The id of the process."""
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Write one line to the peer."""
+        """Write one line to the process."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
 
     def receive(self) -> Any:
-        """Wait for the next line of the peer. Raises `RuntimeError` when it ends without one."""
+        """Wait for the next line of the process. Raise `RuntimeError` if it ends without one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()} and said nothing")
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()} and printed nothing")
         return json.loads(line)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it: its input closes, and if that does not do it, it is killed."""
+        """Close the input of the process, and kill it if it does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -72,15 +77,15 @@ def send_line(message: Any) -> None:
 
 
 def receive_line() -> Any:
-    """Return the next line of the parent, sent by `Peer.send`; None when the parent is gone."""
+    """Return the next line of the parent, sent by `Peer.send`; None if the parent has closed the input."""
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 
 
-def run(module: str, *arguments: object, python: str = sys.executable) -> dict[str, Any]:
-    """One line from a process that is run for it."""
-    with Peer(module, *arguments, python=python) as peer:
-        alarm = Timer(PATIENCE, peer.kill)
+def run(function: str, *arguments: object) -> dict[str, Any]:
+    """Return the line that a process prints. Kill the process after `MAX_SECONDS`."""
+    with Peer(function, *arguments) as peer:
+        alarm = Timer(MAX_SECONDS, peer.kill)
         alarm.start()
         try:
             result: dict[str, Any] = peer.receive()
@@ -90,9 +95,21 @@ def run(module: str, *arguments: object, python: str = sys.executable) -> dict[s
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that no process uses now."""
+    """Return TCP ports that no process uses now."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     ports = [int(each.getsockname()[1]) for each in sockets]
     for each in sockets:
         each.close()
     return ports
+
+
+def main(function: str, *arguments: str) -> None:
+    """Call a function, and print what it returns."""
+    module, _, name = function.rpartition(".")
+    result = getattr(import_module(f"benchmarks.{module}"), name)(*map(json.loads, arguments))
+    if result is not None:
+        send_line(result)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

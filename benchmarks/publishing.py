@@ -1,18 +1,15 @@
-"""Trials of one publisher in a process of its own: `python -m benchmarks.publishing TRIAL CONTENDER ...`.
-
-Every contender goes through the same lines: constructed alike, fed alike, read by the same process.
-"""
+"""Trials of one publisher. All contenders are constructed and fed by the same lines, and read by the same process."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from threading import Thread
 from typing import Any, Final
 
 from benchmarks.contenders import CONTENDERS, Contender, Publisher
-from benchmarks.processes import Peer, free_ports, send_line
+from benchmarks.measures import percentile
+from benchmarks.processes import Peer, free_ports
 
 POOL: Final = 500
 """Distinct batches, published in turn."""
@@ -22,11 +19,6 @@ QUIET: Final = 5.0
 """Seconds of live batches without replay: as long as the three replays take, since the longest stall grows with the time."""
 BURST: Final = 1_000
 """Batches published back to back when busy."""
-
-
-def percentile(values: list[int], per_cent: float) -> float:
-    """Of sorted values."""
-    return float(values[min(len(values) - 1, int(len(values) * per_cent / 100))])
 
 
 def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: int) -> None:
@@ -62,12 +54,12 @@ def _timed(publish: Callable[[Any], None], batches: list[Any], into: list[int]) 
         into.append(clock() - before)
 
 
-def busy(contender: Contender, blocks: int, bursts: int) -> dict[str, float]:
+def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
     """Each `publish` of bursts of `BURST`, back to back, from an empty queue that takes a hundred times as many."""
-    port, replay_port = free_ports(2)
+    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
     publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
     times: list[int] = []
-    with Peer("peers", "count", port) as peer:
+    with Peer("peers.count", port) as peer:
         _connected(contender, publisher, peer)
         for _ in range(bursts):
             _timed(publisher.publish, batches, times)
@@ -77,16 +69,15 @@ def busy(contender: Contender, blocks: int, bursts: int) -> dict[str, float]:
         nothing: list[int] = []
         _timed(lambda _: None, batches, nothing)
     publisher.shutdown()
-    times.sort()
-    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "clock": percentile(sorted(nothing), 50)}
+    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "clock": percentile(nothing, 50)}
 
 
-def paced(contender: Contender, blocks: int, batches: int, per_second: int) -> dict[str, float]:
+def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, float]:
     """Each `publish` at a steady pace, from a thread that sleeps in between as a scheduler waits for its step."""
-    port, replay_port = free_ports(2)
+    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     times: list[int] = []
-    with Peer("peers", "count", port) as peer:
+    with Peer("peers.count", port) as peer:
         _connected(contender, publisher, peer)
         cpu, due = time.process_time(), time.monotonic()
         for number in range(batches):
@@ -95,15 +86,14 @@ def paced(contender: Contender, blocks: int, batches: int, per_second: int) -> d
             _timed(publisher.publish, [pool[number % POOL]], times)
         cpu = time.process_time() - cpu
     publisher.shutdown()
-    times.sort()
     return {"p50": percentile(times, 50), "p99": percentile(times, 99), "cpu": cpu / batches * 1e6}
 
 
-def flow(contender: Contender, blocks: int, count: int) -> dict[str, float]:
+def flow(name: str, blocks: int, count: int) -> dict[str, float]:
     """Batches per second to one process that only receives, and this process's CPU time, all threads, for each."""
-    port, replay_port = free_ports(2)
+    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
     publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
-    with Peer("peers", "count", port) as peer:
+    with Peer("peers.count", port) as peer:
         probes = _connected(contender, publisher, peer)
         peer.send(probes + count - 1)
         started, cpu = time.monotonic(), time.process_time()
@@ -114,15 +104,15 @@ def flow(contender: Contender, blocks: int, count: int) -> dict[str, float]:
     return {"rate": count / (outcome["end"] - started), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
 
 
-def replay(contender: Contender, blocks: int, count: int, per_second: int) -> dict[str, float]:
+def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, float]:
     """One request for a full buffer from readers of three paces, while live batches go on to another process."""
-    port, replay_port = free_ports(2)
+    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     feed(contender, publisher, pool, count)
     while contender.waiting(publisher):
         time.sleep(0.01)
     result: dict[str, float] = {}
-    with Peer("peers", "live", port) as peer:
+    with Peer("peers.live", port) as peer:
         _connected(contender, publisher, peer)
         for pace in ("quiet", "fast", "slow", "late"):
             if pace == "quiet":
@@ -130,7 +120,7 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
                 _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > QUIET)
             else:
                 # Starting a process stops this one for milliseconds, so the reader is there before anything is measured.
-                with Peer("peers", "replay", replay_port, pace, count) as reader:
+                with Peer("peers.replay", replay_port, pace, count) as reader:
                     reader.receive()
                     _forget(peer)
                     outcome = _publish_until(publisher, pool, per_second, reader)
@@ -171,10 +161,3 @@ def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reade
     _publish_for(publisher, pool, per_second, lambda _: not receiving.is_alive())
     receiving.join()
     return outcome
-
-
-TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"busy": busy, "paced": paced, "flow": flow, "replay": replay}
-
-if __name__ == "__main__":
-    trial, name, *numbers = sys.argv[1:]
-    send_line(TRIALS[trial](CONTENDERS[name], *map(int, numbers)))

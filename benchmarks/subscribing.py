@@ -1,15 +1,12 @@
-"""Trials of one subscriber in a process of its own: `python -m benchmarks.subscribing TRIAL WHO ...`."""
+"""Trials of one subscriber."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
-from typing import Any, Final
 
 import zmq
 
-from benchmarks.processes import Peer, free_ports, send_line
+from benchmarks.processes import Peer, free_ports
 
 
 def bare(port: int, count: int) -> tuple[float, float]:
@@ -55,7 +52,7 @@ def ours(port: int, count: int) -> tuple[float, float]:
 def read(contender: str, blocks: int, count: int) -> dict[str, float]:
     """Batches per second of a sender that does nothing else, and this process's CPU time, all threads, for each."""
     (port,) = free_ports(1)
-    with Peer("peers", "blast", port, blocks, count) as sender:
+    with Peer("peers.blast", port, blocks, count) as sender:
         sender.receive()
         wall, cpu = {"bare": bare, "ours": ours}[contender](port, count)
     return {"rate": count / wall, "cpu": cpu / count * 1e6}
@@ -67,7 +64,7 @@ def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
     from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 
     port, replay_port = free_ports(2)
-    with Peer("peers", "engine", contender, port, replay_port, blocks, count) as engine:
+    with Peer("peers.engine", contender, port, replay_port, blocks, count) as engine:
         engine.receive()
         endpoints = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
         began, cpu, expected = time.monotonic(), time.process_time(), 0
@@ -80,10 +77,3 @@ def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
             seconds, status = time.monotonic() - began, subscriber.status("e0")
             cpu = time.process_time() - cpu
     return {"missing": count - expected, "seconds": seconds, "requests": status.counters.requests, "cpu": cpu / count * 1e6}
-
-
-TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"read": read, "recover": recover}
-
-if __name__ == "__main__":
-    trial, name, *numbers = sys.argv[1:]
-    send_line(TRIALS[trial](name, *map(int, numbers)))

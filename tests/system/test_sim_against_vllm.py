@@ -1,4 +1,4 @@
-"""The simulated cache and engine agree with vLLM's block manager and scheduler; a short form of `benchmarks.simulation`."""
+"""The simulated cache and engine agree with vLLM's block manager and scheduler; a short form of `tests.system.vllm_oracle`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decoders of released engines read a heartbeat as a removal of no blocks, and the events next to it are unaffected.
-
-`python -m tools.heartbeats` runs the same check with the released decoders themselves.
-"""
+"""Decoders of released engines read a heartbeat as a removal of no blocks, and the events next to it are unaffected."""
 
 from __future__ import annotations
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from tools import released
 
-ENGINES: Final = {"vllm": replace(released.VLLM, release="0.33.0"), "sglang": released.SGLANG}
+ENGINES: Final = {"vllm": released.VLLM_NEWEST, "sglang": released.SGLANG}
 HWM: Final = 100_000
 
 

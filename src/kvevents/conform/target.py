@@ -301,10 +301,10 @@ class Program:
         self._folder.cleanup()
 
 
-def python_with(package: str, version: str, folder: Path) -> str:
+def python_with(package: str, version: str, folder: Path, *wheels: Path) -> str:
     """Return the interpreter of a virtual environment with a released wheel. Create it in `folder` if it is not there.
 
-    Wheels in the folder are used before those of the package index. Raise `ExternalError` if that fails.
+    Wheels in this folder and in `wheels` are used before those of the package index. Raise `ExternalError` if that fails.
     """
     home = folder / f"{package}-{version}"
     python, ready = home / "bin" / "python", home / ".ready"
@@ -312,10 +312,11 @@ def python_with(package: str, version: str, folder: Path) -> str:
         return str(python)
     print(f"installing {package} {version} into {home} once", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
-    wheels = ("--only-binary=:all:", "--prefer-binary", "--find-links", str(folder))
+    links = [word for each in (folder, *wheels) for word in ("--find-links", str(each))]
+    options = ("--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--prefer-binary", *links)
     for command in (
         (sys.executable, "-m", "venv", "--clear", str(home)),
-        (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wheels, f"{package}=={version}"),
+        (str(python), "-m", "pip", "install", *options, f"{package}=={version}"),
     ):
         try:
             done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=INSTALL_SECONDS)  # noqa: S603  pip

@@ -1,7 +1,7 @@
 """The prefix cache of one engine: its blocks, its events, and the lookup of prompts.
 
 The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
-`single_type_kv_cache_manager.py`), and `benchmarks/simulation` drives both with the same histories. Complete blocks get their
+`single_type_kv_cache_manager.py`); `tests/system/vllm_oracle` drives both with the same histories. Complete blocks get their
 contents when the step that computes them is scheduled. The last token of a prompt never counts as cached, since its logits must
 be computed. A sequence is admitted if all of it fits.
 

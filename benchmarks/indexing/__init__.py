@@ -1,1 +1,0 @@
-"""The prefix index against Dynamo's."""

@@ -1,0 +1,106 @@
+"""A fleet that sends at a steady pace."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import ExitStack, suppress
+from typing import Any, Final
+
+from benchmarks.processes import Peer
+from benchmarks.service.server import Server, wait_until
+from benchmarks.service.workers import Endpoints
+
+SENDERS: Final = 2
+"""Processes that the fleet is spread over."""
+START_SECONDS: Final = 0.5
+"""Time until they begin: all at the same moment."""
+CATCH_UP_SECONDS: Final = 5.0
+"""Time after the last batch, after which a batch that has not come is lost."""
+_STORED: Final = re.compile(rb'^dynamo_kvrouter_kv_cache_events_applied\{event_type="stored",status="ok"\} (\d+)', re.MULTILINE)
+
+
+def measure(contender: str, sources: int, rate: int, blocks: int, seconds: int) -> dict[str, float]:
+    """Return the CPU time of the service and of the senders in per cent of one CPU, and what the service lost."""
+    fleet = {"ours": OurFleet, "dynamo": Fleet}[contender]
+    with Server(contender) as server, ExitStack() as stack:
+        shape = (SENDERS, rate, blocks, seconds)
+        count = sources // SENDERS
+        senders = [stack.enter_context(Peer("service.workers.serve", count, first, *shape)) for first in range(SENDERS)]
+        server.register([Endpoints(*pair) for sender in senders for pair in sender.receive()])
+        for sender in senders:
+            sender.receive()
+        fleet.settle(server, sources)
+        resident, cpu, began = server.resident, server.cpu, time.monotonic() + START_SECONDS
+        for sender in senders:
+            sender.send(began)
+        reports = [sender.receive() for sender in senders]
+        ended, spent = time.monotonic(), server.cpu - cpu
+        batches, taken = sources * rate * seconds, ended - began
+        with suppress(TimeoutError):
+            wait_until(lambda: fleet.batches(server) >= batches, "every batch", patience=CATCH_UP_SECONDS)
+        return {
+            "cpu": spent / taken * 100,
+            "cpu_batch": spent / batches * 1e6,
+            "senders": sum(each["cpu"] for each in reports) / taken * 100,
+            "rate": batches / max(each["seconds"] for each in reports),
+            "late": max(each["late"] for each in reports) * 1e3,
+            "behind": (time.monotonic() - ended) * 1e3,
+            "grown": (server.resident - resident) / 1e6,
+            "lost": batches - fleet.batches(server),
+            **fleet.reported(server),
+        }
+
+
+class Fleet:
+    """What Dynamo's service reports of its fleet."""
+
+    @staticmethod
+    def settle(server: Server, sources: int) -> None:
+        """Wait until all sources are followed."""
+        workers = json.loads(server.ask("GET", "/workers"))
+        assert sum(each["status"] == "active" for each in workers) == sources
+
+    @staticmethod
+    def batches(server: Server) -> int:
+        """Return how many batches the service has applied."""
+        found = _STORED.search(server.ask("GET", "/metrics"))
+        return int(found[1]) if found else 0
+
+    @staticmethod
+    def reported(_: Server) -> dict[str, float]:
+        """Return further figures."""
+        return {}
+
+
+class OurFleet(Fleet):
+    """What our service reports of its fleet."""
+
+    @staticmethod
+    def settle(server: Server, sources: int) -> None:
+        """Wait until nothing is missing except the first live batch, before which no source is EXACT."""
+        wait_until(lambda: sum(map(_has_caught_up, _sources(server))) == sources, "every source to be caught up")
+
+    @staticmethod
+    def batches(server: Server) -> int:
+        return int(json.loads(server.ask("GET", "/v1/stats"))["batches"])
+
+    @staticmethod
+    def reported(server: Server) -> dict[str, float]:
+        sources = _sources(server)
+        return {
+            "gaps": sum(each["lost"] for each in sources),
+            "inexact": sum(each["trust"]["state"] != "EXACT" for each in sources),
+            "replayed": sum(each["replayed"] for each in sources),
+        }
+
+
+def _sources(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(server.ask("GET", "/v1/sources"))["sources"]
+    return found
+
+
+def _has_caught_up(source: dict[str, Any]) -> bool:
+    trust: dict[str, Any] = source["trust"]
+    return (trust["state"], trust["reason_codes"]) in (("EXACT", []), ("DEGRADED", ["replay-unproven"]))

@@ -1,0 +1,88 @@
+"""Queries about prompts that 16 workers hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from random import Random
+from typing import Any, Final
+
+from benchmarks.service.server import HOST, JSON, MODEL, Server, query
+from benchmarks.service.workers import Workers
+from benchmarks.service.wrk import Load, load
+from benchmarks.workload import BLOCK_SIZE, Chain, chain, stores
+
+WORKERS: Final = 16
+CLIENTS: Final = 16
+LENGTHS: Final = (1_024, 32_768)
+RAW: Final = "application/octet-stream"
+RAW_PATH: Final = f"/v1/match?model={MODEL}&whole_prompt=true"
+_PER_EVENT: Final = 512
+
+
+def measure(contender: str, seconds: int) -> dict[str, float]:
+    """Return p50 and p99 of one client, requests per second of 16, and the server's CPU time of each request."""
+    prompt = chain(Random(11), max(LENGTHS) // BLOCK_SIZE)  # noqa: S311 - test data
+    with Server(contender) as server, Workers(WORKERS) as workers:
+        _fill(server, workers, prompt)
+        found: dict[str, float] = {}
+        for length in LENGTHS:
+            tokens = prompt.tokens[:length]
+            _check(server, tokens)
+            body = json.dumps(query(tokens.tolist())).encode()
+            found |= _named(f"{length}", _measure(server, "/query", body, JSON, seconds))
+            if contender == "ours":
+                _check_raw(server, tokens)
+                found |= _named(f"raw_{length}", _measure(server, RAW_PATH, _raw(tokens), RAW, seconds))
+        return found | {"resident": server.resident / 1e6}
+
+
+def _fill(server: Server, workers: Workers, prompt: Chain) -> None:
+    server.register(workers.endpoints)
+    workers.wait_for_subscribers()
+    for number in range(WORKERS):
+        for payload in stores(prompt, _PER_EVENT):
+            workers.send(number, payload)
+    server.wait_for(prompt.tokens.tolist(), WORKERS)
+
+
+def _measure(server: Server, path: str, body: bytes, content_type: str, seconds: int) -> dict[str, float]:
+    url = f"http://{HOST}:{server.port}{path}"
+
+    def ask(clients: int, seconds: int) -> tuple[Load, float]:
+        """Return what wrk measured, and microseconds of CPU of a request."""
+        before = server.cpu
+        done = load(url, body, content_type, clients, seconds)
+        return done, (server.cpu - before) / done.requests * 1e6
+
+    ask(CLIENTS, 1)  # warms up
+    one, cpu_one = ask(1, seconds)
+    many, cpu_many = ask(CLIENTS, seconds)
+    alone = {"p50": one.p50, "p99": one.p99, "cpu_one": cpu_one}
+    return alone | {"rate": many.rate, "cpu": cpu_many, "p99_many": many.p99}
+
+
+def _named(what: str, values: dict[str, float]) -> dict[str, float]:
+    return {f"{name}_{what}": value for name, value in values.items()}
+
+
+def _check(server: Server, tokens: array[int]) -> None:
+    instances = json.loads(server.ask("POST", "/query", query(tokens.tolist())))["instances"]
+    assert len(instances) == WORKERS, "not all workers are named"
+    assert all(each["longest_matched"] == len(tokens) for each in instances.values())
+
+
+def _check_raw(server: Server, tokens: array[int]) -> None:
+    matches: list[dict[str, Any]] = json.loads(server.send("POST", RAW_PATH, _raw(tokens), RAW))["workers"]
+    assert len(matches) == WORKERS, "not all workers are named"
+    assert all(each["tokens"] == len(tokens) for each in matches)
+
+
+def _raw(tokens: array[int]) -> bytes:
+    """Return tokens as they are sent without JSON: 32 bits, little-endian."""
+    little = array("I", tokens)
+    assert little.itemsize == 4
+    if sys.byteorder == "big":
+        little.byteswap()
+    return little.tobytes()

@@ -1,0 +1,28 @@
+"""From nothing to ready."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Final
+
+from benchmarks.service.server import Server
+
+SETTLE_SECONDS: Final = 1.0
+"""Time before the CPU of an idle service is read, and for which it is read."""
+
+
+def measure(contender: str, starts: int) -> dict[str, float]:
+    """Return seconds until it answers, CPU time until then, memory in MB, and CPU when idle: medians."""
+    found = [_start(contender) for _ in range(starts)]
+    return {name: median(each[name] for each in found) for name in found[0]}
+
+
+def _start(contender: str) -> dict[str, float]:
+    with Server(contender) as server:
+        cpu = server.cpu
+        time.sleep(SETTLE_SECONDS)
+        before = server.cpu
+        time.sleep(SETTLE_SECONDS)
+        idle = (server.cpu - before) / SETTLE_SECONDS * 100
+        return {"seconds": server.seconds, "cpu": cpu, "resident": server.resident / 1e6, "idle": idle}

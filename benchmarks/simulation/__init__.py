@@ -1,1 +1,0 @@
-"""The simulated engine held against what a real one does."""
