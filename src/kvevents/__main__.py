@@ -2,6 +2,6 @@
 
 import sys
 
-from kvevents.cli import main
+from kvevents.cli import run_program
 
-sys.exit(main())
+sys.exit(run_program())

@@ -5,7 +5,6 @@ Nothing here sleeps or reads a clock by itself: `Clock` carries both, so that a 
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -22,11 +21,18 @@ BACKOFF_JITTER: Final = 0.5
 """Fraction by which a delay after a failure is shortened at most, so that clients of one peer retry at different times."""
 
 
+async def sleep(seconds: float) -> None:
+    """Call `asyncio.sleep`, which is imported then: users of `Backoff` in threads do not need it."""
+    from asyncio import sleep as wait  # noqa: PLC0415
+
+    await wait(seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Time and chance: `sleep`, `now` in monotonic seconds, and `random` numbers from 0 to below 1."""
 
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep: Callable[[float], Awaitable[None]] = sleep
     now: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
 

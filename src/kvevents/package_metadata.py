@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from typing import Final
 
 UNKNOWN_VERSION: Final = "unknown"
@@ -15,6 +14,8 @@ def version() -> str:
 
     It is read once, from files: a process whose package is replaced meanwhile still has the modules of the first one.
     """
+    import importlib.metadata  # noqa: PLC0415 - it imports the parser of mail messages, and much else
+
     try:
         return importlib.metadata.version("kvevents")
     except importlib.metadata.PackageNotFoundError:
@@ -24,6 +25,8 @@ def version() -> str:
 @functools.cache
 def documentation() -> str | None:
     """Return the address of the site in the metadata of the package; None if it was not built by a release."""
+    import importlib.metadata  # noqa: PLC0415 - as above
+
     try:
         addresses = importlib.metadata.metadata("kvevents").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ fields). `kvevents.cli.settings_parser` derives options and environment variable
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -168,6 +167,8 @@ def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> SettingFault
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or `;` if no known word is similar."""
+    import difflib  # noqa: PLC0415 - only for a message about a mistake
+
     near = difflib.get_close_matches(word, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ";"
 

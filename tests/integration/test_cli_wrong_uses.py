@@ -100,7 +100,7 @@ def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
 
 def test_an_interrupt_during_imports_causes_no_traceback() -> None:
     """The entry point ends at once. Python logs each import here, so the test knows when to send the interrupt."""
-    launch = "import sys; from kvevents_command import main; sys.exit(main())"
+    launch = "import sys; from kvevents.cli import run_program; sys.exit(run_program())"
     command = [sys.executable, "-c", launch]
     with Program("serve", "--port", 0, command=command, PYTHONPROFILEIMPORTTIME="1") as program:
         program.err.wait(r"\bmsgspec")
@@ -112,8 +112,8 @@ def test_an_interrupt_during_imports_causes_no_traceback() -> None:
 def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
     """A process that ignores SIGINT, as under `nohup`, continues to ignore it."""
     launch = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from kvevents_command import main;"
-        "code = main(); assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; sys.exit(code)"
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from kvevents.cli import run_program;"
+        "code = run_program(); assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; sys.exit(code)"
     )
     command = [sys.executable, "-c", launch, "play", "none.jsonl"]
     done = subprocess.run(command, capture_output=True, timeout=SECONDS, env=environment(), check=False)

@@ -87,7 +87,7 @@ def test_connecting_to_a_plane_without_its_extra_names_the_extra() -> None:
     )
 
 
-@pytest.mark.parametrize("package", ["kvevents.routing"])
+@pytest.mark.parametrize("package", ["kvevents", "kvevents.routing", "kvevents.subscriber"])
 def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: str) -> None:
     """A name that only one of them has would be an error in a program, or in its checker, but not in both."""
     module = importlib.import_module(package)
@@ -110,3 +110,14 @@ def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: st
     assert all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
+
+
+def test_importing_the_package_loads_nothing_else_and_threads_need_no_asyncio() -> None:
+    """Engines import the package at each start. What they do not use, they do not load."""
+    script = (
+        "import sys, zmq, msgspec, typing; before = set(sys.modules);"
+        "import kvevents; print(sorted(set(sys.modules) - before));"
+        "from kvevents import Subscriber, ZmqEventPublisher; print(sorted({'asyncio', 'ssl'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines() == ["['kvevents', 'kvevents.lazy_exports']", "[]"]

@@ -105,7 +105,8 @@ def test_a_batch_passes_few_modules_between_a_socket_and_an_application(
         publisher.shutdown()
     assert isinstance(delivery, Batch)
     assert in_test.names == [
-        "subscriber/front_ends.py",
+        "subscriber/sync.py",
+        "subscriber/front_end.py",
         "subscriber/multiplexer.py",
         "subscriber/zmq_transport.py",
         "stream/stream.py",
@@ -149,7 +150,7 @@ def test_few_python_modules_prepare_queries_and_none_answers_them(in_threads: Pa
         "service/data_plane.py",
         "service/registration.py",
         "service/member.py",
-        "weights.py",
+        "routing/weights.py",
         "service/fleet.py",
         "service/service.py",
     ], "the last module writes the responses to health probes"

@@ -1,5 +1,25 @@
 """The command `kvevents`."""
 
-from kvevents.cli.program import main
+import signal
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "run_program"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; by default that of this process."""
+    from kvevents.cli.program import main as run  # noqa: PLC0415 - as below
+
+    return run(argv)
+
+
+def run_program() -> int:
+    """Run the command line of this process, which is the program `kvevents`, and return its exit code.
+
+    Importing the commands takes some tenths of a second. Until they can handle signals themselves, Ctrl-C ends the process as
+    it ends programs in C: at once, and without a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return main(sys.argv[1:])

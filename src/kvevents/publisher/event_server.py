@@ -8,7 +8,7 @@ replay server (`replay_server`) has a thread, `zmq-replay`, and a ROUTER socket 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -142,7 +142,7 @@ class EventServer:
         incarnation: int | None = None,
         settings: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS,
     ) -> None:
-        self.incarnation = secrets.randbits(63) if incarnation is None else incarnation
+        self.incarnation = int.from_bytes(os.urandom(8), "big") >> 1 if incarnation is None else incarnation
         self._buffer = buffer
         if incarnation is not None or not buffer.incarnation:
             buffer.incarnation = self.incarnation

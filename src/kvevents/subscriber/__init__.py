@@ -1,9 +1,16 @@
 """Subscribers: sockets around `kvevents.stream`, for threads and for asyncio."""
 
-from kvevents.subscriber.front_ends import AsyncSubscriber, Outcome, Sink, Subscriber
-from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
-from kvevents.subscriber.zmq_transport import ZmqTransport
-from kvevents.zeromq.sockets import SocketOptions
+from typing import TYPE_CHECKING
+
+from kvevents.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from kvevents.subscriber.aio import AsyncSubscriber
+    from kvevents.subscriber.front_end import Outcome, Sink
+    from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
+    from kvevents.subscriber.sync import Subscriber
+    from kvevents.subscriber.zmq_transport import ZmqTransport
+    from kvevents.zeromq.sockets import SocketOptions
 
 __all__ = [
     "AsyncSubscriber",
@@ -16,3 +23,15 @@ __all__ = [
     "Transport",
     "ZmqTransport",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "kvevents.subscriber.aio": ("AsyncSubscriber",),
+        "kvevents.subscriber.front_end": ("Outcome", "Sink"),
+        "kvevents.subscriber.multiplexer": ("Connection", "StreamStatus", "Transport"),
+        "kvevents.subscriber.sync": ("Subscriber",),
+        "kvevents.subscriber.zmq_transport": ("ZmqTransport",),
+        "kvevents.zeromq.sockets": ("SocketOptions",),
+    },
+)

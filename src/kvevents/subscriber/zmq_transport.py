@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import zmq
 import zmq.backend
-from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.wire import replay_request_frames
@@ -33,6 +32,7 @@ from kvevents.zeromq.sockets import (
     destroy_context,
     disable_monitor,
     endpoint_errors,
+    monitor_event,
     open_monitor,
     private_context,
     register,
@@ -397,7 +397,7 @@ class LiveSocket:
         if self._monitor is None or not is_readable(self._monitor):
             return []
         messages, _ = receive_messages(self._monitor, _MONITOR_LIMIT)
-        return [int(parse_monitor_message(frames)["event"]) for frames in messages]
+        return [monitor_event(frames) for frames in messages]
 
     def close(self) -> None:
         """Close both sockets. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import selectors
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,6 @@ from time import monotonic
 from typing import Any, Final, cast
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
@@ -184,6 +184,14 @@ def open_monitor(socket: Socket, events: int) -> Socket:
             return socket.get_monitor_socket(events)
 
 
+def monitor_event(message: list[bytes]) -> int:
+    """Return the event of a message of `open_monitor`: its first frame begins with 16 bits in the order of the machine.
+
+    pyzmq has a function for this in a module that imports asyncio.
+    """
+    return int.from_bytes(message[0][:2], sys.byteorder)
+
+
 def disable_monitor(socket: Socket) -> None:
     """Stop the reports of `open_monitor`."""
     while True:
@@ -314,7 +322,7 @@ class Reconnector:
         for _ in range(_MAX_EVENTS_PER_POLL):
             if not cast("int", self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
+            event = monitor_event(self._monitor.recv_multipart(zmq.DONTWAIT))
             self._reconnect_at = now + self._delay if event == zmq.Event.DISCONNECTED else None
         if self._reconnect_at is not None and now >= self._reconnect_at:
             self._reconnect_at = None

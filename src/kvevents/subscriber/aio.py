@@ -1,0 +1,144 @@
+"""The subscriber for asyncio. `sync` mirrors it: what one does under a name, the other does under the same name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+from kvevents.errors import ClosedError, UsageError
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
+from kvevents.subscriber.front_end import FrontEnd, Options, Sources
+
+
+class AsyncSubscriber(FrontEnd[BatchT]):
+    """Follows one or many sources and returns their deliveries in order.
+
+    Receive in one task, and add and remove sources in the thread of that task. Any task or thread may call `close`, `trust`,
+    `status` and `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` and `sink` have the same
+    meaning as for `Subscriber`; the sink is called in the event loop.
+    """
+
+    _is_waiting = False
+    """Whether a task is waiting for deliveries."""
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: AsyncSubscriber[Batch], sources: Sources = ..., *, decode: Literal[True] = ..., **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: AsyncSubscriber[RawBatch], sources: Sources = ..., *, decode: Literal[False], **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: AsyncSubscriber[Batch | RawBatch], sources: Sources = ..., *, decode: bool, **options: Unpack[Options]
+        ) -> None: ...
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    async def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
+        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
+
+        Raise `ClosedError` after `close`, and if another task or thread calls `close` meanwhile. Cancellation loses no
+        delivery.
+        """
+        self._check_open()
+        if self._multiplexer.ready or await self._wait_ready(timeout):
+            return self._pop_one()
+        return None
+
+    async def receive_many(
+        self,
+        limit: int | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
+    ) -> list[BatchT | Reset | Gap]:
+        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
+        self._check_limit(limit)
+        self._check_open()
+        if self._multiplexer.ready or await self._wait_ready(timeout):
+            return self._pop_many(limit)
+        return []
+
+    async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
+        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        multiplexer, clock = self._multiplexer, self._clock
+        end = None if timeout is None else clock() + timeout
+        if self._is_waiting:
+            raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive in one task")
+        call = object()
+        try:
+            self._is_waiting = True
+            self._begin_call(call)
+            while True:
+                await self._wait_readable(self._wait_time(clock(), end))
+                with self._lock:
+                    self._check_open()
+                    multiplexer.run_once(multiplexer.transport.wait(0), clock())
+                if multiplexer.ready:
+                    return True
+                if end is not None and clock() >= end:
+                    return False
+        finally:
+            self._is_waiting = False
+            self._end_call(call)
+
+    async def _wait_readable(self, wait_time: float | None) -> None:
+        """Wait until a connection is readable, at most `wait_time` seconds."""
+        transport = self._multiplexer.transport
+        descriptor = transport.fileno()
+        if wait_time == 0:
+            await asyncio.sleep(0)
+        elif descriptor < 0:
+            with self._lock:
+                self._multiplexer.run_once(transport.wait(wait_time), self._clock())
+            await asyncio.sleep(0)
+        else:
+            await _wait_for_descriptor(descriptor, wait_time)
+
+    async def __aiter__(self) -> AsyncIterator[BatchT | Reset | Gap]:
+        """Yield every delivery until `close`."""
+        while not self._closed:
+            if self._multiplexer.ready:
+                yield self._pop_one()
+            else:
+                with suppress(ClosedError):
+                    await self._wait_ready(None)
+
+    async def close(self) -> None:
+        """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
+
+        Any task or thread may call it; it does not wait. If another call is waiting, that call closes the connections when it
+        returns. Otherwise they are closed when this returns.
+        """
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def _wait_for_descriptor(descriptor: int, wait_time: float | None) -> None:
+    """Wait until `descriptor` is readable, at most `wait_time` seconds."""
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    loop.add_reader(descriptor, wake)
+    timer = None if wait_time is None else loop.call_later(wait_time, wake)
+    try:
+        await woken
+    finally:
+        loop.remove_reader(descriptor)
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,234 @@
+"""What the subscribers for threads (`sync`) and for asyncio (`aio`) share: the public methods that do not wait, and closing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeAlias, TypedDict
+
+from kvevents.errors import ClosedError, ConfigError
+from kvevents.stream import (
+    DEFAULT_STREAM_LIMITS,
+    Batch,
+    BatchReport,
+    BatchT,
+    Checkpoint,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    StreamLimits,
+    Trust,
+)
+from kvevents.subscriber.multiplexer import DEFAULT_CONCURRENT_REPLAYS, Multiplexer, StreamStatus, Transport
+from kvevents.subscriber.zmq_transport import ZmqTransport
+
+Sources: TypeAlias = Source | str | Iterable[Source | str]
+
+
+class Outcome(Protocol):
+    """Result of applying one delivery to a `Sink`."""
+
+    @property
+    def report(self) -> BatchReport | None:
+        """What was found while applying the delivery; None for nothing."""
+        ...
+
+
+class Sink(Protocol):
+    """Applies deliveries before the subscriber returns them, as a `PrefixIndex` does."""
+
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[Outcome]:
+        """Apply the deliveries in this order and return one outcome for each."""
+        ...
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of `FrontEnd` except `decode`, for the overloads whose types depend on `decode`."""
+
+    limits: StreamLimits
+    max_concurrent_replays: int
+    transport: Transport | None
+    clock: Callable[[], float]
+    sink: Sink | None
+
+
+class FrontEnd(Generic[BatchT]):
+    """Base class of both subscribers.
+
+    Threads: the connections belong to the calls that use them, which are `add`, `remove` and the wait inside `receive`.
+    `_calls` holds a token for each of these calls. Any thread and any signal handler may call `close`, also in the middle of
+    another call. `close` closes the connections itself if no call uses them. Otherwise it wakes the call, and the last call
+    to return closes them. Each side first changes its own variable (`_closed` or `_calls`) and then reads the other one, so
+    at least one of them sees both changes. `_lock` is held while streams are read or changed, never during a wait.
+    """
+
+    def __init__(
+        self,
+        sources: Sources = (),
+        *,
+        limits: StreamLimits = DEFAULT_STREAM_LIMITS,
+        max_concurrent_replays: int = DEFAULT_CONCURRENT_REPLAYS,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        decode: bool = True,
+        sink: Sink | None = None,
+    ) -> None:
+        self._clock = clock
+        self._multiplexer: Multiplexer[BatchT] = Multiplexer(
+            transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode
+        )
+        self._sink = sink
+        self._closed = False
+        self._calls: set[object] = set()
+        self._lock = threading.RLock()
+        try:
+            for source in [sources] if isinstance(sources, (Source, str)) else sources:
+                self.add(source)
+        except BaseException:
+            self._close()
+            raise
+
+    def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
+        """Follow one more source; a string is its endpoint.
+
+        With `resume`, continue after the checkpoint of an earlier process. The stream first verifies that the publisher is
+        still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint;
+        otherwise it is a `Reset`. Until then trust is STALE.
+
+        Raise `ConfigError` if the name and rank are followed already or differ from those of `resume`, and `EndpointError` if
+        the endpoint is invalid.
+        """
+        call = object()
+        try:
+            self._begin_call(call)
+            with self._lock:
+                self._multiplexer.add(Source(source) if isinstance(source, str) else source, resume)
+        finally:
+            self._end_call(call)
+
+    def remove(self, name: str, rank: int = 0) -> None:
+        """Stop following a source. Deliveries that were received from it are still returned. Raise `UnknownSourceError`."""
+        call = object()
+        try:
+            self._begin_call(call)
+            with self._lock:
+                self._multiplexer.remove(name, rank)
+        finally:
+            self._end_call(call)
+
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
+        """Report what reading and applying a batch has shown, so that trust can take it into account. None does nothing.
+
+        Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
+        Degraded reasons that are newer than the batch stay. The subscriber has decoded a `Batch` itself, so only
+        `report.digest_matches` counts for it. If that is False, the next delivery may be a `Reset`. A report about another
+        kind of delivery, or about a source that was removed, is ignored.
+        """
+        if report is not None:
+            with self._lock:
+                self._multiplexer.report(delivery, report)
+
+    def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
+        """Return what a later process needs to `resume` a stream after the deliveries that were returned so far.
+
+        Call it when everything received has been applied and reported. It also works after `close`.
+        """
+        with self._lock:
+            return self._multiplexer.checkpoint(name, rank)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return a checkpoint of every stream; see `checkpoint`."""
+        with self._lock:
+            return self._multiplexer.checkpoints()
+
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
+        """Return how far the deliveries of a stream can be trusted. `name` can be omitted if there is one stream.
+
+        Trust covers everything received. An application that takes deliveries one by one, or with a `limit`, might not have all
+        of them: a gap may precede the clear that repaired it. Call this when `receive_many()` has returned everything.
+
+        Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
+        """
+        with self._lock:
+            return self._multiplexer.entry(name, rank).trust
+
+    def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
+        """Return (source, rank) and trust of each stream whose trust or reason has changed since the last call.
+
+        The first call returns all streams. Each change is returned once, so only one thread should call this.
+        """
+        with self._lock:
+            return self._multiplexer.trust_changes()
+
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
+        """Return trust, sequence numbers and counters of one stream. Raise `UnknownSourceError`."""
+        with self._lock:
+            return self._multiplexer.entry(name, rank).status()
+
+    def statuses(self) -> list[StreamStatus]:
+        """Return trust, sequence numbers and counters of every stream."""
+        with self._lock:
+            return self._multiplexer.statuses()
+
+    def _wait_time(self, now: float, end: float | None) -> float | None:
+        """Return the seconds until a timer is due or `end` is reached; None for no limit."""
+        due = self._multiplexer.timeout(now)
+        if end is None:
+            return due
+        left = max(0.0, end - now)
+        return left if due is None else min(due, left)
+
+    def _pop_one(self) -> BatchT | Reset | Gap:
+        """Remove and return the oldest delivery that is ready; there must be one."""
+        delivery = self._multiplexer.ready.popleft()
+        self._apply_to_sink([delivery])
+        return delivery
+
+    def _pop_many(self, limit: int | None) -> list[BatchT | Reset | Gap]:
+        """Remove and return at most `limit` deliveries that are ready."""
+        deliveries = self._multiplexer.pop(limit)
+        self._apply_to_sink(deliveries)
+        return deliveries
+
+    def _apply_to_sink(self, deliveries: Sequence[BatchT | Reset | Gap]) -> None:
+        if self._sink is not None:
+            for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
+                self.report(delivery, outcome.report)
+
+    @staticmethod
+    def _check_limit(limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is {limit}; it must be at least 1, or None for no limit")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{type(self).__name__} is closed")
+
+    def _begin_call(self, call: object) -> None:
+        """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
+        self._calls.add(call)
+        self._check_open()
+
+    def _end_call(self, call: object) -> None:
+        """Stop using the connections, and close them if `close` was called meanwhile."""
+        self._calls.discard(call)
+        if self._closed:
+            self._close_if_unused()
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._calls:
+            self._multiplexer.transport.wake()
+        else:
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._lock:
+            if not self._calls:
+                self._multiplexer.close()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe()}>"

@@ -1,0 +1,104 @@
+"""The subscriber for threads. `aio` mirrors it: what one does under a name, the other does under the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+from kvevents.errors import ClosedError
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
+from kvevents.subscriber.front_end import FrontEnd, Options, Sources
+
+
+class Subscriber(FrontEnd[BatchT]):
+    """Follows one or many sources and returns their deliveries in order.
+
+    Receive, add and remove sources in one thread. Any thread may call `close`, `trust`, `status` and `statuses`.
+    Iterate over it, or call `receive`::
+
+        with Subscriber(Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")) as subscriber:
+            for delivery in subscriber:
+                print(delivery)
+
+    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that read payloads themselves. They must
+    `report` what they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
+    returned. If the sink raises, `receive` raises the same exception, and the deliveries that the sink was given are lost.
+    """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: Subscriber[Batch], sources: Sources = ..., *, decode: Literal[True] = ..., **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Subscriber[RawBatch], sources: Sources = ..., *, decode: Literal[False], **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Subscriber[Batch | RawBatch], sources: Sources = ..., *, decode: bool, **options: Unpack[Options]
+        ) -> None: ...
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:
+        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
+
+        Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` meanwhile.
+        """
+        self._check_open()
+        if self._multiplexer.ready or self._wait_ready(timeout):
+            return self._pop_one()
+        return None
+
+    def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
+        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
+        self._check_limit(limit)
+        self._check_open()
+        if self._multiplexer.ready or self._wait_ready(timeout):
+            return self._pop_many(limit)
+        return []
+
+    def _wait_ready(self, timeout: float | None) -> bool:
+        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        multiplexer, clock = self._multiplexer, self._clock
+        end = None if timeout is None else clock() + timeout
+        call = object()
+        try:
+            self._begin_call(call)
+            while True:
+                connections = multiplexer.transport.wait(self._wait_time(clock(), end))
+                with self._lock:
+                    self._check_open()
+                    multiplexer.run_once(connections, clock())
+                if multiplexer.ready:
+                    return True
+                if end is not None and clock() >= end:
+                    return False
+        finally:
+            self._end_call(call)
+
+    def __iter__(self) -> Iterator[BatchT | Reset | Gap]:
+        """Yield every delivery until `close`."""
+        while not self._closed:
+            if self._multiplexer.ready:
+                yield self._pop_one()
+            else:
+                with suppress(ClosedError):
+                    self._wait_ready(None)
+
+    def close(self) -> None:
+        """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
+
+        Any thread and any signal handler may call it; it does not wait. If another call is waiting, that call closes the
+        connections when it returns. Otherwise they are closed when this returns.
+        """
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
