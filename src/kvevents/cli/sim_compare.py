@@ -23,7 +23,8 @@ from kvevents.cli.options import add_output, number, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError, ExternalError, KVEventsError
 from kvevents.routing import POLICIES
-from kvevents.sim.report import Cell, check_matplotlib, page, report_settings, rows, summary, traffic_text
+from kvevents.sim.report import check_matplotlib, page
+from kvevents.sim.report_text import Cell, report_settings, rows, summary, traffic_text
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings

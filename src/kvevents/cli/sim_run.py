@@ -32,7 +32,7 @@ from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
-from kvevents.sim.report import report_settings
+from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
 from kvevents.text_format import duration, percentage, plural

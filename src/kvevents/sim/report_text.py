@@ -26,11 +26,6 @@ _TIMES: Final[tuple[tuple[str, Callable[[Distribution], float]], ...]] = (
 """Figures of the TTFT by which a policy that uses the index is compared with those that do not: it must improve one of them."""
 
 
-def visible(text: str) -> str:
-    """Return the text with unprintable characters as escape sequences."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
 def percent(share: float) -> str:
     """Return a share from 0 to 1 as text such as `41.0%`."""
     return f"{100 * share:.1f}%"
@@ -171,15 +166,6 @@ def traffic_text(settings: ReportSettings) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def capacity_blocks(settings: ReportSettings) -> int | None:
-    """Return the capacity of all caches of the fleet in blocks; None if the settings do not give it."""
-    known = [value for name in ("engines", "ranks", "blocks", "host_blocks") if isinstance(value := settings.get(name), int)]
-    if len(known) < 4:
-        return None
-    engines, ranks, blocks, host = known
-    return engines * ranks * (blocks + host)
-
-
 def _source(settings: ReportSettings) -> str:
     trace, workload, requests = (settings.get(name) for name in ("trace", "workload", "requests"))
     count = f"{requests:,} request{'' if requests == 1 else 's'} of " if isinstance(requests, int) else ""
@@ -189,7 +175,7 @@ def _source(settings: ReportSettings) -> str:
 
 
 def _pace(settings: ReportSettings) -> str:
-    rate, speed = settings.get("rate"), settings.get("speed")
+    rate, speed = settings.get("rate"), settings.get("trace_speed")
     return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""
 
 
