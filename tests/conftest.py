@@ -35,8 +35,6 @@ LONG_FILES: Final = frozenset(
         "relay_journal_kill",
         "service_restart",
         "service_scale",
-        "service_shards",
-        "service_shards_processes",
         "sim_defaults",
         "stream_model",
     )

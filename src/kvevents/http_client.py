@@ -1,4 +1,4 @@
-"""The HTTP client for requests to engines, to other replicas, and from commands to a service.
+"""The HTTP client for requests to engines, and from commands to a service.
 
 It adds to aiohttp a time limit for a whole response, a size limit, and one error type, `HttpError`, with a kind for programs.
 It does not follow redirects and does not decompress responses, since it does not request compression.
@@ -52,7 +52,7 @@ class RequestLimits:
     """Limits of each request."""
 
     seconds: float
-    """Time for the whole request, including the wait for a connection."""
+    """Time for the whole request."""
     max_bytes: int
     """Size of the response's body."""
     connect_seconds: float | None = None
@@ -62,13 +62,11 @@ class RequestLimits:
 class HttpConnections:
     """A pool of connections with these limits, and a context manager that closes it. It belongs to one event loop.
 
-    An idle connection is reused for `idle_seconds`. At most `max_connections` to one host are open at a time, and further
-    requests wait; 0 is without a limit. `tls` is for `https` URLs; by default the system's certificate authorities are trusted.
+    An idle connection is reused for `idle_seconds`. `tls` is for `https` URLs; by default the system's certificate authorities
+    are trusted.
     """
 
-    def __init__(
-        self, bounds: RequestLimits, *, tls: ssl.SSLContext | None = None, idle_seconds: float = 0.0, max_connections: int = 0
-    ) -> None:
+    def __init__(self, bounds: RequestLimits, *, tls: ssl.SSLContext | None = None, idle_seconds: float = 0.0) -> None:
         """Create the pool in a running event loop."""
         self._bounds = bounds
         self._reuses_connections = idle_seconds > 0
@@ -76,7 +74,6 @@ class HttpConnections:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,
-                limit_per_host=max_connections,
                 ssl=True if tls is None else tls,
                 resolver=aiohttp.ThreadedResolver(),  # the system's resolver, even if others are installed
                 use_dns_cache=False,

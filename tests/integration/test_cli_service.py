@@ -674,36 +674,3 @@ def test_a_row_shows_state_and_reason_once() -> None:
     row = draw_frame([source(1, "STALE", reason=f"{fault}; disconnected", fault=fault)], 160)[-1]
     assert row.split("  ")[-1].strip() == f"{fault}; disconnected"
     assert row.split().count("STALE") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "expected"),
-    [
-        (("--replica-name", "a", "--replication-factor", "2"), 2, "--replication-factor needs --shard-url"),
-        (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "expected http://HOST:PORT"),
-        (("--shard-url", "http://h:1"), 1, "needs a permanent name"),
-    ],
-)
-def test_invalid_shard_options_are_reported_in_one_sentence(flags: tuple[str, ...], code: int, expected: str) -> None:
-    ended = run("serve", "--nats", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
-    assert (ended.code, expected in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
-
-
-def test_a_shard_setting_of_the_wrong_type_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "service.toml"
-    path.write_text('shard = "x"\n')
-    ended = run(
-        "serve",
-        "--config",
-        path,
-        "--nats",
-        "nats://127.0.0.1:1",
-        "--replica-name",
-        "a",
-        "--replication-factor",
-        "2",
-        "--port",
-        0,
-        "--check",
-    )
-    assert (ended.code, "service.toml: shard: Expected" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

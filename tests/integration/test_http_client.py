@@ -61,29 +61,6 @@ async def test_a_closed_idle_connection_is_replaced_once() -> None:
         assert caught.value.kind == "closed"
 
 
-async def test_the_number_of_connections_is_limited() -> None:
-    """Further requests wait for a free connection."""
-    active = maximum = opened = 0
-    full = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal active, maximum, opened
-        opened += 1
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            active += 1
-            maximum = max(maximum, active)
-            if active == 2:
-                full.set()
-            await full.wait()
-            active -= 1
-            writer.write(ANSWER)
-
-    async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0, max_connections=2) as connections:
-        assert await asyncio.gather(*(connections.post(url, {}, b"") for _ in range(20))) == [OK] * 20
-    assert (maximum, opened) == (2, 2)
-
-
 @pytest.mark.parametrize(
     "bounds", [RequestLimits(0.2, 1_000), RequestLimits(0.2, 1_000, DEADLINE)], ids=["all", "after connecting"]
 )

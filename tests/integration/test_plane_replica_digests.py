@@ -7,11 +7,11 @@ import asyncio
 import nats
 import pytest
 
+from kvevents.plane.digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.layout import create_plane
 from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
-from kvevents.plane.replicas import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
 from kvevents.plane.status import PlaneView, inspect_plane
 from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture

@@ -264,8 +264,6 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "change a partition": lambda js: js.update_stream(name="FOREIGN", subjects=["foreign"]),
     "a digest": lambda js: js.publish(f"$KV.{LAYOUT.leases}.digest.x", b""),
     "a snapshot's lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.lease.snapshot.0", b""),
-    "a replica's name": lambda js: js.publish(f"$KV.{LAYOUT.leases}.replica.x", b""),
-    "a share": lambda js: js.publish(f"$KV.{LAYOUT.leases}.shard.x", b""),
     "which snapshot counts": lambda js: js.publish(f"$KV.{LAYOUT.bucket}.snapshot.0", b"{}"),
     "a part of a snapshot": lambda js: js.publish(f"$O.{LAYOUT.snapshots}.C.x", b""),
     "remove a snapshot's parts": lambda js: js.purge_stream(BUCKETS[2], subject="foreign"),
@@ -276,7 +274,7 @@ ALLOWED: Final = {
     "router": set[str](),
     "replica": {
         *("purge a partition", "a digest", "a snapshot's lease", "which snapshot counts", "a part of a snapshot"),
-        *("remove a snapshot's parts", "a replica's name", "a share"),
+        "remove a snapshot's parts",
     },
     "bridge": {"a page", "make a stream"},
     "operator": WRITES.keys() - {"a page", "something else"},

@@ -1,6 +1,6 @@
 """All ways to query name blocks that might be gone and tiers without removals.
 
-The data plane, the control plane and sharded replicas answer, each over HTTP and over gRPC.
+The data plane and the control plane answer, each over HTTP and over gRPC.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from kvevents.events import BlockStored
 from load_cases import load_server
-from nats_servers import NATS_SERVER, nats_server
-from plane_cases import plane_at, run_bridge
 from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, wait_for
 from service_connection_cases import TRACED
 from service_grpc_cases import read_messages
-from service_replica_cases import watch_of
-from shard_cases import replica
 
 PROMPT: Final = prompt(1)
 Ask: TypeAlias = Callable[[str, dict[str, Any]], Any]
@@ -63,15 +59,13 @@ def over_grpc(client: Client) -> Ask:
     return ask
 
 
-@pytest.fixture(scope="module", name="clients", params=["data plane", "control plane", "shards"])
-def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Client]]:
-    """Return the clients of a deployment with three engines.
+@pytest.fixture(scope="module", name="service", params=["data plane", "control plane"])
+def service_with_three_engines(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Return a service with three engines.
 
     One engine has announced four blocks twice and removed the last one once. One has announced two blocks. One has announced
     a block in GPU memory and three in host memory, from where it announces no removals.
     """
-    if request.param == "shards" and not NATS_SERVER:
-        pytest.skip("no NATS server")
     with ExitStack() as stack:
         made = stack.enter_context(engines(3))
         twice, once = (stack.enter_context(load_server(*load)) for load in ((900, 100), (1, 1)))
@@ -80,31 +74,19 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             "once": {"load": once.url},
             "lmcache": {"stores_only": ["cpu"]},
         }
-        found: list[Client] = []
-        if request.param == "shards":
-            server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
-            watches = [
-                watch_of(name, each, **{key: value if key == "load" else tuple(value) for key, value in more.items()})
-                for (name, more), each in zip(settings.items(), made, strict=True)
-            ]
-            stack.enter_context(run_bridge(plane_at(server.url, name="trust", partitions=16), *watches))
-            found += [stack.enter_context(replica(server.url, "trust", name)) for name in ("a", "b")]
-        else:
-            command = COMMAND if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
-            service = stack.enter_context(serving(command=command))
-            for (name, more), each in zip(settings.items(), made, strict=True):
-                assert service.register(name, each.publisher, **more).status == 201
-            found.append(service)
+        command = COMMAND if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
+        service = stack.enter_context(serving(command=command))
+        for (name, more), each in zip(settings.items(), made, strict=True):
+            assert service.register(name, each.publisher, **more).status == 201
         hashes = made[0].store(PROMPT)
         made[0].publish(BlockStored(hashes, None, PROMPT, BLOCK, medium="GPU"))
         made[0].remove(hashes[-1:])
         made[1].store(PROMPT[: 2 * BLOCK])
         made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")
-        for client in found:
-            wait_for("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
-            wait_for("loads", lambda: read_loads(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
-            wait_for("all batches", lambda: count_certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
-        yield found
+        wait_for("all sources to be EXACT", lambda: are_exact(service))
+        wait_for("loads", lambda: read_loads(service) == {"twice": 1000, "once": 2, "lmcache": None})
+        wait_for("all batches", lambda: count_certain_tokens(service) == {"twice": 48, "once": 32, "lmcache": 64})
+        yield service
 
 
 def are_exact(client: Client) -> bool:
@@ -121,9 +103,10 @@ def count_certain_tokens(client: Client) -> dict[str, int]:
     return {name: each.certain for name, each in match_prompt(over_http(client)).items()}
 
 
-@pytest.fixture(name="ask_functions", params=[over_http, over_grpc], ids=["http", "grpc"])
-def ask_each_client(request: pytest.FixtureRequest, clients: list[Client]) -> list[Ask]:
-    return [request.param(client) for client in clients]
+@pytest.fixture(name="ask", params=[over_http, over_grpc], ids=["http", "grpc"])
+def ask_service(request: pytest.FixtureRequest, service: Client) -> Ask:
+    ask: Ask = request.param(service)
+    return ask
 
 
 def match_prompt(ask: Ask) -> dict[str, WorkerMatch]:
@@ -150,63 +133,58 @@ EXPECTED: Final = {
 }
 
 
-def test_a_match_reports_uncertain_blocks_and_tiers_without_removals(ask_functions: list[Ask]) -> None:
-    for ask in ask_functions:
-        assert match_prompt(ask) == EXPECTED
+def test_a_match_reports_uncertain_blocks_and_tiers_without_removals(ask: Ask) -> None:
+    assert match_prompt(ask) == EXPECTED
 
 
-def test_only_a_prompt_with_uncertain_blocks_is_degraded(ask_functions: list[Ask]) -> None:
+def test_only_a_prompt_with_uncertain_blocks_is_degraded(ask: Ask) -> None:
     """Each of several prompts has the trust of its own blocks."""
-    for ask in ask_functions:
-        field = {"model": MODEL, "whole_prompt": True}
-        prompts: Any = [PROMPT, PROMPT[: 3 * BLOCK]]
-        if ask.__qualname__.startswith(over_grpc.__name__):
-            prompts = [{"tokens": each} for each in prompts]
-        whole, short = (parse_workers(each["holders"]) for each in ask("match_many", {**field, "prompts": prompts})["matches"])
-        assert whole["twice"] == EXPECTED["twice"]
-        assert short["twice"] == WorkerMatch(3 * BLOCK, 3 * BLOCK, 3 * BLOCK, "EXACT", [])
-        assert whole["lmcache"].reason_codes == short["lmcache"].reason_codes == ["stores-only"]
+    field = {"model": MODEL, "whole_prompt": True}
+    prompts: Any = [PROMPT, PROMPT[: 3 * BLOCK]]
+    if ask.__qualname__.startswith(over_grpc.__name__):
+        prompts = [{"tokens": each} for each in prompts]
+    whole, short = (parse_workers(each["holders"]) for each in ask("match_many", {**field, "prompts": prompts})["matches"])
+    assert whole["twice"] == EXPECTED["twice"]
+    assert short["twice"] == WorkerMatch(3 * BLOCK, 3 * BLOCK, 3 * BLOCK, "EXACT", [])
+    assert whole["lmcache"].reason_codes == short["lmcache"].reason_codes == ["stores-only"]
 
 
-def test_a_selection_gives_uncertain_blocks_half_the_credit(ask_functions: list[Ask]) -> None:
+def test_a_selection_gives_uncertain_blocks_half_the_credit(ask: Ask) -> None:
     """A block that might be gone, and blocks on a tier without removals, have half the credit of exact ones."""
-    for ask in ask_functions:
-        body = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
-        considered = {row["instance"]: row for row in ask("select", body)["considered"]}
-        uncached = {name: row["uncached"] for name, row in considered.items()}
-        host = 3 * BLOCK * 0.8 * 0.5
-        assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.125})
-        assert considered["twice"]["trust"]["reason_codes"] == ["uncertain-copies"]
-        assert {name: row["inexact_tiers"] for name, row in considered.items()} == {
-            "twice": [],
-            "once": [],
-            "lmcache": ["cpu"],
-        }
+    body = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
+    considered = {row["instance"]: row for row in ask("select", body)["considered"]}
+    uncached = {name: row["uncached"] for name, row in considered.items()}
+    host = 3 * BLOCK * 0.8 * 0.5
+    assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.125})
+    assert considered["twice"]["trust"]["reason_codes"] == ["uncertain-copies"]
+    assert {name: row["inexact_tiers"] for name, row in considered.items()} == {
+        "twice": [],
+        "once": [],
+        "lmcache": ["cpu"],
+    }
 
 
-def test_a_selection_counts_the_requests_that_engines_report(ask_functions: list[Ask]) -> None:
+def test_a_selection_counts_the_requests_that_engines_report(ask: Ask) -> None:
     """Two engines report their load. The load of the third is unknown, so it counts as their mean."""
-    for ask in ask_functions:
-        body = {"model": MODEL, "tokens": [1], "explain": True}
-        answer = ask("select", body)
-        assert answer["load_from"] == "engines"
-        rows = {row["instance"]: row for row in answer["considered"]}
-        assert rows["lmcache"].get("requests") is None
-        # Selections of this suite since the newest report count too, so there can be more than reported.
-        assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
-        assert rows["lmcache"]["load"] == pytest.approx(0.1)
-        assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]
-        given = ask("select", {**body, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
-        assert (given["instance"], given["load_from"]) == ("twice", "request")
+    body = {"model": MODEL, "tokens": [1], "explain": True}
+    answer = ask("select", body)
+    assert answer["load_from"] == "engines"
+    rows = {row["instance"]: row for row in answer["considered"]}
+    assert rows["lmcache"].get("requests") is None
+    # Selections of this suite since the newest report count too, so there can be more than reported.
+    assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
+    assert rows["lmcache"]["load"] == pytest.approx(0.1)
+    assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]
+    given = ask("select", {**body, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
+    assert (given["instance"], given["load_from"]) == ("twice", "request")
 
 
-def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(clients: list[Client]) -> None:
-    for client in clients:
-        # Counts of blocks are refreshed every few seconds.
-        wait_for("the count", lambda: find_uncertain_instances(client) == ["twice"])  # noqa: B023
-        found = {each["instance"]: each for each in client.get("/v1/sources").json["sources"]}
-        assert {name: each["stores_only"] for name, each in found.items()} == {"twice": [], "once": [], "lmcache": ["cpu"]}
-        assert found["twice"]["trust"]["state"] == "EXACT", "the stream is exact, the match of these blocks is not"
+def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(service: Client) -> None:
+    # Counts of blocks are refreshed every few seconds.
+    wait_for("the count", lambda: find_uncertain_instances(service) == ["twice"])
+    found = {each["instance"]: each for each in service.get("/v1/sources").json["sources"]}
+    assert {name: each["stores_only"] for name, each in found.items()} == {"twice": [], "once": [], "lmcache": ["cpu"]}
+    assert found["twice"]["trust"]["state"] == "EXACT", "the stream is exact, the match of these blocks is not"
 
 
 def find_uncertain_instances(client: Client) -> list[str]:

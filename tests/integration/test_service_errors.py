@@ -119,7 +119,6 @@ ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Servic
         make_request("POST", "/query", b"{}", content_type="text/plain"),
     ),
     "shape": (422, "bad-shape", ("post", "/query"), make_post("/query", {**QUERY, "token_ids": "x"})),
-    "no shard": (409, "no-shard", ("post", "/v1/shard/match"), make_post("/v1/shard/match", {})),
     "headers": (
         431,
         "headers-too-large",

@@ -28,7 +28,7 @@ def request(path: str, body: bytes) -> HttpRequest:
 
 
 async def post_to_control_plane(app: App, path: str, body: bytes) -> Response:
-    """Return the response of the handler in the control plane, which answers sharded replicas and requests with spans."""
+    """Return the response of the handler in the control plane, which answers requests with spans."""
     found = await app._handle(ROUTES[path]["POST"], request(path, body))
     assert isinstance(found, Response)
     return found

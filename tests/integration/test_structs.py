@@ -10,11 +10,11 @@ from pathlib import Path
 import kvevents
 
 ROOT = Path(kvevents.__file__).parent
-SINGLE_THREADED = {"cli", "engines", "sim", "compat", "testing"}
+SINGLE_THREADED = {"cli", "client", "engines", "sim", "compat", "testing"}
 """Parts that decode their input before they start another thread."""
 
 VARIABLES = {"kind"}
-"""The variable in `service/peers.py` whose callers pass the struct."""
+"""The variable of functions whose callers pass the struct."""
 
 
 def find_decoded_structs() -> list[tuple[str, str]]:

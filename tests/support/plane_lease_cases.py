@@ -9,13 +9,11 @@ from typing import Any
 
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
-from kvevents.plane.leases import Lease, LeaseHolder, lease_key
+from kvevents.plane.leases import Lease, LeaseHolder
 from nats_servers import NatsServer
 from plane_cases import plane_at
 
-KEY = lease_key("replica", "node")
-
-
+KEY = "lease.snapshot.7"
 LONG = 3600.0
 
 

@@ -145,7 +145,7 @@ def render_relays(settings: Sequence[str], folder: Path) -> list[Object]:
 
 
 def containers_of_workload(objects: list[Object], name: str) -> dict[str, Object]:
-    [found] = [each for each in objects if each["kind"] in {"Deployment", "StatefulSet"} and each["metadata"]["name"] == name]
+    [found] = [each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"] == name]
     return containers_by_name(found)
 
 

@@ -15,7 +15,6 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from cli_cases import run
 from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart, run_helm
 from kvevents.cli.options import engine
 from kvevents.cli.program import make_parser as parser
@@ -35,7 +34,6 @@ EVERYTHING: Final = (
     "replica.login.secretName=replica",
     "replica.login.credentials=replica.creds",
     "replica.config.secretName=replica-config",
-    "replica.shard.enabled=true",
     "replica.antiAffinity=hard",
     "plane.tls.secretName=plane-tls",
     "plane.tls.certificate=tls.crt",
@@ -59,7 +57,7 @@ def find_object(objects: list[Object], kind: str, name: str) -> Object:
 
 
 def pods_of(objects: list[Object]) -> list[Object]:
-    return [each["spec"]["template"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}]
+    return [each["spec"]["template"] for each in objects if each["kind"] == "Deployment"]
 
 
 # --- Kubernetes' schemas -----------------------------------------------------------------------------------------------------
@@ -73,7 +71,7 @@ def test_rendered_objects_match_the_schemas_of_kubernetes(settings: tuple[str, .
     """Objects of the Prometheus operator are skipped, because there are no schemas for them."""
     objects = [each for each in render_chart(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
     kinds = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
-    assert {each["kind"] for each in objects} == kinds | ({"StatefulSet"} if settings is EVERYTHING else set())
+    assert {each["kind"] for each in objects} == kinds
     for each in objects:
         assert faults_of(each, version) == [], each["metadata"]["name"]
 
@@ -138,30 +136,6 @@ def test_the_program_accepts_the_rendered_arguments(settings: tuple[str, ...]) -
         assert args.command.name == command
         assert [port["containerPort"] for port in each["ports"]] == [getattr(args, port)]
         assert getattr(args, name) == "pod-1"
-
-
-@needs_helm
-def test_the_service_accepts_the_rendered_shards_with_tokens(tmp_path: Path) -> None:
-    """Files are in the folders where the Secrets are mounted; other replicas reach a replica by its pod's name."""
-    objects = render_chart(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
-    replica = find_object(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
-    [each] = replica["template"]["spec"]["containers"]
-    [place] = [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "config"]
-    peer = tmp_path / "peer"
-    peer.write_text("0123456789abcdef" * 2)
-    config = tmp_path / "config.toml"
-    access = f'[access]\nanonymous = "none"\ntokens = [{{role = "read", token_file = "{peer}"}}]\n'
-    args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
-    for tables, message in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas need a token too")):
-        config.write_text(tables)
-        done = run(*args, "--port", 0, "--check")
-        assert (done.code, message in done.err) == (1 if message else 0, True), done.err
-    [url] = [arg.partition("=")[2] for arg in each["args"] if arg.startswith("--shard-url=")]
-    peers = find_object(objects, "Service", replica["serviceName"])["spec"]
-    assert url == f"http://$(POD_NAME).{replica['serviceName']}.kv.svc:{peers['ports'][0]['port']}"
-    assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
-    assert peers["selector"].items() <= replica["template"]["metadata"]["labels"].items()
-    assert replica["podManagementPolicy"] == "Parallel"
 
 
 @needs_helm
@@ -230,13 +204,8 @@ def test_arguments_name_files_of_mounted_secrets() -> None:
 
 @needs_helm
 def test_replicas_have_probes_and_are_evicted_one_at_a_time() -> None:
-    """This holds for replicas with the whole index and for shards."""
-    check_replicas(render_chart(*EVERYTHING), "StatefulSet")
-    check_replicas(render_chart(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
-
-
-def check_replicas(objects: list[Object], kind: str) -> None:
-    replica = find_object(objects, kind, "plane-kvevents-replica")["spec"]["template"]
+    objects = render_chart(*EVERYTHING)
+    replica = find_object(objects, "Deployment", "plane-kvevents-replica")["spec"]["template"]
     [each] = replica["spec"]["containers"]
     assert each["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert each["livenessProbe"]["httpGet"]["path"] == "/health"
@@ -311,7 +280,6 @@ def test_a_dependent_chart_can_add_relays_as_sidecars(tmp_path: Path) -> None:
         ("engines.model=", "engines.model: what model the engines serve"),
         ("bridge.login.secretName=x", "name the key in it as well"),
         ("relay.tokenPolicy=burn", "tokenPolicy"),
-        ("replica.shard.replicationFactor=0", "replicationFactor"),
         ("engines.ranks=2", "engines.port and engines.replayPort must be 2 or more apart: they are 6557 and 6558"),
         ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
     ],

@@ -22,9 +22,9 @@ from bridge_cases import (
 )
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
+from kvevents.plane.digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
 from kvevents.plane.records import ResetRecord
-from kvevents.plane.replicas import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset

@@ -51,19 +51,7 @@ def run_plane(folder: Path) -> Iterator[Plane]:
         limits = ("--partitions", 2, "--partition-size", "64MiB")
         source_options = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
         bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *source_options))
-        # A replica with a shard exports the metrics of every replica, and more.
-        service_port = reserve_port()
-        shard = (
-            "--port",
-            service_port,
-            "--replica-name",
-            "a",
-            "--shard-url",
-            f"http://127.0.0.1:{service_port}",
-            "--replication-factor",
-            1,
-        )
-        replica = stack.enter_context(serving("--nats", server.url, "--snapshot-seconds", "0.5", *shard))
+        replica = stack.enter_context(serving("--nats", server.url, "--snapshot-seconds", "0.5", "--replica-name", "a"))
         one.store(range(64))
         replica.exact("one", blocks=4)
         plane = Plane(replica, bridge, port)
@@ -105,11 +93,6 @@ def test_metrics_of_a_plane_without_faults_have_values_without_faults(plane: Pla
         "kvevents_plane_duplicate_records_total": [0],
         "kvevents_plane_discarded_pages_total": [0],
         "kvevents_plane_partition_lag_pages": [0, 0],
-        "kvevents_shard_partitions": [2, 2, 0],
-        "kvevents_shard_replicas": [0],
-        "kvevents_shard_denied_replicas": [0],
-        "kvevents_shard_request_failures_total": [0],
-        "kvevents_shard_incomplete_answers_total": [0],
         "kvevents_bridge_connected": [1],
         "kvevents_bridge_name_shared": [0],
         "kvevents_bridge_partition_blocked": [0, 0],

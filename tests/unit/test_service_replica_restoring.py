@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,10 +41,8 @@ class FakeSnapshots:
         return state, {}
 
 
-async def begin_partitions(
-    monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, partitions: Collection[int] = (0,)
-) -> Any:
-    """Return an index build that has begun partitions whose first page is `first`, and has read nothing of them."""
+async def begin_partition(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int) -> Any:
+    """Return an index build that has begun a partition whose first page is `first`, and has read nothing of it."""
     state: Any = SimpleNamespace(stream_id="made", first=first, last=9)
 
     async def partition_info(*_: object) -> Any:
@@ -58,7 +56,7 @@ async def begin_partitions(
     answering: Snapshots = snapshots  # type: ignore[assignment]
     build = IndexBuild(client, Layout("default", 1), answering, PrefixIndex())
     try:
-        await build.adjust(partitions, ())
+        await build.advance()
     finally:
         await build.end()
     return build
@@ -68,7 +66,7 @@ async def begin_partitions(
 def test_an_unreadable_snapshot_is_replaced_by_the_one_before(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     """Otherwise the replica would request it again and again and never answer."""
     snapshots = FakeSnapshots({"newest": failure})
-    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
+    build = asyncio.run(begin_partition(monkeypatch, snapshots, first=5))
     assert (snapshots.reads, build.loaded_snapshots, build.missing_pages) == (["newest", "before"], {0: "before"}, "")
     assert build.unreadable_snapshots == [str(failure)]
     build.record(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
@@ -79,7 +77,7 @@ def test_an_unreadable_snapshot_is_replaced_by_the_one_before(monkeypatch: pytes
 
 def test_if_no_snapshot_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = FakeSnapshots({"newest": LATE, "before": LATE})
-    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=1))
+    build = asyncio.run(begin_partition(monkeypatch, snapshots, first=1))
     assert (build.loaded_snapshots, build.missing_pages, build.subscriber.states[0].position) == ({}, "", 0)
     assert build.unreadable_snapshots == [str(LATE)]
 
@@ -87,7 +85,7 @@ def test_if_no_snapshot_can_be_read_in_time_the_log_alone_is_read(monkeypatch: p
 def test_if_the_log_alone_is_not_enough_the_missing_pages_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The partition stays hidden, and the build begins it again from time to time."""
     snapshots = FakeSnapshots({"newest": LATE, "before": DAMAGED})
-    build = asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
+    build = asyncio.run(begin_partition(monkeypatch, snapshots, first=5))
     assert build.loaded_snapshots == {}
     assert build.missing_pages == f"pages of partition 0 are missing that no snapshot covers, and {LATE}; {DAMAGED}"
 
@@ -96,5 +94,5 @@ def test_if_the_log_alone_is_not_enough_the_missing_pages_are_reported_with_the_
 def test_a_failure_of_the_servers_does_not_count_as_an_unreadable_snapshot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     snapshots = FakeSnapshots({"newest": PlaneError("no connection", fault=fault)})
     with pytest.raises(PlaneError, match="no connection"):
-        asyncio.run(begin_partitions(monkeypatch, snapshots, first=5))
+        asyncio.run(begin_partition(monkeypatch, snapshots, first=5))
     assert snapshots.reads == ["newest"]

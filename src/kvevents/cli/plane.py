@@ -16,14 +16,13 @@ from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, Setting
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.layout import find_plane
-from kvevents.plane.leases import lease_name
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import SnapshotInfo
 from kvevents.plane.status import PlaneView, format_partitions, inspect_plane
 
 DESCRIPTION: Final = (
     "Read the state of a plane from its NATS servers: how far the log is, which bridges write it, which snapshots exist, which "
-    "replicas hold which partitions, and whether replicas agree. Exit code 1 means a fault, 4 that the servers did not answer."
+    "replicas read it, and whether they agree. Exit code 1 means a fault, 4 that the servers did not answer."
 )
 EXAMPLES: Final = """\
   kvevents plane status
@@ -32,11 +31,8 @@ EXAMPLES: Final = """\
 """
 
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
-_LEASES: Final = {
-    "replica.": "the name of replica {}",
-    "lease.snapshot.": "snapshots of partition {}",
-}
-"""Purpose of a lease by the prefix of its key."""
+SNAPSHOT_LEASE: Final = "lease.snapshot."
+"""Prefix of the leases under which snapshots are written; the partition follows."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -80,15 +76,11 @@ def _print(console: Console, view: PlaneView) -> None:
         stored = partition.last - partition.first + 1 if partition.last else 0
         ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
         leader = f", led by {partition.leader}" if partition.leader else ""
-        holders = f"; held by {', '.join(view.holders(partition.partition)) or 'no replica'}" if view.shards else ""
         pages = f"{stored:>9,} pages to {partition.last:,}, {_size(partition.bytes)}{leader}"
-        console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}{holders}")
+        console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
     _print_snapshots(console, view, now)
     for each in view.replicas:
         console.line(f"  replica   {each.name}: {each.lag:,} pages since its last digest")
-    for share in view.shards:
-        partitions = format_partitions(share.partitions) if share.partitions else "no partition"
-        console.line(f"  shard     {share.name} at {share.url}: {partitions}, announced {share.silent:.0f} s ago")
     for key, holder in sorted(view.leases.items()):
         console.line(f"  lease     {_lease(key)}: {holder}")
     for fault in view.faults:
@@ -113,8 +105,7 @@ def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
 
 def _lease(key: str) -> str:
     """Return what the lease is for."""
-    prefix = next((prefix for prefix in _LEASES if key.startswith(prefix)), None)
-    return key if prefix is None else _LEASES[prefix].format(lease_name(key.removeprefix("lease.")))
+    return f"snapshots of partition {key.removeprefix(SNAPSHOT_LEASE)}" if key.startswith(SNAPSHOT_LEASE) else key
 
 
 def _size(count: int) -> str:

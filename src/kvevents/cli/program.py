@@ -51,7 +51,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
         (
             Command(
                 "status",
-                "print partitions, bridges, replicas, shards, snapshots and faults",
+                "print partitions, bridges, replicas, snapshots and faults",
                 "plane",
                 CHECK_NOT_POSSIBLE,
                 extra="plane",

@@ -24,7 +24,6 @@ EXAMPLES: Final = """\
   kvevents serve --engine http://10.0.0.7:8000         ask the engine for its endpoints
   kvevents serve --config fleet.toml --state-dir /var/lib/kvevents
   kvevents serve --nats nats://10.0.0.9:4222           a replica, from the log that bridges write
-  kvevents serve --nats nats://10.0.0.9:4222 --replica-name kv-0 --host 10.0.0.5 --shard-url http://10.0.0.5:8090
 """
 
 
@@ -33,8 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings = SettingsParser(
         ServiceSettings,
         "serve",
-        flags=SHARED_FLAGS
-        | {"replica": "--replica-name", "tls.certificate": "--https-cert", "shard.tls_certificate": "--shard-tls-cert"},
+        flags=SHARED_FLAGS | {"replica": "--replica-name", "tls.certificate": "--https-cert"},
         tables={"tls": "https"},
         needs={"plane.servers": ", the URL of a NATS server; for HTTPS use --https-cert and --https-key"},
     )
@@ -44,7 +42,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
     plane = parser.add_argument_group("replica of a plane (builds the index from the plane's log instead of from engines)")
     settings.add(plane, "plane.servers", "plane.name", "replica", *LOGIN_SETTINGS)
-    settings.add(plane, "shard.url", "shard.replication_factor", "shard.allow")
     add_log_options(parser)
     settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)

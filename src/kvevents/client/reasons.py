@@ -66,8 +66,6 @@ class Reason(enum.StrEnum):
     """The service has stopped to follow all sources."""
     NOT_FOLLOWED = "not-followed"
     """The service does not follow the worker."""
-    NO_REPLICA = "no-replica"
-    """No replica that holds the worker's partition answers."""
     OTHER = "other"
     """Any other reason, and any code that is newer than this release."""
 

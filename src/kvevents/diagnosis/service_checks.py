@@ -235,9 +235,6 @@ _ADVICE: Final[dict[Reason, str]] = {
     ),
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
-    Reason.NO_REPLICA: (
-        "check that the other replicas of the plane run and are reachable; with replication_factor 2 one can fail"
-    ),
     Reason.NOT_FOLLOWED: "register the engine with the service (POST /register), or remove it from the candidates",
     Reason.CONNECTING: _UP,
     Reason.REPLAYING: f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import socket
 import time
@@ -44,8 +43,6 @@ log = logging.getLogger(__name__)
 
 RENEWALS: Final = 3
 """Renewals in the length of a lease: two may fail."""
-_PLAIN: Final = re.compile(rb"[A-Za-z0-9_-]")
-_ESCAPED: Final = re.compile(rb"=([0-9A-F]{2})")
 
 
 class LeaseTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,23 +55,6 @@ class LeaseTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 DEFAULT_TIMERS: Final = LeaseTimers()
-
-
-def lease_key(kind: str, name: str) -> str:
-    """Return the key of a lease for any `name`, with characters escaped: `replica.node-7`, `replica.node-7=2Eexample`."""
-    return f"{kind}.{b''.join(_escape(byte) for byte in name.encode('utf-8', 'surrogatepass')).decode()}"
-
-
-def lease_name(key: str) -> str:
-    """Return the name in a key that `lease_key` made."""
-    escaped = key.partition(".")[2].encode("utf-8", "replace")
-    return _ESCAPED.sub(lambda found: bytes((int(found[1], 16),)), escaped).decode("utf-8", "replace")
-
-
-def _escape(byte: int) -> bytes:
-    """Return a byte in characters that keys can have, except dots, which separate levels."""
-    found = bytes((byte,))
-    return found if _PLAIN.fullmatch(found) else b"=%02X" % byte
 
 
 def boot_seconds() -> float:

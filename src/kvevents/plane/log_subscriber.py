@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
+from kvevents.plane.digests import PartitionDigest
 from kvevents.plane.partition_state import (
     InvalidRecord,
     PartitionEvent,
@@ -25,7 +26,6 @@ from kvevents.plane.partition_state import (
     TrustReport,
 )
 from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name
-from kvevents.plane.replicas import PartitionDigest
 from kvevents.plane.settings import ReaderLimits
 from kvevents.stream import (
     BatchReport,

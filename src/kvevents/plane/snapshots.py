@@ -23,11 +23,11 @@ import msgspec
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
+from kvevents.plane.digests import DIGEST_PREFIX, ReplicaDigests
 from kvevents.plane.layout import Layout, PartitionInfo, has_tail, list_entries, partition_info
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
-from kvevents.plane.replicas import DIGEST_PREFIX, ReplicaDigests
 from kvevents.settings import Seconds, Settings, build_decoder_now
 from kvevents.stream import DegradedReason
 

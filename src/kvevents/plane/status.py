@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvevents.errors import PlaneError
+from kvevents.plane.digests import DIGEST_PREFIX, ReplicaDigests
 from kvevents.plane.layout import LIST_SECONDS, Layout, fetch_message, partition_info
 from kvevents.plane.leases import LeaseHolder
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import HeartbeatRecord, bridge_name, decode_page
-from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardTimers
 from kvevents.plane.snapshots import SnapshotInfo, Snapshots
 
 if TYPE_CHECKING:
@@ -49,24 +49,6 @@ class ReplicaView(msgspec.Struct, frozen=True):
     """Replicas whose digests differ at the same position."""
 
 
-class ShardView(msgspec.Struct, frozen=True):
-    """One replica that holds some of the partitions, from its announcement."""
-
-    name: str
-    url: str
-    holders: int
-    """The replica's setting for the number of replicas that hold each partition."""
-    partitions: list[int]
-    """Partitions that it can answer for."""
-    silent: float
-    """Seconds since its announcement, up to the newest announcement of any replica, by the servers' clock."""
-
-    @property
-    def is_present(self) -> bool:
-        """Whether the other replicas query it."""
-        return self.silent <= ShardTimers().present_seconds
-
-
 class PlaneView(msgspec.Struct, frozen=True):
     """The status of a plane."""
 
@@ -76,12 +58,6 @@ class PlaneView(msgspec.Struct, frozen=True):
     leases: dict[str, str]
     """Holders by the keys of the leases."""
     replicas: list[ReplicaView]
-    shards: list[ShardView] = []
-    """Replicas that hold some of the partitions; empty if each replica holds all."""
-
-    def holders(self, partition: int) -> list[str]:
-        """Return the present replicas with a shard that answer for a partition."""
-        return [each.name for each in self.shards if each.is_present and partition in each.partitions]
 
     @property
     def faults(self) -> list[str]:
@@ -97,20 +73,6 @@ class PlaneView(msgspec.Struct, frozen=True):
             f"several processes use the bridge name {name}; give each its own name with --bridge-name"
             for name in sorted({name for each in self.partitions for name in each.shared})
         ]
-        return found + self._shard_faults()
-
-    def _shard_faults(self) -> list[str]:
-        found = [
-            f"replica {each.name} holds a shard and has announced nothing for {each.silent:.0f} s"
-            for each in self.shards
-            if not each.is_present
-        ]
-        uncovered = [each.partition for each in self.partitions if self.shards and not self.holders(each.partition)]
-        if uncovered:
-            found.append(f"no replica holds {format_partitions(uncovered)}: answers lack the engines there")
-        if len({each.holders for each in self.shards}) > 1:
-            settings = ", ".join(f"{each.name} {each.holders}" for each in self.shards)
-            found.append(f"replicas have different settings of --replication-factor, of which the highest counts: {settings}")
         return found
 
 
@@ -126,14 +88,6 @@ def format_partitions(partitions: Collection[int]) -> str:
     return f"partition {text}" if len(partitions) == 1 else f"partitions {text}"
 
 
-class _Entry(NamedTuple):
-    """An entry of the lease bucket."""
-
-    value: bytes
-    created_at: float
-    """Time of creation by the servers' clock."""
-
-
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Query the status of a plane. Raises `PlaneError` if the servers do not answer."""
     partitions = [await _partition_view(js, layout, partition) for partition in range(layout.partitions)]
@@ -141,24 +95,14 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
     entries = await _lease_entries(js, layout)
     digests = {
-        name: found
-        for name, entry in _select_by_prefix(DIGEST_PREFIX, entries)
-        if (found := ReplicaDigests.decode(entry.value)) is not None
+        key.removeprefix(DIGEST_PREFIX): found
+        for key, value in sorted(entries.items())
+        if key.startswith(DIGEST_PREFIX) and (found := ReplicaDigests.decode(value)) is not None
     }
-    now = max((entry.created_at for entry in entries.values()), default=0.0)
-    shards = [
-        ShardView(name, shard.url, shard.holders, shard.held, now - entry.created_at)
-        for name, entry in _select_by_prefix(SHARD_PREFIX, entries)
-        if (shard := ShardAnnouncement.decode(entry.value)) is not None
-    ]
-    leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((DIGEST_PREFIX, SHARD_PREFIX))}
+    leases = {key: _holder(value) for key, value in entries.items() if not key.startswith(DIGEST_PREFIX)}
     ends = {str(each.partition): each.last for each in partitions}
     replicas = [_replica_view(name, digests, ends) for name in sorted(digests)]
-    return PlaneView(layout.name, partitions, valid, leases, replicas, shards)
-
-
-def _select_by_prefix(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
-    return [(key.removeprefix(prefix), entry) for key, entry in sorted(entries.items()) if key.startswith(prefix)]
+    return PlaneView(layout.name, partitions, valid, leases, replicas)
 
 
 async def _partition_view(js: JetStreamContext, layout: Layout, partition: int) -> PartitionView:
@@ -193,8 +137,8 @@ def _shared_names(bridges: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-async def _lease_entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
-    found: dict[str, _Entry] = {}
+async def _lease_entries(js: JetStreamContext, layout: Layout) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
     try:
         with map_errors("reading the leases"):
             bucket = await js.key_value(layout.leases)
@@ -205,7 +149,7 @@ async def _lease_entries(js: JetStreamContext, layout: Layout) -> dict[str, _Ent
                     async for entry in watcher:
                         if entry is None:
                             break
-                        found[entry.key] = _Entry(entry.value or b"", entry.created.timestamp())
+                        found[entry.key] = entry.value or b""
             await watcher.stop()
     except PlaneError as error:
         if error.fault != "missing":

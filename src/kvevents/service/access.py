@@ -157,11 +157,6 @@ def _read_file(path: Path, label: str) -> bytes:
         raise ConfigError(f"{label}: cannot read token_file {path}: {reason}") from error
 
 
-def token_of_file(path: str, label: str) -> str:
-    """Read a token to send to other services from a file. Raises `ConfigError`, whose message begins with `label`."""
-    return _check_token(_read_file(Path(path), label), label).decode("ascii")
-
-
 def _check_token(token: bytes, label: str) -> bytes:
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")

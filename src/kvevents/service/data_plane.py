@@ -2,8 +2,8 @@
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
 `DataPlane.publish` writes the whole table whenever the fleet changes. The data plane forwards all other requests to
-`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. With shards
-or spans it forwards all queries; the start decides that once.
+`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. With spans
+it forwards all queries; the start decides that once.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from kvevents.service.data_plane import Counts
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, MetricsPage, Samples, labels
 from kvevents.service.replica import Replica
-from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
 
@@ -62,8 +61,6 @@ def exposition(service: Service) -> bytes:
     _write_index(page, service)
     if service.replica is not None:
         _write_replica(page, service.replica, time.time())
-        if service.shards is not None:
-            _write_shards(page, service.replica, service.shards)
     _write_requests(page, service)
     return page.text() + generate_latest(service.metrics.process)
 
@@ -457,29 +454,3 @@ def _by_partition(
     partitions: Mapping[int, PartitionProgress], value: Callable[[PartitionProgress], float | None]
 ) -> dict[str, float | None]:
     return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
-
-
-def _write_shards(page: MetricsPage, replica: Replica, shards: ScatterGather) -> None:
-    """Write what a replica that holds a shard knows about it and about the other replicas."""
-    partitions = {
-        'state="serving"': len(replica.served),
-        'state="assigned"': len(replica.wanted),
-        'state="uncovered"': len(shards.uncovered_partitions),
-    }
-    page.gauge(
-        "kvevents_shard_partitions",
-        "Partitions by state: serving by this replica, assigned to it, or uncovered because no replica holds them.",
-        dict(partitions),
-    )
-    page.gauge("kvevents_shard_replicas", "Other replicas that announce themselves.", {"": shards.replicas})
-    page.gauge(
-        "kvevents_shard_denied_replicas",
-        "Other replicas that are not queried because shard.allow does not list their hosts.",
-        {"": len(replica.refused)},
-    )
-    page.counter(
-        "kvevents_shard_request_failures_total", "Requests that another replica did not answer.", {"": shards.peers.failures}
-    )
-    page.counter(
-        "kvevents_shard_incomplete_answers_total", "Answers that lacked the engines of a partition.", {"": shards.incomplete}
-    )

@@ -22,8 +22,8 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
 from kvevents.plane.settings import ReaderLimits
 from kvevents.plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
+from kvevents.service.consistency_check import ConsistencyCheck
 from kvevents.service.follower import Follower, IndexSink
-from kvevents.service.peers import ConsistencyCheck
 from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ MISSING_PAGES_SECONDS: Final = 2.0
 
 
 class IndexBuild:
-    """An index of some partitions. A partition is *held* from its beginning, and *served* after it was read to its end.
+    """An index of all partitions of a plane.
 
     Use it in one event loop.
     """
@@ -65,11 +65,11 @@ class IndexBuild:
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
         self.stream_ids: dict[int, str] = {}
-        """JetStream stream of each held partition."""
+        """JetStream stream of each partition that was begun."""
         self.loaded_snapshots: dict[int, str] = {}
         """Snapshot with which each partition was begun."""
-        self.served: frozenset[int] = frozenset()
-        """Partitions that queries may cover. The set is replaced, never changed."""
+        self._complete: Final = set[int]()
+        """Partitions that were read to their ends."""
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.rebuild_reason = ""
@@ -111,25 +111,29 @@ class IndexBuild:
 
     # --- partitions
 
-    async def adjust(self, wanted: Collection[int], spare: Collection[int]) -> None:
-        """Begin wanted partitions, serve those that are read to their end, and release spare ones.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all partitions were read to their ends, so that queries can be answered."""
+        return len(self._complete) == self._layout.partitions
+
+    async def advance(self) -> None:
+        """Begin the partitions that are not begun, and note those that were read to their ends.
 
         Raises `PlaneError` if the servers do not return the state of a partition.
         """
-        for partition in sorted(set(wanted) - self.stream_ids.keys()):
-            await self._begin(partition)
-        for partition in sorted(self.stream_ids.keys() - self.served):
-            if partition not in wanted:
-                await self._drop(partition)
-            elif await self._order(lambda partition=partition: self.subscriber.is_complete(partition)):  # type: ignore[misc]
-                await self._complete(partition)
-        for partition in self.served.intersection(spare):
-            self.served -= {partition}
-            await self._drop(partition)
+        partitions = range(self._layout.partitions)
+        for partition in partitions:
+            if partition not in self.stream_ids:
+                await self._begin(partition)
+        for partition in partitions:
+            if partition not in self._complete and await self._order(
+                lambda partition=partition: self.subscriber.is_complete(partition)  # type: ignore[misc]
+            ):
+                await self._end_reading(partition)
 
-    async def _complete(self, partition: int) -> None:
+    async def _end_reading(self, partition: int) -> None:
         if not self.subscriber.states[partition].unknown_prefix:
-            self.served |= {partition}
+            self._complete.add(partition)
         elif time.monotonic() - self._begun_at[partition] > MISSING_PAGES_SECONDS:
             # Another process may have written a snapshot or the whole partition meanwhile.
             await self._drop(partition)
@@ -231,10 +235,9 @@ class IndexBuild:
 
     def record(self, snapshot: SnapshotInfo) -> None:
         """Record a readable snapshot of a partition."""
-        if snapshot.partition in self.stream_ids:
-            self.newest[snapshot.partition] = snapshot
-            if snapshot.name not in self._unread.get(snapshot.partition, ()):
-                self._unread.pop(snapshot.partition, None)
+        self.newest[snapshot.partition] = snapshot
+        if snapshot.name not in self._unread.get(snapshot.partition, ()):
+            self._unread.pop(snapshot.partition, None)
 
     async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
         """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
@@ -251,9 +254,7 @@ class IndexBuild:
 
     def _take(self, partition: int, path: Path) -> SnapshotBody:
         """Write a snapshot in the follower's thread, so that ledger and index have the same state."""
-        state = self.subscriber.states.get(partition)
-        if state is None:
-            raise SnapshotError(f"partition {partition} is no longer held here; another replica takes its snapshots")
+        state = self.subscriber.states[partition]
         return capture(partition, state, self.subscriber.degraded_reasons(), self.index, path)
 
 
@@ -296,18 +297,17 @@ class Snapshotter:
 
         Partitions have different times, so that their snapshots do not coincide.
         """
-        self._due, self._faults = {}, {}
+        now = time.monotonic()
+        self._due = {partition: now + random.uniform(0.0, self._seconds) for partition in range(layout.partitions)}  # noqa: S311
+        self._faults = {}
         while True:
             await asyncio.sleep(self._seconds / CHECKS_PER_INTERVAL)
-            now = time.monotonic()
-            served = build.served
-            self._due = {partition: self._due.get(partition, now + random.uniform(0.0, self._seconds)) for partition in served}  # noqa: S311
-            for partition in sorted(served, key=self._due.__getitem__):
+            for partition in sorted(self._due, key=self._due.__getitem__):
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
                 # If digests differ, this index may be the wrong one.
-                if not self._consistency.differs and partition in build.served:
+                if not self._consistency.differs:
                     await self._take(
                         Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, build
                     )
@@ -346,7 +346,7 @@ class Snapshotter:
         self._faults[partition] = fault
 
     async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
-        made = build.stream_ids.get(partition, "")  # a partition that was released meanwhile has no snapshot
+        made = build.stream_ids[partition]
         keeping = asyncio.create_task(lease.renew_until_lost())
         try:
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:

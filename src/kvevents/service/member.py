@@ -77,7 +77,7 @@ class Member:
         self.is_hidden = False
         """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
         self.origin = origin
-        """Origin of the registration: `http` for clients, `discovery`, `plane` or `shard`."""
+        """Origin of the registration: `http` for clients, `discovery` or `plane`."""
         self.since = now
         """Unix time at which the current state began."""
         self.trust = Trust.CONNECTING

@@ -4,9 +4,6 @@ Theory of operation. An *index build* is an index with everything that fills it:
 thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
 Then the fleet answers from it. A build cannot continue if a partition was deleted or purged, or if its content differs from
 that of the other replicas or of an engine. Then another build runs beside it, and replaces it when it is complete.
-
-A replica that holds a share takes over and releases partitions while it answers. It serves a partition when it has read it to
-its end, and stops serving it before it removes any of its blocks.
 """
 
 from __future__ import annotations
@@ -23,16 +20,15 @@ import msgspec
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.plane.connection import open_client, require_jetstream
+from kvevents.plane.digests import ReplicaDigests
 from kvevents.plane.layout import Layout, find_plane
 from kvevents.plane.records import StreamKey
-from kvevents.plane.replicas import ReplicaDigests, ShardAnnouncement
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
+from kvevents.service.consistency_check import ConsistencyCheck
 from kvevents.service.fleet import Fleet
 from kvevents.service.index_build import IndexBuild, Snapshotter
-from kvevents.service.peers import Assignment, ConsistencyCheck
 from kvevents.service.registration import Registration
-from kvevents.service.settings import ShardSettings
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
@@ -57,27 +53,22 @@ class Replica:
         *,
         snapshot_seconds: float,
         memory_limit: int | None,
-        shard: ShardSettings | None = None,
     ) -> None:
         self.plane: Final = plane
         self.name: Final = name
         self.is_complete = False
         """Whether any index build has read the log to its end."""
-        self.layout: Layout | None = None
-        """Layout of the plane; None before it was found."""
         self.builds = 0
-        self._fault = ""
+        self.fault = ""
+        """Why the log cannot be read; empty if it can."""
         self._fleet: Final = fleet
         self._memory_limit: Final = memory_limit
         self._current: IndexBuild | None = None
-        self._applied: tuple[Mapping[StreamKey, bytes], frozenset[int]] | None = None
-        """Registrations and partitions with which the fleet was last updated."""
+        self._applied: Mapping[StreamKey, bytes] | None = None
+        """Registrations with which the fleet was last updated."""
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
-        self._answers = frozenset[int]()
-        """Partitions whose engines are registered in the fleet."""
         self._built_at = float("-inf")
-        self._assignment: Final = Assignment(name, shard, lambda: self.served)
         self._consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self._snapshotter: Final = Snapshotter(name, self._consistency, snapshot_seconds)
 
@@ -87,11 +78,6 @@ class Replica:
     def why_hidden(self) -> str:
         """Why queries are not answered yet."""
         return self.fault or "the log is being read"
-
-    @property
-    def fault(self) -> str:
-        """Why the log cannot be read; empty if it can."""
-        return self._fault or self._assignment.fault
 
     @property
     def snapshot_fault(self) -> str:
@@ -113,27 +99,6 @@ class Replica:
         """The index build that queries are answered from."""
         return self._current
 
-    @property
-    def served(self) -> frozenset[int]:
-        """The partitions that answers cover: those that are read to their end and whose engines are registered."""
-        return frozenset() if self._current is None else self._answers & self._current.served
-
-    @property
-    def present(self) -> Mapping[str, ShardAnnouncement]:
-        """The announcements of other replicas that hold a share."""
-        assignment = self._assignment.assignment
-        return {} if assignment is None else assignment.present
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Other replicas that must not be queried, and why."""
-        return self._assignment.refused
-
-    @property
-    def wanted(self) -> frozenset[int]:
-        """The partitions that are to be held."""
-        return self._assignment.wanted
-
     # --- lifecycle
 
     async def run(self) -> None:
@@ -152,41 +117,32 @@ class Replica:
                 await self._current.end()
 
     def _set_fault(self, fault: str) -> None:
-        if fault and fault != self._fault:
+        if fault and fault != self.fault:
             log.warning("%s", fault)
-        self._fault = fault
+        self.fault = fault
 
     async def _replicate(self, client: PlaneClient) -> None:
         js = client.jetstream()
         while (layout := await find_plane(js, self.plane.name)) is None:
             self._set_fault(f"plane {self.plane.name!r} does not exist yet: start a bridge, which creates it")
             await asyncio.sleep(self.plane.replicas.retry_seconds)
-        self.layout = layout
-        self._assignment.begin(layout)
         snapshots = Snapshots(js, layout)
-        async with _concurrently(self._assignment.run(client, layout)):
-            while True:
-                build = await self._complete_build(client, layout, snapshots)
-                await self._switch_to_build(build)
-                async with (
-                    _concurrently(self._snapshotter.run(js, layout, snapshots, build)),
-                    _concurrently(self._adjust(build)),
-                ):
-                    await self._keep(client, layout, build)
+        while True:
+            build = await self._complete_build(client, layout, snapshots)
+            await self._switch_to_build(build)
+            async with _concurrently(self._snapshotter.run(js, layout, snapshots, build)):
+                await self._keep(client, layout, build)
 
     # --- index builds
 
     async def _complete_build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
         """Return an index build that has read the log to its end. Raises `PlaneError` if the log cannot be read."""
-        while not self._assignment.is_settled:  # noqa: ASYNC110 - no event is available
-            await asyncio.sleep(CHECK_SECONDS)
         while True:
             index = PrefixIndex(memory_limit=self._memory_limit)
             build = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
             try:
-                # A build that replaces another one must serve at least the same partitions.
-                while not build.rebuild_reason and not build.served.issuperset(wanted := self._assignment.wanted | self.served):
-                    await build.adjust(wanted, ())
+                while not build.rebuild_reason and not build.is_complete:
+                    await build.advance()
                     self._set_fault(_build_fault(build))
                     await asyncio.sleep(CHECK_SECONDS)
             except BaseException:
@@ -201,10 +157,10 @@ class Replica:
 
     async def _switch_to_build(self, build: IndexBuild) -> None:
         """Make the fleet answer from a build."""
-        registrations, served = self._registrations(build)
+        registrations = self._registrations(build)
         before, self._current = self._current, build
         former = self._fleet.replace_index(build.follower, build.index)
-        await self._register(build, registrations, served)
+        await self._register(build, registrations)
         self.builds += 1
         self._built_at = time.monotonic()
         self._consistency.forget()
@@ -218,13 +174,11 @@ class Replica:
 
     # --- members
 
-    def _registrations(self, build: IndexBuild) -> tuple[list[Registration], frozenset[int]]:
-        """Return the registrations of the engines in the served partitions, and these partitions."""
+    def _registrations(self, build: IndexBuild) -> list[Registration]:
+        """Return the registrations of the engines in the log."""
         found = []
-        registrations_by_key, served = self._applied = build.subscriber.registrations, build.served
+        registrations_by_key = self._applied = build.subscriber.registrations
         for key, encoded in registrations_by_key.items():
-            if self.layout is None or self.layout.partition_of(key[0]) not in served:
-                continue
             try:
                 registration = msgspec.json.decode(encoded, type=Registration)
             except (msgspec.MsgspecError, ConfigError) as error:
@@ -234,9 +188,9 @@ class Replica:
                 build.index.set_model(key[0], registration.scope.name)
                 build.index.set_drafts(key[0], registration.drafts)
                 found.append(registration)
-        return found, served
+        return found
 
-    async def _register(self, build: IndexBuild, registrations: list[Registration], served: frozenset[int]) -> None:
+    async def _register(self, build: IndexBuild, registrations: list[Registration]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
         if any(known.get(each.key, each) != each for each in registrations):
             # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
@@ -244,19 +198,8 @@ class Replica:
         for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
         await asyncio.wrap_future(build.follower.submit(self._fleet.refresh))
-        self._answers = served
 
     # --- while a build is valid
-
-    async def _adjust(self, build: IndexBuild) -> None:
-        """Begin and release partitions according to the assignment."""
-        while True:
-            try:
-                await build.adjust(self._assignment.wanted, self._assignment.spare)
-            except PlaneError as error:
-                log.warning("cannot take over partitions: %s", error)
-                await asyncio.sleep(self.plane.replicas.retry_seconds)
-            await asyncio.sleep(CHECK_SECONDS)
 
     async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
         """Return when the index must be rebuilt."""
@@ -274,12 +217,8 @@ class Replica:
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
 
     async def _check(self, build: IndexBuild) -> None:
-        if (
-            self._applied is None
-            or self._applied[0] is not build.subscriber.registrations
-            or self._applied[1] is not build.served
-        ):
-            await self._register(build, *self._registrations(build))
+        if self._applied is not build.subscriber.registrations:
+            await self._register(build, self._registrations(build))
         if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
             build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
         self._set_fault(build.fault)

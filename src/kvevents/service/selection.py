@@ -20,7 +20,6 @@ from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Scope
-from kvevents.service.scatter_gather import ScatterGather
 from kvevents_native import _native
 
 MAX_REMEMBERED: Final = 256
@@ -41,9 +40,8 @@ class CandidateCache:
     Any thread may call every method.
     """
 
-    def __init__(self, fleet: Fleet, shards: ScatterGather | None) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet: Final = fleet
-        self._shards: Final = shards
         self._view = _View((), (), frozenset())
 
     def of(self, scope: Scope) -> Candidates:
@@ -81,15 +79,10 @@ class CandidateCache:
         """Return the current view; build another one after a change."""
         adapters = self._fleet.adapters
         # Read before the members, so that older members are never cached under a newer version.
-        version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
-        if self._shards is not None:
-            version += (self._shards.version, self._shards.answering.served())
+        version = (self._fleet.version, self._fleet.state_version, adapters)
         view = self._view
         if view.version != version:
-            members = dict(self._fleet.members)
-            if self._shards is not None:
-                members = {**self._shards.members, **members}
-            self._view = view = _View(version, members.values(), adapters)
+            self._view = view = _View(version, list(self._fleet.members.values()), adapters)
         return view
 
 

@@ -28,7 +28,6 @@ from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
 from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
-from kvevents.service.peers import Peers
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings, Tls
@@ -106,8 +105,6 @@ def check_settings(config: ServiceSettings, watched: Path | None) -> None:
         _check_tls(config.tls)
     if config.plane is not None:
         check_connection(config.plane)
-    if config.shard is not None:
-        Peers(config.shard)
     if config.state_dir is not None:
         _check_folder(Path(config.state_dir))
     check_engines(config, watched)
@@ -200,8 +197,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self._listening is not None and not self.should_exit:
             self._listening.listen(BACKLOG)
-            answers_queries = self._service.shards is None and not self._app.has_spans
-            settings = data_plane_settings(self._service, answers_queries=answers_queries)
+            settings = data_plane_settings(self._service, answers_queries=not self._app.has_spans)
             self._service.data_plane.start(self._listening, self._accept, settings)
             self._listening.close()  # the data plane has a copy
             self._announce(self._url)

@@ -26,18 +26,15 @@ from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.fleet import Fleet
-from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPool, ThreadPools
+from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPools
 from kvevents.service.lookups import BlockListings, Lookups
 from kvevents.service.member import HTTP, Member
 from kvevents.service.metrics import Metrics
-from kvevents.service.peers import Peers
 from kvevents.service.prober import Prober, check_allowed, check_endpoints
 from kvevents.service.registration import SEPARATOR, Key, Registration
 from kvevents.service.replica import Replica
-from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.selection import CandidateCache
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
-from kvevents.service.shard_server import ShardServer
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint, Trust
 
@@ -85,14 +82,12 @@ class Service:
         self.replica = _replica(config, self.fleet)
         """Builds the index from a plane's log; None if the service follows engines."""
         self.pools = ThreadPools(config.limits.max_waiting)
-        self.shards = _shards(config, self.fleet, self.replica, self.pools[MATCHING])
-        """Queries the other replicas; None if this service holds the whole fleet."""
         self.metrics = Metrics()
-        self.candidates = CandidateCache(self.fleet, self.shards)
+        self.candidates = CandidateCache(self.fleet)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
-        self.lookups = Lookups(self.fleet, self.metrics, self.shards, self.data_plane)
+        self.lookups = Lookups(self.fleet, self.metrics, self.data_plane)
         self.lost: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._is_remembered = True
@@ -124,8 +119,6 @@ class Service:
         self._register_remembered()
         work = [self._prober.run(), self._discovery.run()] if self.replica is None else [self.replica.run()]
         work.append(self._refresh_data_plane())
-        if self.shards is not None:
-            work.append(self.shards.run())
         if self.state_store is not None:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -298,17 +291,9 @@ class Service:
             raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
     def members(self) -> Mapping[Key, Member]:
-        """Return the members of the whole fleet: those of this service, and those of other replicas."""
+        """Return the members of the fleet."""
         self.data_plane.publish()  # the answer must not be newer than the table of queries
-        return self._members()
-
-    def _members(self) -> Mapping[Key, Member]:
-        own = dict(self.fleet.members)
-        return own if self.shards is None else {**self.shards.members, **own}
-
-    def holder(self, member: Member) -> str:
-        """Return the URL of another replica that holds a member; empty if none is known."""
-        return "" if self.shards is None else self.shards.holder(member)
+        return dict(self.fleet.members)
 
     # --- state
 
@@ -348,7 +333,7 @@ class Service:
 
         It stays ready until it ends or fails; trust reports later problems.
         """
-        members = list(self._members().values())
+        members = list(self.fleet.members.values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         caught_up = sum(member.is_caught_up for member in members)
         why = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
@@ -388,19 +373,14 @@ class Service:
             return "not every way of discovery has answered"
         if members < (expected := self.settings.ready.expected):
             return f"{members} of {expected} expected sources are registered"
-        is_covered = self.shards is None or not self.shards.uncovered_partitions
         is_enough = caught_up >= self.settings.ready.quorum * members
-        return "" if is_covered and is_enough else self._summary(members, exact, caught_up)
+        return "" if is_enough else self._summary(members, exact, caught_up)
 
     def _summary(self, members: int, exact: int, caught_up: int) -> str:
-        uncovered_partitions = [] if self.shards is None else self.shards.uncovered_partitions
         expected = self.settings.ready.expected
         text = f"{exact} of {members} sources are EXACT"
         text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""
-        text += f", and {expected} were expected" if members < expected else ""
-        return text + (
-            f"; no replica holds {len(uncovered_partitions)} partitions of the plane" if uncovered_partitions else ""
-        )
+        return text + (f", and {expected} were expected" if members < expected else "")
 
     def stats(self) -> StatsAnswer:
         """Return the numbers of `/v1/stats`."""
@@ -456,12 +436,4 @@ def _replica(config: ServiceSettings, fleet: Fleet) -> Replica | None:
         fleet,
         snapshot_seconds=config.snapshot_seconds,
         memory_limit=config.memory_limit,
-        shard=config.shard,
     )
-
-
-def _shards(config: ServiceSettings, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> ScatterGather | None:
-    if config.shard is None or replica is None:
-        return None
-    answering = ShardServer(fleet, lambda: replica.layout, lambda: replica.served)
-    return ScatterGather(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present, worker.run)

@@ -9,7 +9,6 @@ from typing import Annotated, Final
 from msgspec import Struct, field
 
 from kvevents.errors import ConfigError
-from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
 from kvevents.routing import LoadSettings
 from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
@@ -26,13 +25,11 @@ from kvevents.settings import (
     Seconds,
     Settings,
     Unit,
-    Url,
     build_decoder_now,
 )
 from kvevents.zeromq.keys import Curve
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_ASK_SECONDS: Final = 30.0
 MAX_GRACE_SECONDS: Final = 3_600.0
 DEFAULT_PORT: Final = 8090
 """The port of Dynamo's standalone indexer."""
@@ -147,37 +144,6 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """DNS names that resolve to several engines."""
 
 
-class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a replica that holds a share of a plane's partitions and queries other replicas for the rest."""
-
-    url: Url
-    """Hold a share of the plane's partitions; other replicas query it at this URL, http://HOST:PORT or https://HOST:PORT."""
-    replication_factor: Annotated[int, "--replication-factor", Range(1, MAX_HOLDERS)] = 2
-    """Number of replicas that hold each partition, 1 to 8. Answers stay complete while fewer than this many fail."""
-    ask_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_ASK_SECONDS, is_open=True)] = 0.5
-    """Seconds for another replica to answer; then the next replica with the same partition is queried."""
-    token_file: FilePath | None = None
-    """File of the bearer token for the other replicas, if they need one. The role `read` is enough."""
-    tls_ca: FilePath | None = None
-    """PEM file of the authorities that sign the other replicas' certificates (default: the system's)."""
-    tls_certificate: FilePath | None = None
-    """PEM file of the certificate for the other replicas, if they need one (`tls.client_ca`)."""
-    tls_key: FilePath | None = None
-    """PEM file of the certificate's key."""
-    allow: list[Host] = field(default_factory=list)
-    """Hosts of replicas that may be queried: HOST, *.SUFFIX or NETWORK/BITS (default: the domain of the URL). If that domain
-    has fewer than two parts, the default is the host of `url`."""
-    pace: ShardTimers = ShardTimers()
-
-    def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        HostPatterns(self.allow, "shard.allow")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ConfigError("shard.tls_certificate and shard.tls_key are needed together: set both or neither")
-        if not is_url(self.url):
-            raise ConfigError(f"shard.url is {self.url!r}: expected http://HOST:PORT, at which other replicas reach this one")
-
-
 @build_decoder_now
 class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of `kvevents serve`."""
@@ -212,8 +178,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     """Build the index from the log of this plane instead of following engines."""
     replica: Name | None = None
     """Name of this replica, unique in its plane (default: derived from the host's name)."""
-    shard: ShardSettings | None = None
-    """Hold only a share of the plane, as one of several replicas, for an index that is too large for one machine."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -229,8 +193,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
         if self.plane is None:
             if self.replica is not None:
                 raise ConfigError("replica needs a plane: set `plane` or --nats")
-            if self.shard is not None:
-                raise ConfigError("shard needs a plane: set `plane` or --nats")
             return
         if self.sources or self.source_files or self.dns:
             raise ConfigError(
@@ -240,12 +202,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("a replica stores nothing on the disk, since its plane does: remove state_dir")
         if self.replica is not None and not _REPLICA.fullmatch(self.replica):
             raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
-        if self.shard is not None and self.replica is None:
-            raise ConfigError("a replica with a share needs a permanent name, which determines its share: set replica")
-        if self.shard is not None and self.access.tokens and self.shard.token_file is None:
-            raise ConfigError("the other replicas need a token too: set shard.token_file to a file of one with the role read")
-        if self.shard is not None and self.tls is not None and self.tls.client_ca and self.shard.tls_certificate is None:
-            raise ConfigError("the other replicas need a certificate too: set shard.tls_certificate and shard.tls_key")
 
     @property
     def is_loopback(self) -> bool:

@@ -13,8 +13,6 @@ from tests.system.chaos.engine import Clock, Engine, Make
 
 BRIDGES: Final = 2
 REPLICAS: Final = 3
-SHARED_PARTITIONS: Final = 8
-"""Partitions of a round in which each replica holds a share."""
 SECONDS: Final = 3.0
 """Seconds of a round in which faults begin."""
 RATES: Final = (150.0, 300.0, 600.0)
@@ -75,7 +73,6 @@ TRAITS: Final[dict[str, Trait]] = {
     "compaction": Trait(0.5),
     "no snapshots": Trait(0.3),
     "short replay": Trait(0.15),
-    "shares": Trait(0.3),
     "replica with a clock ahead": Trait(0.2),
 }
 
@@ -101,8 +98,6 @@ class Plan:
     number: int
     traits: tuple[str, ...]
     partitions: int
-    holders: int | None
-    """Replicas that hold each partition; None if each replica holds all."""
     engines: tuple[Engine, ...]
     rates: tuple[float, ...]
     strikes: tuple[Strike, ...]
@@ -151,16 +146,15 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
             replace(engines[0], cache_settings=replace(engines[0].cache_settings, events=200, blocks=4_000)),
             LEAST_RATE,
         )
-    partitions = SHARED_PARTITIONS if "shares" in traits else draw.choice((1, 2, 3))
-    holders = draw.choice((1, 2)) if "shares" in traits else None
+    partitions = draw.choice((1, 2, 3))
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "partition": partitions, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
     counts["servers"] = 1
-    if {"no snapshots", "shares"} & set(traits):
-        # Replicas could not recover purged pages that they have not read: shares are read some time after a round begins.
+    if "no snapshots" in traits:
+        # Replicas could not recover purged pages that they have not read.
         without = [*without, "purge partition"]
     strikes = _draw_strikes(draw, counts, only, without)
-    return Plan(seed, number, tuple(traits), partitions, holders, tuple(engines), tuple(rates), tuple(strikes))
+    return Plan(seed, number, tuple(traits), partitions, tuple(engines), tuple(rates), tuple(strikes))
 
 
 def _draw_engine(draw: Random, traits: Sequence[str]) -> Engine:

@@ -18,12 +18,10 @@ from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane import engine_reader
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.replicas import ShardTimers
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.index_build import IndexBuild
 from kvevents.service.replica import Replica
-from kvevents.service.settings import ShardSettings
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS
@@ -33,9 +31,6 @@ CLAIM_INTERVAL: Final = 0.01
 """Seconds between two claims of a replica."""
 RESTART_SECONDS: Final = 0.2
 """Seconds after which a failed bridge is started again."""
-SHARD_TIMERS: Final = ShardTimers(
-    announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +52,6 @@ class ReplicaRole:
     """Names of the engines in the index. The key of a claim is the position in this tuple."""
     claims_path: Path
     snapshot_seconds: float
-    holders: int | None = None
-    """Replicas that hold each partition; None if each replica holds all."""
     log: str = ""
     clock_ahead: float = 0.0
     """Seconds by which its wall clock is ahead."""
@@ -82,8 +75,6 @@ class TrustReport(NamedTuple):
     fault: str
     initial_state: str = ""
     """Snapshots that a replica has loaded at its start."""
-    shown: frozenset[str] = frozenset()
-    """Engines whose partitions the replica serves."""
 
 
 def bridge(pipe: Connection, role: BridgeRole) -> None:
@@ -167,10 +158,7 @@ def _report_bridge(running_bridges: Sequence[Bridge], failures: Sequence[str]) -
 async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     fleet = Fleet(PrefixIndex(), max_sources=100)
     fleet.follower.start()
-    shard = None
-    if role.holders is not None:
-        shard = ShardSettings(url="http://127.0.0.1:1", replication_factor=role.holders, pace=SHARD_TIMERS)
-    found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
+    found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None)
     recorder = _ClaimRecorder(role, found)
     running = asyncio.create_task(found.run())
     claiming = asyncio.create_task(recorder.record_claims())
@@ -205,20 +193,16 @@ class _ClaimRecorder:
     def _record_claims(self, build: IndexBuild) -> None:
         """Record the claims. The thread that applies deliveries calls this between two of them."""
         for position, name in enumerate(self._role.engines):
-            found = _read_state(build, name) if self._serves(build, name) else None
+            found = _read_state(build, name)
             if found is not None and found.trust == Trust.EXACT.name:
                 self._claim_writer.write(Claim(position, found.digest, found.seq))
                 self._claims += 1
-
-    def _serves(self, build: IndexBuild, name: str) -> bool:
-        layout = self._replica.layout
-        return layout is not None and layout.partition_of(name) in build.served
 
     def report(self) -> TrustReport:
         replica, build = self._replica, self._replica.build
         counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
         if build is None or not replica.is_complete:
-            return TrustReport({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
+            return TrustReport({}, counted, replica.why_hidden)
         states = build.subscriber.states.values()
         counted |= {
             "invalid_records": sum(state.invalid_records for state in states),
@@ -231,10 +215,8 @@ class _ClaimRecorder:
             lambda: {name: found for name in self._role.engines if (found := _read_state(build, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
-        shown = frozenset(name for name in self._role.engines if self._serves(build, name))
-        return TrustReport(
-            future.result(2.0), counted, faults, ", ".join(build.loaded_snapshots.values()) or "the log alone", shown
-        )
+        initial_state = ", ".join(build.loaded_snapshots.values()) or "the log alone"
+        return TrustReport(future.result(2.0), counted, faults, initial_state)
 
 
 def _read_state(build: IndexBuild, name: str) -> Held | None:

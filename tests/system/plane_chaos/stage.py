@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,7 +221,6 @@ class Stage:
             names,
             self._claims_path(number),
             seconds,
-            self.plan.holders,
             self._log(f"r{number}"),
             clock_ahead=3600.0 if number == 0 and "replica with a clock ahead" in self.plan.traits else 0.0,
         )
@@ -398,12 +397,7 @@ class Stage:
                 for name, fact, each in zip(names, facts, self._engines, strict=True)
             }
             reports = {number: self._request_report(part) for number, part in self._replicas.items()}
-            results = [
-                judge(f"r{number}", name, reports[number], digests[name])
-                for number in reports
-                for name in reports[number].shown
-            ]
-            results += self._check_holders(names, reports)
+            results = [judge(f"r{number}", name, reports[number], digests[name]) for number in reports for name in names]
             if all(result.kind == "right" for result in results) or time.monotonic() > end:
                 self._count(reports)
                 return results
@@ -411,18 +405,6 @@ class Stage:
                 if any(_is_unconfirmed(one.held.get(name), digests[name]) for one in reports.values()):
                     each.confirm()
             time.sleep(POLL_SECONDS)
-
-    def _check_holders(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Result]:
-        """Return a result for each engine that fewer or more replicas hold than the plan says."""
-        holders = min(self.plan.holders or REPLICAS, REPLICAS)
-        found = []
-        for name in names:
-            count = sum(name in each.shown for each in reports.values())
-            if count != holders:
-                found.append(
-                    Result("all", name.rpartition("\x1f")[2], "inexact", f"{count} replicas hold it instead of {holders}")
-                )
-        return found
 
     def _request_report(self, part: Part) -> TrustReport:
         try:

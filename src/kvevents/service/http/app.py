@@ -289,10 +289,7 @@ class OriginPolicy:
     @classmethod
     def of(cls, config: ServiceSettings, access: Access) -> OriginPolicy:
         """Return the policy of a service with these settings."""
-        names = list(config.allowed_hosts)
-        if config.shard is not None:
-            names.append(host_of(config.shard.url.partition("://")[2].rstrip("/")))
-        return cls(config.host, names, checks_host=access.anonymous.role is not Role.NONE)
+        return cls(config.host, config.allowed_hosts, checks_host=access.anonymous.role is not Role.NONE)
 
     def check(self, headers: Headers, *, is_read: bool) -> None:
         """Raise `UnauthorizedError` for a request of another origin, and `ServiceError` (421) for an unknown host name.

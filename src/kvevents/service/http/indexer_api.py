@@ -22,7 +22,6 @@ from kvevents.package_metadata import documented
 from kvevents.service.discovery.provider import check_load
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer
-from kvevents.service.lookups import LookupResult
 from kvevents.service.member import MemberMatch
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
@@ -41,8 +40,6 @@ Hash = Annotated[
         }
     ),
 ]
-MISSING: Final = b"kvevents-missing"
-"""Header of an incomplete response: why it lacks a part of the fleet."""
 MAX_TIERS: Final = 16
 """Most tiers of one registration."""
 MAX_WARNINGS: Final = 8
@@ -299,8 +296,7 @@ def _hashes(service: Service, request: HttpRequest) -> tuple[HashQueryRequest, l
     return body, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, body: IndexerRequest, scope: Scope, found: LookupResult) -> Response:
-    rows, missing = found
+def _answered(service: Service, body: IndexerRequest, scope: Scope, rows: list[MemberMatch]) -> Response:
     if inexact := service.candidates.of(scope).inexact:  # they may hold more blocks than the index knows, as their trust says
         holders = {row.member.worker for row in rows}
         rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in inexact if member.worker not in holders]
@@ -309,10 +305,7 @@ def _answered(service: Service, body: IndexerRequest, scope: Scope, found: Looku
         rows = [each for each in rows if each.member.registration.instance == str(body.instance_id)]
     if body.block_size is not None:
         rows = [each for each in rows if each.member.registration.block_size in {None, body.block_size}]
-    headers = ((MISSING, missing.encode("ascii", "replace")),) if missing else ()
-    if body.model_name is not None:
-        return Response(dynamo(rows), headers=headers)
-    return Response(mooncake(scope.tenant, rows), headers=headers)
+    return Response(mooncake(scope.tenant, rows) if body.model_name is None else dynamo(rows))
 
 
 def _unsigned(given: int | str) -> int:

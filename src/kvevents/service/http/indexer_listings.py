@@ -14,7 +14,7 @@ import msgspec
 
 from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
-from kvevents.service.errors import ConflictError, TooMuchError
+from kvevents.service.errors import TooMuchError
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.member import Member
 from kvevents.service.registration import Key
@@ -138,19 +138,12 @@ PIECE_BLOCKS: Final = 1_024
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
-async def dump(service: Service, request: HttpRequest) -> StreamingResponse:
+async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     """Return events that rebuild the index, as Dynamo's replicas request them from each other.
 
     Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling
-    key, which for a root block is the hash of its tokens. Other clients wait while one reads its dump. A replica that holds a
-    shard returns its own blocks only, and only with `own=true`.
+    key, which for a root block is the hash of its tokens. Other clients wait while one reads its dump.
     """
-    if service.shards is not None and request.wanted.get("own") != "true":
-        raise ConflictError(
-            "this replica holds a shard of the fleet",
-            "share",
-            f"request the dump of each replica with ?own=true: {', '.join(service.shards.urls)}",
-        )
     total = sum(member.blocks for member in list(service.fleet.members.values()))
     limit = service.settings.limits.max_dump_blocks
     if total > limit:

@@ -166,9 +166,9 @@ class Body(msgspec.Struct, frozen=True):
         known = frozenset(kind.__struct_fields__) if tolerant else None
         return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
-    def read(self, request: HttpRequest, limits: Limits, *, apart: int = 0) -> Any:
-        """Decode and check the body; `apart` of its bytes do not count towards its limit. Raises `ServiceError`."""
-        _check_size(len(request.body) - apart, limits)
+    def read(self, request: HttpRequest, limits: Limits) -> Any:
+        """Decode and check the body. Raises `ServiceError`."""
+        _check_size(len(request.body), limits)
         kind = request.kind
         if kind in {MSGPACK, b"application/x-msgpack"}:
             decoder = self.msgpack

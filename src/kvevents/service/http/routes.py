@@ -18,7 +18,6 @@ import msgspec
 from kvevents.client import schemas
 from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
 from kvevents.package_metadata import version
-from kvevents.service import shard_server as shard_schemas
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
 from kvevents.service.http import indexer_api, indexer_listings, v1
@@ -222,7 +221,6 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
         indexer_listings.dump,
         Role.READ,
         "indexer",
-        parameters=(Parameter("own", "`true` for the blocks of this replica alone, if it holds a shard"),),
     ),
     # The API of kvevents
     Route(
@@ -305,37 +303,6 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
         ),
     ),
     Route("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
-    # Between the replicas of a sharded plane
-    Route(
-        "POST",
-        "/v1/shard/match",
-        v1.shard_match,
-        Role.READ,
-        "shard",
-        shard_schemas.ShardQuery,
-        shard_schemas.ShardAnswer,
-        inline_bytes=_INLINE_OBJECT_BYTES,
-    ),
-    Route(
-        "POST",
-        "/v1/shard/members",
-        v1.shard_members,
-        Role.READ,
-        "shard",
-        shard_schemas.PartitionQuery,
-        shard_schemas.MemberList,
-        pool=FLEET,
-    ),
-    Route(
-        "POST",
-        "/v1/shard/expect",
-        v1.shard_expect,
-        Role.READ,
-        "shard",
-        shard_schemas.Expectation,
-        shard_schemas.ExpectationAnswer,
-        pool=MATCHING,
-    ),
     # Probes, metrics, documentation and the page
     Route("GET", "/health", health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
     Route("GET", "/livez", live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),

@@ -1,14 +1,9 @@
-"""The `/v1` API of kvevents. `kvevents.client.schemas` has the types of its requests and responses.
-
-The endpoints of `/v1/shard` are for the replicas of a sharded plane. Replicas send msgpack; JSON works too.
-`kvevents.service.shard_server` has the types of these messages.
-"""
+"""The `/v1` API of kvevents. `kvevents.client.schemas` has the types of its requests and responses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -31,17 +26,16 @@ from kvevents.client.schemas import (
     WorkerTrust,
 )
 from kvevents.index import Block
-from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
+from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import StreamEvent
-from kvevents.service.http.messages import MSGPACK, RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
-from kvevents.service.lookups import FoundMany, HottestPrefixes, LookupResult
+from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
+from kvevents.service.lookups import HottestPrefixes
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import Scope
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
-from kvevents.service.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
 from kvevents.settings import build_decoder_now
 
 MATCH: Final = Body.of(MatchRequest)
@@ -110,12 +104,10 @@ def _prompt(service: Service, request: HttpRequest) -> tuple[ScopedRequest, Any]
     return query, tokens
 
 
-def _match_answer(service: Service, request: HttpRequest, scope: Scope, length: int, found: LookupResult) -> Response:
-    holders = {row.member.worker for row in found.rows}
+def _match_answer(service: Service, request: HttpRequest, scope: Scope, length: int, found: list[MemberMatch]) -> Response:
+    holders = {row.member.worker for row in found}
     others = [member.empty_match for member in service.candidates.of(scope).members if member.worker not in holders]
-    return answer(
-        MatchAnswer(prompt_tokens=length, workers=_worker_matches(found.rows) + others, missing=found.missing), request
-    )
+    return answer(MatchAnswer(prompt_tokens=length, workers=_worker_matches(found) + others), request)
 
 
 @build_decoder_now
@@ -149,14 +141,14 @@ async def match_many(service: Service, request: HttpRequest) -> Response:
 
 
 def _match_many_answer(
-    service: Service, request: HttpRequest, scope: Scope, query: MatchManyRequest, found: FoundMany
+    service: Service, request: HttpRequest, scope: Scope, query: MatchManyRequest, found: list[list[MemberMatch]]
 ) -> Response:
     # Each match is encoded alone, because the encoder holds the interpreter lock.
     matches: list[Any] = [
         encoded(PromptMatch(prompt_tokens=len(tokens), holders=_worker_matches(rows)), request)
-        for tokens, rows in zip(query.prompts, found.rows, strict=True)
+        for tokens, rows in zip(query.prompts, found, strict=True)
     ]
-    return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope), missing=found.missing), request)
+    return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope)), request)
 
 
 async def select(service: Service, request: HttpRequest) -> Response:
@@ -176,15 +168,13 @@ async def select(service: Service, request: HttpRequest) -> Response:
     found = await service.lookups.find(
         run, scope, tokens, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    chosen = await run(_selection_answer, service, scope, query, found.rows, found.missing)
+    chosen = await run(_selection_answer, service, scope, query, found)
     if query.expect_seconds > 0:
         service.lookups.expect(scope, (chosen.instance, chosen.rank), query)
     return answer(chosen, request)
 
 
-def _selection_answer(
-    service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch], missing: str
-) -> Selection:
+def _selection_answer(service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch]) -> Selection:
     standings = {member.worker: Standing.of_member(member) for member in service.candidates.of(scope).members}
     candidates = query.candidates
     if candidates is None:
@@ -205,8 +195,7 @@ def _selection_answer(
     for row in found:
         if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
             standings[row.member.worker] = standing._replace(match_trust=row.trust_status)
-    chosen = select_worker(query, candidates, held, standings, service.ties, service.fleet.loads.requests)
-    return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
+    return select_worker(query, candidates, held, standings, service.ties, service.fleet.loads.requests)
 
 
 # --- the fleet
@@ -244,9 +233,7 @@ async def hot(service: Service, request: HttpRequest) -> Response:
 
 def _hot_answer(service: Service, request: HttpRequest, scope: Scope, model: str, found: HottestPrefixes) -> Response:
     workers = _trusts(service, scope)
-    return answer(
-        HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request
-    )
+    return answer(HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers), request)
 
 
 def _number(wanted: Any, name: str, default: int, most: int) -> int:
@@ -265,10 +252,6 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     wanted = request.wanted
     member = _member(service, wanted)
     key = member.registration.key
-    if key not in service.fleet.members:
-        raise ConflictError(
-            "another replica holds this worker", "other-replica", f"send the request to {service.holder(member) or 'it'}"
-        )
     limit = _number(wanted, "limit", DEFAULT_PAGE, MAX_PAGE)
     cursor = wanted.get("cursor", "")
     if CURSOR.fullmatch(cursor) is None:
@@ -331,65 +314,3 @@ async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[
             elif _is_wanted(event, wanted):
                 kind = event.__struct_config__.tag
                 yield b"event: %b\ndata: %b\n\n" % (str(kind).encode(), msgspec.json.encode(event))
-
-
-# --- requests between the replicas of a sharded plane
-
-SHARD_QUERY: Final = Body.of(ShardQuery)
-SHARD_PARTITIONS: Final = Body.of(PartitionQuery)
-SHARD_EXPECTATION: Final = Body.of(Expectation)
-
-
-class _ShardPrompts(msgspec.Struct):
-    """The prompts of a body, without its other fields."""
-
-    prompts: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-
-
-_SHARD_PROMPTS: Final[dict[bytes, Any]] = {
-    b"application/json": msgspec.json.Decoder(_ShardPrompts),
-    MSGPACK: msgspec.msgpack.Decoder(_ShardPrompts),
-}
-
-
-def shard_match(service: Service, request: HttpRequest) -> Response:
-    """Return how much of some prompts the workers of some partitions hold, as far as this replica serves them."""
-    server = _shard_server(service)
-    query: ShardQuery = _read_shard_body(SHARD_QUERY, service, request)
-    service.check_tokens(sum(len(prompt) // 4 for prompt in query.prompts) + sum(map(len, query.keys)))
-    if any(max(keys, default=0) >> 64 for keys in query.keys):
-        raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
-    return answer(server.part(query), request)
-
-
-def shard_members(service: Service, request: HttpRequest) -> Response:
-    """List the engines of some partitions, as far as this replica serves them."""
-    server = _shard_server(service)
-    query: PartitionQuery = SHARD_PARTITIONS.read(request, service.settings.limits)
-    return answer(server.members(query), request)
-
-
-def shard_expect(service: Service, request: HttpRequest) -> Response:
-    """Count a prompt as held by an engine for a while."""
-    server = _shard_server(service)
-    query: Expectation = _read_shard_body(SHARD_EXPECTATION, service, request)
-    service.check_tokens(len(query.prompt) // 4)
-    return answer(server.expect(query), request)
-
-
-def _read_shard_body(body: Body, service: Service, request: HttpRequest) -> Any:
-    """Decode the body. Its prompts are bytes that are cheap to decode and have a limit of their own."""
-    limits = service.settings.limits
-    apart = 0
-    if len(request.body) > limits.max_json_bytes and (decoder := _SHARD_PROMPTS.get(request.kind)) is not None:
-        with suppress(ValueError, RecursionError):  # a malformed body is rejected for its size
-            found = decoder.decode(request.body)
-            apart = len(found.prompts) + len(found.prompt)
-    return body.read(request, limits, apart=apart)
-
-
-def _shard_server(service: Service) -> ShardServer:
-    if service.shards is None:
-        raise ConflictError("this service holds no shard of a plane", "no-shard", "send the request to /v1/match")
-    return service.shards.answering

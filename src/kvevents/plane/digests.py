@@ -1,0 +1,72 @@
+"""Digests by which the replicas of a plane compare their indexes: of each partition, after some of its pages.
+
+Replicas publish them in the lease bucket. One digest covers all streams of a partition. Its size does not depend on the number
+of streams, so it fits into a message and can be published every few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from typing import Final
+
+import msgspec
+
+from kvevents.plane.records import StreamKey
+from kvevents.settings import build_decoder_now
+
+DIGEST_PREFIX: Final = "digest."
+"""Prefix of the keys of `ReplicaDigests` in the lease bucket; the replica's name follows."""
+DIGEST_BYTES: Final = 16
+"""Size of a partition's digest, which protects against errors and not against attacks."""
+
+
+class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of a replica's index of one partition after one page."""
+
+    position: int
+    """Position of the page."""
+    streams: int
+    digest: str
+    """Digest of all streams in hexadecimal digits."""
+
+    @classmethod
+    def of(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
+        """Combine the digests of the partition's streams."""
+        rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
+        return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:DIGEST_BYTES].hex())
+
+
+@build_decoder_now
+class ReplicaDigests(msgspec.Struct, frozen=True):
+    """The digests that one replica publishes, by partition."""
+
+    partitions: dict[str, list[PartitionDigest]]
+
+    @classmethod
+    def of(cls, digests: Mapping[int, Iterable[PartitionDigest]]) -> ReplicaDigests:
+        """Return the digests for publication."""
+        return cls({str(partition): list(each) for partition, each in digests.items()})
+
+    def encode(self) -> bytes:
+        """Encode the digests for the bucket."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> ReplicaDigests | None:
+        """Decode an entry of the bucket; return None for an invalid one."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(value, type=cls)
+        return None
+
+    def agrees(self, other: ReplicaDigests) -> bool | None:
+        """Return whether both replicas have equal digests at all common positions; None without a common position."""
+        comparisons = [
+            one == two
+            for partition, digests in self.partitions.items()
+            for one in digests
+            for two in other.partitions.get(partition, ())
+            if one.position == two.position
+        ]
+        return all(comparisons) if comparisons else None
