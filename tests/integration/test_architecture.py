@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -148,11 +149,17 @@ def native_modules(crate: str) -> dict[Path, set[Path]]:
     return {module: {each for each in named if each in graph} - {module} for module, named in graph.items()}
 
 
-@pytest.mark.parametrize("crate", ["index", "compaction", "server"])
+@pytest.mark.parametrize("crate", ["index", "compaction", "server", "python"])
 def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
     graph = native_modules(crate)
     assert sum(map(len, graph.values())) > len(graph) / 2, "too few paths were found"
     assert find_cycles(graph) == []
+
+
+def test_a_name_of_a_module_has_one_meaning_in_all_crates() -> None:
+    names = [path.stem for path in CRATES.glob("*/src/**/*.rs") if path.stem not in {"lib", "tests"}]
+    assert len(names) > 50, "too few modules were found"
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 NATIVE = {

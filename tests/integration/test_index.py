@@ -1167,7 +1167,7 @@ def test_importing_the_package_does_not_load_the_native_module() -> None:
 
 def test_event_layouts_in_rust_equal_those_of_the_dialects() -> None:
     """The list in Rust must change when a dialect gains a field. A clear can name a tier or a group."""
-    source = (paths.ROOT / "native" / "index" / "src" / "scan" / "layouts.rs").read_text()
+    source = (paths.ROOT / "native" / "index" / "src" / "wire" / "scan" / "layouts.rs").read_text()
     lists = {
         name: re.findall(r'"(\w+)"', body)
         for name, body in re.findall(r"const (\w+): &\[&str\] = &\[(.*?)\];", source, re.DOTALL)

@@ -54,7 +54,7 @@ def test_the_state_diagram_is_the_transition_table() -> None:
 def test_versions_of_formats_are_those_of_the_code() -> None:
     """The table of docs/stability.md has the version that each format's module writes."""
     rows = dict(re.findall(r"^\| ([\w ']+\w)[^|]* \| (\d+) \|", (DOCS / "stability.md").read_text(), re.MULTILINE))
-    frames = (paths.ROOT / "native" / "index" / "src" / "index" / "snapshot" / "frames.rs").read_text()
+    frames = (paths.ROOT / "native" / "index" / "src" / "snapshot" / "frames.rs").read_text()
     [index] = re.findall(r"pub const VERSION: u32 = (\d+);", frames)
     assert rows == {
         "index snapshot": index,

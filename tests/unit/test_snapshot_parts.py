@@ -39,7 +39,7 @@ Worker = tuple[str, int]
 WORKERS: tuple[Worker, ...] = (("a", 0), ("a", 1), ("b", 0))
 """The workers of `Adversary`."""
 MAX_PLACEMENTS = 4096
-"""The limit of the index in native/index/src/shared.rs."""
+"""The limit of the index in native/index/src/store/shared_state.rs."""
 
 
 def snapshot_of(index: PrefixIndex, *workers: Worker) -> bytes:

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use kvevents_compaction::Compactor;
-use kvevents_index::scan::{Limits, Schema, Scratch, scan};
+use kvevents_index::wire::scan::{Limits, Schema, Scratch, scan};
 
 /// Tokens per block.
 const SIZE: usize = 16;

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use kvevents_index::groups::GroupKind;
-use kvevents_index::placements::{Placement, tier};
+use kvevents_index::holders::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
 

@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
 
-use kvevents_index::contexts::Context;
+use kvevents_index::holders::contexts::Context;
 
 use super::event::Namespace;
 

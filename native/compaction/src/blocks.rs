@@ -5,9 +5,9 @@ use std::collections::{HashMap, HashSet};
 use hashbrown::HashTable;
 
 use super::hash_table;
-use kvevents_index::contexts::Context;
-use kvevents_index::hasher::Secret;
+use kvevents_index::holders::contexts::Context;
 use kvevents_index::limits::BLOCKS_PER_HASH;
+use kvevents_index::memory::hasher::Secret;
 
 use super::announcements::Removable;
 use super::arena::{Arena, Record};

@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 
 use kvevents_index::apply::Read;
-use kvevents_index::engine_hash::MAX_LOOKAHEAD;
-use kvevents_index::msgpack::Reader;
-use kvevents_index::scan::{Event, first_ints};
+use kvevents_index::groups::engine_hash::MAX_LOOKAHEAD;
+use kvevents_index::wire::msgpack::Reader;
+use kvevents_index::wire::scan::{Event, first_ints};
 
 /// Levels of containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;

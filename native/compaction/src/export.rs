@@ -12,13 +12,13 @@ mod order;
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use kvevents_index::contexts::Context;
-use kvevents_index::pending::Waiting;
+use kvevents_index::holders::contexts::Context;
+use kvevents_index::stream::pending::Waiting;
 
-use super::apply::{Content, State};
 use super::blocks::{Blocks, ROOT, bits};
 use super::event::{ExportedEvent, Namespace, Store, join_extra_keys};
 use super::group_rules::{GroupRules, Rule, rule_of};
+use super::state::{Content, State};
 
 use order::{Runs, Twins};
 

@@ -1,7 +1,6 @@
 //! Compacts the history of one stream: payloads go in, and events that store the live blocks come out.
 
 mod announcements;
-mod apply;
 mod arena;
 mod attributes;
 mod blocks;
@@ -10,22 +9,23 @@ mod event;
 mod export;
 mod group_rules;
 mod hash_table;
+mod state;
 #[cfg(test)]
 mod tests;
 mod unkept;
 
 use kvevents_index::apply::Read;
-use kvevents_index::decode::{Rejected, normalise};
-use kvevents_index::prefetch;
-use kvevents_index::scan::{Event, Kind, Schema, Scratch, scan};
+use kvevents_index::memory::prefetch;
+use kvevents_index::wire::decode::{Rejected, normalise};
+use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch, scan};
 
-use apply::{Reason, State};
 use encode::PayloadWriter;
+use state::{Reason, State};
 
 pub use announcements::MAX_ANNOUNCEMENTS;
-pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_WAITING, MAX_WIDTHS};
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
+pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_WAITING, MAX_WIDTHS};
 
 /// Number of blocks that are cleared or examined in negligible time.
 const FEW: usize = 1_024;

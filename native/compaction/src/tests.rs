@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use kvevents_index::index::Index;
+use kvevents_index::Index;
 use kvevents_index::limits::BLOCKS_PER_HASH;
-use kvevents_index::scan::Limits;
+use kvevents_index::wire::scan::Limits;
 
 static GPU: Location<'static> = at(b"GPU");
 static CPU: Location<'static> = at(b"CPU");

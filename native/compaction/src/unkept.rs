@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use kvevents_index::placements::{Placement, tier};
+use kvevents_index::holders::placements::{Placement, tier};
 
 use super::announcements::placement_of;
 use super::event::{Location, Store, Text};

@@ -6,8 +6,8 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvevents_index::msgpack::Reader;
-use kvevents_index::scan::{Limits, Schema, Scratch, scan};
+use kvevents_index::wire::msgpack::Reader;
+use kvevents_index::wire::scan::{Limits, Schema, Scratch, scan};
 
 /// A small generator of numbers that is good enough here.
 struct Random(u64);

@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use hashbrown::HashTable;
-use kvevents_index::table::Table;
+use kvevents_index::memory::table::Table;
 
 const LEAST: usize = 1 << 21;
 const SIZES: usize = 8;

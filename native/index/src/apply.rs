@@ -8,12 +8,12 @@ mod stores;
 pub use self::block_keys::{StoredKeys, extras_at, extras_of, stored_keys};
 use self::prefetching::Ring;
 use crate::groups::GroupKind;
-use crate::placements::{Placement, TIERS, tier};
-use crate::scan::{Event, Kind, Scratch, Span};
-use crate::shared::SharedState;
+use crate::holders::placements::{Placement, TIERS, tier};
 use crate::step_counter;
+use crate::store::shared_state::SharedState;
 use crate::stream::{Place, RemovalTarget, Stream};
-use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::wire::scan::{Event, Kind, Scratch, Span};
 
 /// A payload with its scanned events.
 pub struct Read<'a> {

@@ -1,8 +1,12 @@
 //! KV cache groups of an engine: how each of them counts towards a prefix, and how the index looks prompts up for such an engine.
 
+pub mod cache;
+pub mod engine_hash;
+pub mod search;
+
 use std::sync::Arc;
 
-use crate::engine_hash::EngineHash;
+use crate::groups::engine_hash::EngineHash;
 
 /// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +64,7 @@ pub enum Method {
     Bitmaps,
     /// By records: the blocks of every group end where blocks of full attention end, so the records of these suffice.
     Records,
-    /// By the engine's own hashes of the prompt (`crate::group_cache`).
+    /// By the engine's own hashes of the prompt (`crate::groups::cache`).
     Hashes,
 }
 

@@ -8,18 +8,18 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::contexts::Context;
-use crate::hasher::Secret;
-use crate::holder_sets::Move;
+use crate::holders::contexts::Context;
+use crate::holders::holder_sets::Move;
+use crate::holders::placements::Placement;
 use crate::keys::{self, Scheme};
 use crate::limits::Limits;
-use crate::matching::Walk;
-use crate::members::{Member, Worker};
-use crate::placements::Placement;
-use crate::records::CHUNK;
-use crate::shared::{Block, SharedState};
-use crate::sync::be_the_writer;
-use crate::yielding_lock::Publish;
+use crate::lookup::matching::Walk;
+use crate::memory::hasher::Secret;
+use crate::store::members::{Member, Worker};
+use crate::store::records::CHUNK;
+use crate::store::shared_state::{Block, SharedState};
+use crate::sync::atomics::be_the_writer;
+use crate::sync::yielding_lock::Publish;
 
 const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 

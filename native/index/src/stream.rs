@@ -3,9 +3,10 @@
 mod collisions;
 mod counters;
 mod group_lookups;
+pub mod pending;
 mod placing;
 mod removal;
-mod restore;
+mod restored_blocks;
 mod room;
 mod tally;
 
@@ -19,18 +20,18 @@ use self::collisions::Collisions;
 pub use self::counters::Counters;
 pub use self::removal::RemovalTarget;
 use self::tally::{CopyMarks, Tally};
-use crate::copies::{Change, Copies, CopyTable, Origin};
-use crate::engine_hash::Sample;
-use crate::group_cache::GroupCache;
 use crate::groups::Groups;
-use crate::holder_sets::Move;
+use crate::groups::cache::GroupCache;
+use crate::groups::engine_hash::Sample;
+use crate::holders::copies::{Change, Copies, CopyTable, Origin};
+use crate::holders::holder_sets::Move;
+use crate::holders::placements::{AttestedGroup, Placement};
 use crate::keys::Scheme;
-use crate::pending::{Queue, Waiting};
-use crate::placements::{AttestedGroup, Placement};
-use crate::records::Records;
-use crate::shared::{Block, SharedState};
-use crate::table::{CacheLevel, Stage, Table, TableHash, TablePosition};
-use crate::yielding_lock::Writer;
+use crate::memory::table::{CacheLevel, Stage, Table, TableHash, TablePosition};
+use crate::store::records::Records;
+use crate::store::shared_state::{Block, SharedState};
+use crate::stream::pending::{Queue, Waiting};
+use crate::sync::yielding_lock::Writer;
 
 /// A block whose hash in this stream differs from that of its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

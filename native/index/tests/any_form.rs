@@ -1,9 +1,9 @@
 //! Batches that only the tolerant decoder reads, applied by a Rust program without Python.
 
-use kvevents_index::decode::{Reason, decode, normalised};
-use kvevents_index::index::{Index, Outcome};
 use kvevents_index::limits::Limits;
-use kvevents_index::scan::{self, Schema, Scratch, scan};
+use kvevents_index::wire::decode::{Reason, decode, normalised};
+use kvevents_index::wire::scan::{self, Schema, Scratch, scan};
+use kvevents_index::{Index, Outcome};
 use proptest::prelude::*;
 
 fn schema() -> Schema {

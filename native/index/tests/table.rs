@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvevents_index::table::{Table, TableHash};
+use kvevents_index::memory::table::{Table, TableHash};
 use proptest::collection::vec;
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-"""The compiled part of `kvevents.index`, `kvevents.routing` and `kvevents.service`; see native/python/src/python.rs."""
+"""The compiled part of `kvevents.index`, `kvevents.routing` and `kvevents.service`; see native/python/src/lib.rs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

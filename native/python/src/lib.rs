@@ -1,4 +1,136 @@
-//! `kvevents_native._native`, and its parts in plain Rust: extraction of token ids from JSON, and splitting of a connection's bytes into frames.
+//! `kvevents_native._native`, the Python bindings: conversions in both directions. Code that need not be fast is in `kvevents.index`,
+//! `kvevents.routing` and `kvevents.service`.
+#![cfg(feature = "python")]
 
-#[cfg(feature = "python")]
-mod python;
+mod arguments;
+mod compactor;
+mod data_plane;
+mod index;
+mod libzmq;
+mod matches;
+mod refusals;
+mod routing;
+#[cfg(feature = "testing")]
+mod testing;
+mod turns;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use kvevents_index::apply;
+use kvevents_index::holders::placements;
+use kvevents_index::keys;
+use kvevents_index::wire::scan;
+
+use arguments::{keys_of, scheme_of, scope_of, tokens_of};
+use compactor::Compactor;
+use data_plane::DataPlane;
+use index::{Listing, NativeIndex};
+use libzmq::Libzmq;
+use matches::{Match, WorkerMatch};
+use routing::{EngineLoads, Scorer, Ties};
+use turns::Turns;
+
+/// Returns the local hashes of the complete blocks of a prompt, or with `chained` their rolling keys.
+#[pyfunction]
+fn hashes<'py>(
+    tokens: &Bound<'py, PyAny>,
+    block_size: i64,
+    namespace: Option<&Bound<'_, PyAny>>,
+    eagle: bool,
+    chained: bool,
+) -> PyResult<Bound<'py, PyList>> {
+    let py = tokens.py();
+    let (scheme, mut turns) = (scheme_of(block_size, eagle)?, Turns::new(py));
+    let prompt = tokens_of(tokens, &mut turns)?.into_owned(&mut turns)?;
+    let scope = scope_of(namespace)?;
+    let mut found = Vec::new();
+    py.detach(|| {
+        let blocks = 0..scheme.blocks(prompt.len());
+        keys::locals(
+            &prompt,
+            scheme,
+            keys::seed(scope.lora, scope.salt),
+            &scope.items,
+            blocks,
+            &mut found,
+        );
+        if chained {
+            keys::chain(None, &mut found);
+        }
+    });
+    listed(py, &found)
+}
+
+/// Converts local hashes, from the root on, to rolling keys.
+#[pyfunction]
+fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    let py = hashes.py();
+    let mut found = keys_of(hashes, &mut Turns::new(py))?;
+    py.detach(|| keys::chain(None, &mut found));
+    listed(py, &found)
+}
+
+fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> {
+    let (list, mut turns) = (PyList::empty(py), Turns::new(py));
+    for hash in hashes {
+        list.append(hash)?;
+        turns.spend(1)?;
+    }
+    Ok(list)
+}
+
+/// Returns the keys of the stored blocks of a payload with one event, its salt's part of the seed, and why keys are missing.
+#[pyfunction]
+fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
+    let found =
+        apply::stored_keys(payload, parent).ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
+    Ok((found.keys, found.salt, found.unkeyed))
+}
+
+/// Returns the tier of a medium, in any case of letters.
+#[pyfunction]
+fn tier_of(medium: &str) -> String {
+    placements::tier(medium)
+}
+
+/// Extracts the array of token ids with the key `name` from a JSON object. Returns the text with an empty array in its place, and
+/// the token ids as 32-bit numbers in native byte order. None if the full JSON decoder must read the text.
+#[pyfunction]
+fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+    let bytes = text.as_bytes();
+    let (rest, tokens) = py.detach(|| kvevents_server::lift(bytes, name))?;
+    Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
+}
+
+/// `kvevents_native._native`.
+#[pymodule(gil_used = true)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<NativeIndex>()?;
+    module.add_class::<Compactor>()?;
+    module.add_class::<DataPlane>()?;
+    module.add_class::<Libzmq>()?;
+    module.add_class::<Listing>()?;
+    module.add_class::<Match>()?;
+    module.add_class::<Scorer>()?;
+    module.add_class::<Ties>()?;
+    module.add_class::<EngineLoads>()?;
+    module.add_class::<WorkerMatch>()?;
+    module.add_function(wrap_pyfunction!(hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(chained, module)?)?;
+    module.add_function(wrap_pyfunction!(stored_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(routing::nearest, module)?)?;
+    module.add_function(wrap_pyfunction!(routing::select, module)?)?;
+    module.add_function(wrap_pyfunction!(tier_of, module)?)?;
+    module.add_function(wrap_pyfunction!(lifted, module)?)?;
+    #[cfg(feature = "testing")]
+    {
+        module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
+        module.add_function(wrap_pyfunction!(testing::decoded, module)?)?;
+        module.add_function(wrap_pyfunction!(testing::turns, module)?)?;
+    }
+    module.add("TIERS", placements::TIERS)?;
+    module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
+    module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
+}

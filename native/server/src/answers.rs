@@ -5,8 +5,8 @@ use std::fmt::Write;
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use crate::table::{Table, Trust};
-use kvevents_index::placements::TIERS;
+use crate::fleet::{Table, Trust};
+use kvevents_index::holders::placements::TIERS;
 
 /// The match of one worker in tokens, cumulative over tiers.
 #[derive(Clone, Copy, Debug)]

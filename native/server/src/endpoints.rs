@@ -7,18 +7,18 @@ use serde::Serialize;
 use serde::de::{Deserialize, DeserializeOwned};
 
 use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row, WorkerTrust};
+use crate::fleet::{Candidates, Table, Trust, monotonic};
+use crate::json_tokens;
 use crate::loads::EngineLoads;
 use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
 use crate::metrics::Metrics;
 use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
 use crate::select::{self, Terms};
 use crate::settings::Limits;
-use crate::table::{Candidates, Table, Trust, monotonic};
 use crate::ties::Ties;
-use crate::tokens;
-use kvevents_index::index::Matches;
+use kvevents_index::Matches;
+use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
-use kvevents_index::placements::LEVELS;
 
 /// A query that is answered here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,7 +205,7 @@ impl Endpoints {
         if head.format != Format::Json {
             return self.read(head, body);
         }
-        let (rest, prompt) = tokens::lift(body, name)?;
+        let (rest, prompt) = json_tokens::lift(body, name)?;
         let mut request = self.read(head, &rest)?;
         *place(&mut request) = Some(prompt);
         Some(request)
@@ -242,7 +242,7 @@ impl Endpoints {
         let items = requests::items(options.media)?;
         let mut rows = Vec::with_capacity(found.workers.len());
         for scope in &found.within {
-            let with_items = (!items.is_empty()).then(|| kvevents_index::index::Scope {
+            let with_items = (!items.is_empty()).then(|| kvevents_index::Scope {
                 items: items.clone(),
                 ..scope.clone()
             });

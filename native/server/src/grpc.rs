@@ -29,7 +29,7 @@ use crate::messages::{
 };
 use crate::problems::{JSON, Problem};
 use crate::receive::{Unreceived, receive};
-use crate::shared::Shared;
+use crate::server_state::Shared;
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");

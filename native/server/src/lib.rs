@@ -1,7 +1,7 @@
 //! The data plane of `kvevents serve`, for HTTP and gRPC.
 //!
 //! Theory of operation. [`Server`] owns the listening socket and every client's connection, on threads of its own. It answers
-//! queries and probes from the index and from a [`table::Table`]: an immutable picture of the fleet that the control plane
+//! queries and probes from the index and from a [`fleet::Table`]: an immutable picture of the fleet that the control plane
 //! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else is forwarded to the control
 //! plane's own HTTP application, over pairs of connected sockets.
 //!
@@ -15,8 +15,10 @@ mod answers;
 mod body;
 mod connections;
 mod endpoints;
+pub mod fleet;
 mod forward;
 mod grpc;
+mod json_tokens;
 mod loads;
 mod messages;
 mod metrics;
@@ -27,17 +29,15 @@ mod requests;
 pub mod score;
 mod select;
 mod server;
+mod server_state;
 mod settings;
-mod shared;
 mod socket;
-pub mod table;
 mod ties;
 mod tls;
-mod tokens;
 
+pub use json_tokens::lift;
 pub use loads::EngineLoads;
 pub use metrics::PromptSample;
 pub use select::select_among;
 pub use server::{Failure, Server};
 pub use ties::{MAX_TURNS, Tie, Ties};
-pub use tokens::lift;

@@ -6,8 +6,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use crate::fleet::{Lora, Scope};
 use crate::settings::Settings;
-use crate::table::{Lora, Scope};
 
 /// Most scopes whose prompts are sampled between two reads of the samples.
 const MAX_SCOPES: usize = 64;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
 
-use crate::table::{Lora, Scope, State};
+use crate::fleet::{Lora, Scope, State};
 use crate::ties::Tie;
 
 /// Characters of a name.

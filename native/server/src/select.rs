@@ -19,12 +19,12 @@ use std::fmt::Write;
 use serde::Deserialize;
 
 use crate::answers::{Considered, LoadFrom, Row, Selected, Tiers, WorkerTrust};
+use crate::fleet::{Candidates, State, Table, Trust};
 use crate::loads::EngineLoads;
 use crate::requests::{Candidate, Select, Weights};
 use crate::score::{self, LoadWeights, TierWeights};
-use crate::table::{Candidates, State, Table, Trust};
 use crate::ties::{Tie, Ties};
-use kvevents_index::placements::TIERS;
+use kvevents_index::holders::placements::TIERS;
 
 /// Weights of cached tokens, trust states and loads.
 #[derive(Clone, Debug, Deserialize)]

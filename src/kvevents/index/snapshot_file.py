@@ -1,4 +1,4 @@
-"""Snapshots of an index in files. native/index/src/index/snapshot.rs has the format."""
+"""Snapshots of an index in files. native/index/src/snapshot.rs has the format."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvevents_index::index::{Index, Outcome, Scope};
 use kvevents_index::limits::Limits;
-use kvevents_index::matching::Hit;
-use kvevents_index::scan::{self, Kind, Schema, Scratch};
+use kvevents_index::lookup::matching::Hit;
+use kvevents_index::wire::scan::{self, Kind, Schema, Scratch};
+use kvevents_index::{Index, Outcome, Scope};
 
 use super::{Find, Scores, Script, Shared, Side};
 

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use super::{Read, Work};
 use crate::groups::GroupKind;
 use crate::keys::{self, Scheme};
-use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys, scan};
+use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys, scan};
 
 /// A store with tokens.
 pub(super) struct TokenStore<'a> {

@@ -1,11 +1,11 @@
 //! What stores show about the groups of an engine, its hashes and the salts of its prompts.
 
 use super::Read;
-use crate::engine_hash::Sample;
 use crate::groups::GroupKind;
-use crate::scan::{Event, Extra, extra_keys, first_ints};
-use crate::shared::SharedState;
+use crate::groups::engine_hash::Sample;
+use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
+use crate::wire::scan::{Event, Extra, extra_keys, first_ints};
 
 /// Prompts with salts of one batch whose salts are learned.
 const MAX_SALTED: usize = 1_024;

@@ -1,9 +1,9 @@
 //! Prefetches memory for the blocks of an event before they are placed.
 
 use super::stores::Chain;
-use crate::shared::{Block, SharedState};
+use crate::memory::table::{CacheLevel, Stage, TableHash};
+use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
-use crate::table::{CacheLevel, Stage, TableHash};
 
 /// Blocks between one prefetch step and the next: placing this many takes longer than a memory access.
 const AHEAD: usize = 8;

@@ -5,18 +5,18 @@ use std::collections::VecDeque;
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
 use super::prefetching::{Ahead, Ring};
 use super::{Read, Work, is_on_device};
-use crate::contexts::Context;
-use crate::copies::Origin;
 use crate::groups::GroupKind;
+use crate::holders::contexts::Context;
+use crate::holders::copies::Origin;
 use crate::keys::{self, Scheme};
-use crate::page_pool;
-use crate::pending::{Content, Waiting};
-use crate::records::{Records, Row};
-use crate::scan::Event;
-use crate::shared::SharedState;
+use crate::memory::page_pool;
+use crate::memory::table::Stage;
+use crate::store::records::{Records, Row};
+use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
-use crate::table::Stage;
-use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::stream::pending::{Content, Waiting};
+use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::wire::scan::Event;
 
 /// Number of blocks of an event that are prefetched before the event is hashed.
 const FIRST: usize = 4;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 
 use super::{NamedPlacement, Stream};
-use crate::group_cache::{GroupCache, GroupLookup};
 use crate::groups::Method;
+use crate::groups::cache::{GroupCache, GroupLookup};
 use crate::keys;
-use crate::shared::SharedState;
 use crate::step_counter;
-use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::store::shared_state::SharedState;
+use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 impl Stream {
     /// Searches prompts by the groups that are known now.

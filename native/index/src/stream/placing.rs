@@ -1,11 +1,11 @@
 //! Stores of a stream: blocks that it holds from now on, and further copies of those that it holds already.
 
 use super::{Foreign, Stream, is_block};
-use crate::copies::{Copies, Origin};
-use crate::shared::{Block, ByHash, SharedState};
+use crate::holders::copies::{Copies, Origin};
+use crate::memory::table::{TableHash, TablePosition};
 use crate::step_counter;
-use crate::table::{TableHash, TablePosition};
-use crate::yielding_lock::WORK_PER_HOLD;
+use crate::store::shared_state::{Block, ByHash, SharedState};
+use crate::sync::yielding_lock::WORK_PER_HOLD;
 
 /// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
 const EXAMINATIONS_PER_BLOCK: usize = 16;

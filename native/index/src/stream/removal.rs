@@ -5,14 +5,14 @@ use hashbrown::HashTable;
 use super::room::LARGE;
 use super::tally::{CopyMarks, Tally};
 use super::{NamedPlacement, Stream};
-use crate::copies::{Copies, CopyTable};
-use crate::holder_sets::EMPTY;
-use crate::pending::Queue;
-use crate::records::{Records, Row};
-use crate::shared::{ByHash, SharedState};
+use crate::holders::copies::{Copies, CopyTable};
+use crate::holders::holder_sets::EMPTY;
+use crate::memory::table::{Table, TableHash, TablePosition};
 use crate::step_counter;
-use crate::table::{Table, TableHash, TablePosition};
-use crate::yielding_lock::Writer;
+use crate::store::records::{Records, Row};
+use crate::store::shared_state::{ByHash, SharedState};
+use crate::stream::pending::Queue;
+use crate::sync::yielding_lock::Writer;
 
 impl Stream {
     /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no

@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use super::Stream;
-use crate::hasher::Secret;
-use crate::shared::SharedState;
-use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+use crate::memory::hasher::Secret;
+use crate::store::shared_state::SharedState;
+use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 /// Entries of a table from which on it is not moved while other threads wait.
 pub(super) const LARGE: usize = 1 << 14;

@@ -2,7 +2,7 @@
 
 use std::ops::{AddAssign, SubAssign};
 
-use crate::placements::{AttestedGroup, Placement};
+use crate::holders::placements::{AttestedGroup, Placement};
 
 /// The two sums of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,0 +1,510 @@
+//! Applies events to the state of a stream, as the index does, but keeps everything that a snapshot must contain.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+
+use kvevents_index::apply::{Read, extras_at, extras_of};
+use kvevents_index::holders::contexts::Context;
+use kvevents_index::holders::copies::Origin;
+use kvevents_index::keys::{self, Scheme};
+use kvevents_index::stream::pending::{Queue, Waiting, Weight};
+use kvevents_index::wire::scan::{Event, Kind};
+
+use super::announcements::{Announcements, is_dense, window_of};
+use super::blocks::{Blocks, NewBlock, ROOT, Stored, bits};
+use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
+use super::group_rules::{GroupRules, Rule, rule_of};
+use super::unkept::Unkept;
+
+/// Most blocks with copies: about 2 GB at 16 tokens per block.
+pub const MAX_LIVE: usize = 1 << 24;
+/// Most blocks and hashes that wait for an unknown parent or for tokens.
+pub const MAX_WAITING: usize = 1 << 16;
+/// Most dead ancestors: this number plus the number of blocks with copies.
+pub const MAX_DEAD: usize = 1 << 16;
+/// Most further copies of blocks: this number plus the number of blocks with copies.
+pub const MAX_EXTRA: usize = 1 << 20;
+/// Most bytes of LoRA names, salts and extra keys, each counted once.
+pub const MAX_TEXT_BYTES: usize = 64 << 20;
+/// Most different numbers of tokens per block, each of which has its own memory.
+pub const MAX_WIDTHS: usize = 64;
+
+/// Most copies of blocks of groups of unknown kinds.
+pub const MAX_UNKEPT: usize = 1 << 22;
+
+/// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
+/// they store.
+const EXAMINATIONS_PER_BLOCK: usize = 16;
+const FIRST_EXAMINATIONS: usize = 1 << 20;
+/// Blocks of one payload whose room is kept for the next.
+const MAX_KEPT: usize = 1 << 14;
+
+/// Why a state is invalid: which limit was exceeded, or which events could not be read.
+pub type Reason = &'static str;
+
+/// A block with tokens, without its hashes.
+#[derive(Clone, Debug)]
+pub struct Content<'a> {
+    /// Tokens that its hash covers.
+    pub tokens: Cow<'a, [u32]>,
+    /// Hashes of its extra keys.
+    pub extras: Vec<u64>,
+    /// How the tokens were split into blocks.
+    pub scheme: Scheme,
+    /// Its LoRA's part of the seed.
+    pub lora: u64,
+    /// Its own salt's part of the seed; None if it has its parent's salt.
+    pub salt: Option<u64>,
+    /// Its namespace as announced.
+    pub namespace: Namespace<'a>,
+}
+
+impl Weight for Content<'static> {
+    fn bytes(&self) -> usize {
+        self.tokens.len() * 4 + self.extras.len() * 8 + self.namespace.bytes()
+    }
+}
+
+/// The state of one stream.
+#[derive(Debug, Default)]
+pub struct State {
+    /// Its blocks.
+    pub blocks: Blocks,
+    /// How they were announced.
+    pub announcements: Announcements,
+    /// The matching rules of its groups.
+    pub group_rules: GroupRules,
+    /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
+    pub waiting: Queue<Content<'static>>,
+    /// Copies of blocks of groups of unknown kinds.
+    pub unkept: Unkept,
+    /// The origin of the current event's blocks.
+    origin: Origin,
+    /// Hashes that the current payload has announced again; listed for hybrid models only.
+    repeated: Vec<u64>,
+    /// Copies without tokens that the current payload has made resident, as hashes and announcements.
+    fresh: Vec<(u64, u8)>,
+    /// Tokens after each block that its hash also covers.
+    pub lookahead: usize,
+    /// Why the state is invalid until everything is cleared.
+    pub invalid: Option<Reason>,
+    /// Whether a part of the stream was not received.
+    pub is_partial: bool,
+    /// Blocks stored since everything was cleared, and blocks that partial clears have examined.
+    stored: usize,
+    looked: usize,
+    /// Extra keys of the last store, kept to avoid allocations.
+    extras: Vec<(usize, u64)>,
+}
+
+impl State {
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.blocks.bytes() + self.announcements.bytes() + self.group_rules.bytes() + self.waiting.bytes() + self.unkept.bytes()
+    }
+
+    /// Applies one event of a payload.
+    pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
+        self.origin = event.origin;
+        let outcome = match event.kind {
+            Kind::Stored => self.store(&store_of(read, event)),
+            Kind::Removed if event.keyed && event.keys.length == event.hashes.length => self.remove_to(read, event),
+            Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
+            Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
+            Kind::Inactive => Ok(()),
+        };
+        if let Err(reason) = outcome {
+            self.invalidate(reason);
+        }
+    }
+
+    /// Ends a payload. As in the index, a copy without tokens that this payload has made resident might not exist if the payload has also
+    /// announced the block again. vLLM reports the hit of a request in this way, including blocks that its groups with sliding windows do
+    /// not hold. `has_reports` is whether the payload can have such reports.
+    pub fn end_payload(&mut self, has_reports: bool) {
+        if has_reports && !self.fresh.is_empty() && !self.repeated.is_empty() {
+            self.repeated.sort_unstable();
+            for &(hash, announcement) in &self.fresh {
+                if self.repeated.binary_search(&hash).is_ok() {
+                    self.blocks
+                        .mark_uncertain(hash, self.announcements.on_placement_of(announcement));
+                }
+            }
+        }
+        if self.fresh.capacity().max(self.repeated.capacity()) > MAX_KEPT {
+            (self.fresh, self.repeated) = (Vec::new(), Vec::new());
+        }
+        self.fresh.clear();
+        self.repeated.clear();
+    }
+
+    /// Applies a removal that states the number of remaining copies.
+    fn remove_to(&mut self, read: &Read<'_>, event: &Event) -> Result<(), Reason> {
+        let location = location_of(read, event);
+        if self.group_rules.unknown_kind(location.group.unwrap_or(0)).is_some() {
+            return self.remove(event.hashes.slice(&read.scratch.hashes), &location);
+        }
+        if self.invalid.is_some() {
+            return Ok(());
+        }
+        let removable = self.announcements.removable(&location);
+        let left = event.keys.slice(&read.scratch.hashes);
+        for (&hash, &left) in event.hashes.slice(&read.scratch.hashes).iter().zip(left) {
+            let left = u32::try_from(left).unwrap_or(u32::MAX);
+            if !self.blocks.set_count(hash, removable, left) {
+                let is_meant = |announcement| removable.placement >> announcement & 1 != 0;
+                while self.waiting.remove_where(hash, is_meant) && left == 0 {}
+            }
+        }
+        self.check_limits()
+    }
+
+    /// Drops everything until a clear of everything, except for the matching rules of groups.
+    pub fn invalidate(&mut self, reason: Reason) {
+        *self = Self {
+            group_rules: std::mem::take(&mut self.group_rules),
+            lookahead: self.lookahead,
+            invalid: Some(reason),
+            is_partial: self.is_partial,
+            ..Self::default()
+        };
+    }
+
+    fn check_limits(&self) -> Result<(), Reason> {
+        let live = self.blocks.live();
+        let limits = [
+            (live, MAX_LIVE, "blocks"),
+            (self.waiting.len(), MAX_WAITING, "orphans"),
+            (self.blocks.dead(), live + MAX_DEAD, "dead ancestors"),
+            (self.blocks.extra_copies(), live + MAX_EXTRA, "copies"),
+            (self.blocks.text_bytes(), MAX_TEXT_BYTES, "bytes of names and extra keys"),
+            (self.blocks.widths(), MAX_WIDTHS, "block sizes"),
+            (self.unkept.len(), MAX_UNKEPT, "copies of unknown kinds"),
+        ];
+        let above = limits.iter().find(|(found, limit, _)| found > limit);
+        above.map_or(Ok(()), |(_, _, what)| Err(*what))
+    }
+
+    fn check_examinations(&self) -> Result<(), Reason> {
+        if self.blocks.is_spent() {
+            return Err("blocks that share a hash");
+        }
+        Ok(())
+    }
+
+    // --- stores
+
+    /// Applies a store.
+    pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        self.stored += store.hashes.len();
+        self.lookahead = self.lookahead.max(store.lookahead);
+        let window = window_of(store.kind.as_deref(), store.window);
+        if window.is_none() && !is_dense(store.kind.as_deref()) {
+            self.learn(store, Rule::Unknown)?;
+            if self.invalid.is_some() {
+                return Ok(());
+            }
+            self.unkept.store(store).ok_or("placements of unknown kinds")?;
+            return self.check_limits();
+        }
+        if window.is_some() || (store.tokens.is_empty() && store.keys.is_none()) {
+            if let Some(rule) = rule_of(store) {
+                self.learn(store, rule)?;
+            }
+            return self.store_without_tokens(store);
+        }
+        let size = u32::try_from(store.block_size).ok().filter(|&size| size > 0);
+        let Some(size) = size.filter(|&size| is_consistent(store, size)) else {
+            return Ok(());
+        };
+        self.learn(store, Rule::Dense)?;
+        if self.invalid.is_some() || store.hashes.is_empty() {
+            return Ok(());
+        }
+        let announcement = self.announcements.number_of(store, None).ok_or("announcements")?;
+        match &store.keys {
+            Some(keys) => self.store_with_keys(&store.hashes, keys, size, announcement)?,
+            None => self.store_with_tokens(store, size, announcement)?,
+        }
+        self.check_limits()
+    }
+
+    fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Result<(), Reason> {
+        self.group_rules.learn(store, rule).ok_or("groups")
+    }
+
+    /// Applies a store without tokens or keys, which only announces copies.
+    fn store_without_tokens(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        if self.invalid.is_some() || store.hashes.is_empty() {
+            return Ok(());
+        }
+        let announcement = self.announcements.number_of(store, Some(store.block_size));
+        let announcement = announcement.ok_or("announcements")?;
+        let same_placement = self.announcements.on_placement_of(announcement);
+        for &hash in store.hashes.iter() {
+            match self.blocks.find(hash) {
+                // A group that does not hold a block reports it where the window of a hit does not reach.
+                Some(number) if self.origin == Origin::Reused => self.blocks.mark_certain(number, same_placement),
+                None if self.origin == Origin::Reused => {}
+                Some(number) => {
+                    if self.origin == Origin::Unstated && !self.blocks.is_certain(number, same_placement) {
+                        self.fresh.push((hash, announcement));
+                    }
+                    self.blocks.add_copy(number, announcement);
+                    self.note_repeated(hash, number, announcement);
+                }
+                None => self.wait(hash, announcement, hash, None),
+            }
+        }
+        self.check_limits()
+    }
+
+    /// Announcements whose copies are not counted again, since the current event states that its blocks were resident before.
+    fn reused_on(&self, announcement: u8) -> u64 {
+        if self.origin == Origin::Reused {
+            self.announcements.on_placement_of(announcement)
+        } else {
+            0
+        }
+    }
+
+    /// Notes a block whose new copy might be the one that it already had on the same placement.
+    fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
+        if self.group_rules.len() > 1 && self.origin == Origin::Unstated {
+            let same_placement = self.announcements.on_placement_of(announcement);
+            if self.blocks.count_on(number, same_placement) > 1 {
+                self.repeated.push(hash);
+            }
+        }
+    }
+
+    /// Applies a store of keys. A key identifies the namespace and all blocks before a block.
+    fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
+        let reused_on = self.reused_on(announcement);
+        for (&hash, &key) in hashes.iter().zip(keys) {
+            let stored = self.blocks.store(&NewBlock {
+                hash,
+                key,
+                parent: ROOT,
+                context: Context::keyed(size),
+                namespace: &Namespace::default(),
+                tokens: &[],
+                announcement,
+                reused_on,
+            });
+            self.check_examinations()?;
+            match stored {
+                Stored::New(number) => self.link(hash, number)?,
+                Stored::Known(number) => self.note_repeated(hash, number, announcement),
+                Stored::Refused => break,
+                Stored::Full => return Err("blocks"),
+            }
+        }
+        Ok(())
+    }
+
+    fn store_with_tokens(&mut self, store: &Store<'_>, size: u32, announcement: u8) -> Result<(), Reason> {
+        let lora = match (&store.namespace.lora_name, store.namespace.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let is_root = store.parent.is_none();
+        let mut extras = std::mem::take(&mut self.extras);
+        let lora_name = store.namespace.lora_name.as_deref();
+        let bare_salt = extras_of(store.extra_keys.as_deref(), lora_name, is_root, &mut extras);
+        let extra_keys = split_extra_keys(store.extra_keys.as_deref()).ok_or("nested extra keys")?;
+        let own_salt = store.namespace.cache_salt.as_deref().map(keys::salt);
+        let mut content = Content {
+            tokens: Cow::default(),
+            extras: Vec::new(),
+            scheme: Scheme {
+                size,
+                eagle: store.pairs,
+            },
+            lora,
+            salt: own_salt.or(is_root.then_some(bare_salt.unwrap_or(0))),
+            namespace: store.namespace.clone(),
+        };
+        let mut awaited = store.parent;
+        let mut parent = if is_root { Some(ROOT) } else { None };
+        for (at, &hash) in store.hashes.iter().enumerate() {
+            content.tokens = tokens_of(store, at, size as usize);
+            content.extras.clear();
+            content.extras.extend(extras_at(&extras, at));
+            content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
+            // While no parent is known, each block is looked up by its hash; from then on each is the parent of the next.
+            let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
+            let Some(above) = known else {
+                let reused_on = self.reused_on(announcement);
+                if bits(reused_on).any(|number| self.waiting.has(hash, number.into())) {
+                    awaited = Some(hash);
+                    continue;
+                }
+                self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
+                awaited = Some(hash);
+                continue;
+            };
+            let stored = self.store_behind(above, hash, announcement, &mut content);
+            self.check_examinations()?;
+            parent = match stored {
+                Stored::Known(number) => {
+                    self.note_repeated(hash, number, announcement);
+                    Some(number)
+                }
+                Stored::New(number) => {
+                    self.link(hash, number)?;
+                    Some(number)
+                }
+                Stored::Refused => break,
+                Stored::Full => return Err("blocks"),
+            };
+        }
+        self.extras = extras;
+        Ok(())
+    }
+
+    /// Adds one copy of a block whose parent is known.
+    fn store_behind(&mut self, parent: u32, hash: u64, announcement: u8, content: &mut Content<'_>) -> Stored {
+        let above = (parent != ROOT).then(|| (self.blocks.get(parent).key, self.blocks.attributes(parent).context.salt));
+        let context = Context {
+            scheme: content.scheme,
+            lora: content.lora,
+            salt: content.salt.or(above.map(|(_, salt)| salt)).unwrap_or(0),
+        };
+        let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
+        self.blocks.store(&NewBlock {
+            hash,
+            key: above.map_or(local, |(key, _)| keys::chained(key, local)),
+            parent,
+            context,
+            namespace: &content.namespace,
+            tokens: &content.tokens,
+            announcement,
+            reused_on: self.reused_on(announcement),
+        })
+    }
+
+    fn wait(&mut self, hash: u64, announcement: u8, awaited: u64, content: Option<Content<'static>>) {
+        let waiting = Waiting {
+            hash,
+            placement: announcement.into(),
+            awaited,
+            content,
+        };
+        self.waiting.push(waiting, usize::MAX);
+    }
+
+    /// Stores the blocks that waited for a block, then the blocks that waited for those, and so on.
+    fn link(&mut self, hash: u64, number: u32) -> Result<(), Reason> {
+        if self.waiting.is_empty() {
+            return Ok(());
+        }
+        // What waited came in other events, of which that is not known any more.
+        let origin = std::mem::take(&mut self.origin);
+        let mut linked = VecDeque::from([(hash, number)]);
+        while let Some((hash, number)) = linked.pop_front() {
+            for item in self.waiting.take_awaiting(hash) {
+                let announcement = item.placement as u8;
+                let Some(mut content) = item.content else {
+                    self.blocks.add_copy(number, announcement);
+                    self.note_repeated(hash, number, announcement);
+                    continue;
+                };
+                let stored = self.store_behind(number, item.hash, announcement, &mut content);
+                self.check_examinations()?;
+                match stored {
+                    Stored::New(number) => linked.push_back((item.hash, number)),
+                    Stored::Known(number) => self.note_repeated(item.hash, number, announcement),
+                    Stored::Refused => {}
+                    Stored::Full => return Err("blocks"),
+                }
+            }
+        }
+        self.origin = origin;
+        Ok(())
+    }
+
+    // --- removals
+
+    /// Applies a removal. One of a group of an unknown kind removes no block that prompts match.
+    pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
+        if self.invalid.is_some() {
+            return Ok(());
+        }
+        if let Some(kind) = self.group_rules.unknown_kind(location.group.unwrap_or(0)) {
+            let removed = self.unkept.remove(hashes, location, kind);
+            removed.ok_or("placements of unknown kinds")?;
+            return self.check_limits();
+        }
+        let removable = self.announcements.removable(location);
+        for &hash in hashes {
+            if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
+                self.waiting
+                    .remove_where(hash, |announcement| removable.placement >> announcement & 1 != 0);
+            }
+            self.check_examinations()?;
+        }
+        self.check_limits()
+    }
+
+    /// Applies a clear of everything, or of a tier or a group.
+    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) -> Result<(), Reason> {
+        if medium.is_none() && group.is_none() {
+            *self = Self {
+                group_rules: std::mem::take(&mut self.group_rules),
+                lookahead: self.lookahead,
+                // An excess of groups is kept, although their blocks are removed.
+                invalid: self.invalid.filter(|&reason| reason == "groups"),
+                ..Self::default()
+            };
+            return Ok(());
+        }
+        self.unkept.clear(medium, group);
+        let announcements = self.announcements.clearable(medium, group);
+        if announcements == 0 {
+            return Ok(());
+        }
+        self.looked += self.blocks.live() + self.waiting.len();
+        if self.looked > FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored {
+            return Err("clears");
+        }
+        self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
+        self.blocks.clear(announcements);
+        Ok(())
+    }
+}
+
+impl Content<'_> {
+    fn to_static(&self) -> Content<'static> {
+        Content {
+            tokens: Cow::Owned(self.tokens.to_vec()),
+            extras: self.extras.clone(),
+            scheme: self.scheme,
+            lora: self.lora,
+            salt: self.salt,
+            namespace: self.namespace.to_static(),
+        }
+    }
+}
+
+/// Whether a store has tokens or keys for all of its blocks, and they can be keyed.
+fn is_consistent(store: &Store<'_>, size: u32) -> bool {
+    match &store.keys {
+        Some(keys) => store.tokens.is_empty() && keys.len() == store.hashes.len(),
+        None => {
+            let tokens = (store.tokens.len() >> u32::from(store.pairs)) as u64;
+            !store.unkeyable && Some(tokens) == u64::from(size).checked_mul(store.hashes.len() as u64)
+        }
+    }
+}
+
+/// Tokens that the hash of block `at` covers.
+fn tokens_of<'a>(store: &'a Store<'_>, at: usize, size: usize) -> Cow<'a, [u32]> {
+    if !store.pairs {
+        return store.tokens[at * size..][..size].into();
+    }
+    let pairs = &store.tokens[at * size * 2..][..size * 2];
+    let first = pairs.iter().step_by(2);
+    first.chain(pairs.last()).copied().collect()
+}

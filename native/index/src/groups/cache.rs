@@ -1,0 +1,158 @@
+//! The blocks of an engine by its own hashes, for lookups of prompts that records of blocks cannot answer
+//! (`crate::groups::Method::Hashes`).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use crate::groups::Groups;
+use crate::groups::engine_hash::{EngineHash, Sample};
+use crate::groups::search;
+use crate::holders::placements::LEVELS;
+use crate::memory::hasher::Secret;
+
+/// Levels on which a block is held: one bit each in the lower half, and again in the upper half if it certainly is.
+type Held = u8;
+
+const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
+
+/// The blocks that the groups of an engine hold.
+#[derive(Debug, Default)]
+pub struct GroupCache {
+    groups: HashMap<i64, HashMap<u64, Held, Secret>, Secret>,
+    /// Blocks that might be gone.
+    uncertain: usize,
+    /// Salts by the part of a seed that they stand for.
+    salts: HashMap<u64, String, Secret>,
+    /// Whether prompts have salts that `salts` does not contain.
+    misses_salts: bool,
+}
+
+/// How lookups search the blocks of one stream whose groups need more than bitmaps.
+#[derive(Debug)]
+pub struct GroupLookup {
+    /// Its groups.
+    pub groups: Groups,
+    /// Its blocks by the engine's own hashes, if `Method::Hashes` is used.
+    pub cache: Option<Arc<RwLock<GroupCache>>>,
+}
+
+/// Salts that are kept of a stream.
+pub const MAX_SALTS: usize = 1 << 16;
+/// Approximate bytes of an entry of a map.
+const ENTRY_BYTES: usize = 18;
+
+/// Tokens of a prompt that an engine finds, by level.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// At most.
+    pub tokens: [u32; LEVELS],
+    /// Without the blocks that might be gone.
+    pub certain: [u32; LEVELS],
+}
+
+fn is_uncertain(held: Held) -> bool {
+    held >> LEVELS != held & ((1 << LEVELS) - 1)
+}
+
+impl GroupCache {
+    /// Records on which level a block of a group is held.
+    pub fn put(&mut self, group: i64, hash: u64, level: usize, is_held: bool, is_certain: bool) {
+        let group = self.groups.entry(group).or_default();
+        let before = group.get(&hash).copied().unwrap_or_default();
+        let (low, high) = (1 << level, 1 << (level + LEVELS));
+        let held = before & !(low | high);
+        let held = held | if is_held { low } else { 0 } | if is_held && is_certain { high } else { 0 };
+        self.uncertain = self.uncertain + usize::from(is_uncertain(held)) - usize::from(is_uncertain(before));
+        if held == 0 {
+            group.remove(&hash);
+            if group.capacity() > 64 && group.len() < group.capacity() / 8 {
+                group.shrink_to(group.len() * 2);
+            }
+        } else {
+            group.insert(hash, held);
+        }
+    }
+
+    /// Forgets all blocks.
+    pub fn clear(&mut self) {
+        self.groups.clear();
+        self.uncertain = 0;
+    }
+
+    /// Keeps a salt, by the part of a seed that it stands for, if it reproduces the hash of the first block of a prompt. Returns whether it
+    /// is kept.
+    pub fn learn_salt(&mut self, part: u64, salt: &str, hashing: &EngineHash, sample: &Sample) -> bool {
+        if self.salts.contains_key(&part) {
+            return true;
+        }
+        let is_kept = self.salts.len() < MAX_SALTS && sample.has(hashing, salt);
+        if is_kept {
+            self.salts.insert(part, salt.into());
+        }
+        is_kept
+    }
+
+    /// Records that prompts can have salts that are not stored.
+    pub fn miss_salts(&mut self) {
+        self.misses_salts = true;
+    }
+
+    /// Whether prompts can have salts that are not stored.
+    pub fn misses_salts(&self) -> bool {
+        self.misses_salts
+    }
+
+    /// The salt that a part of a seed stands for, if the engine has announced a block with it.
+    pub fn salt(&self, part: u64) -> Option<&str> {
+        self.salts.get(&part).map(String::as_str)
+    }
+
+    /// The salts, for a snapshot.
+    pub fn salts(&self) -> impl ExactSizeIterator<Item = (u64, &str)> + '_ {
+        self.salts.iter().map(|(&part, salt)| (part, salt.as_str()))
+    }
+
+    /// Adds salts that were learned before.
+    pub fn resume(&mut self, salts: impl IntoIterator<Item = (u64, String)>) {
+        self.salts.extend(salts);
+    }
+
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        let held: usize = self.groups.values().map(|group| group.capacity() * ENTRY_BYTES).sum();
+        held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
+    }
+
+    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` are those of the whole prompt.
+    pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize) -> Found {
+        let unit = groups.unit() as usize;
+        let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();
+        let find = |levels: Held| {
+            search::find(groups, hashes.len() * unit, longest, |group, position| {
+                let hash = hashes.get((position / unit).wrapping_sub(1));
+                let found = hash.zip(held[group]).and_then(|(hash, held)| held.get(hash));
+                found.is_some_and(|held| held & levels != 0)
+            })
+        };
+        let tokens = by_level(|level| find((1 << (level + 1)) - 1));
+        let certain = if self.uncertain == 0 {
+            tokens
+        } else {
+            by_level(|level| find(((1 << (level + 1)) - 1) << LEVELS))
+        };
+        Found { tokens, certain }
+    }
+}
+
+/// Tokens found by level. A level finds at least what the ones before it find.
+pub fn by_level(find: impl Fn(usize) -> usize) -> [u32; LEVELS] {
+    let find = |level| u32::try_from(find(level)).unwrap_or(u32::MAX);
+    let (first, last) = (find(0), find(LEVELS - 1));
+    std::array::from_fn(|level| match level {
+        0 => first,
+        level if level == LEVELS - 1 || first == last => last,
+        level => find(level),
+    })
+}

@@ -1,0 +1,262 @@
+//! Contexts: properties that blocks share besides their tokens, which are the block size and the namespace.
+
+use crate::keys::{self, Scheme};
+use crate::memory::hasher::Secret;
+use crate::memory::sharded_table::ShardedTable;
+
+/// Largest number of contexts: a record has 30 bits for the number of its context.
+pub const MAX_CONTEXTS: u32 = 1 << 30;
+
+/// Scheme and namespace of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Context {
+    /// The rule by which its tokens were divided into blocks.
+    pub scheme: Scheme,
+    /// Its LoRA's part of the seed; 0 for none.
+    pub lora: u64,
+    /// Its salt's part of the seed; 0 for none.
+    pub salt: u64,
+}
+
+/// Value of `lora` for blocks that were stored by their keys; the keys contain their namespace.
+const KEYED: u64 = u64::MAX;
+
+impl Context {
+    /// The context of blocks that were stored by their keys.
+    pub fn keyed(size: u32) -> Self {
+        Self {
+            scheme: Scheme { size, eagle: false },
+            lora: KEYED,
+            salt: 0,
+        }
+    }
+
+    /// Whether its blocks were stored by their keys.
+    #[inline]
+    pub fn is_keyed(&self) -> bool {
+        self.lora == KEYED
+    }
+
+    /// Seed of its local hashes.
+    pub fn seed(&self) -> u64 {
+        keys::seed(self.lora, self.salt)
+    }
+}
+
+/// The place of a context in a table.
+#[inline]
+fn place_of(secret: Secret, context: &Context) -> u64 {
+    let Context { scheme, lora, salt } = *context;
+    let cut = u64::from(scheme.size) << 1 | u64::from(scheme.eagle);
+    secret.place(secret.place(salt ^ cut) ^ lora)
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    context: Context,
+    /// Blocks, and others that use it for a while.
+    users: u32,
+}
+
+/// Contexts as lookups find them.
+#[derive(Debug)]
+pub struct Known {
+    contexts: Vec<Option<Context>>,
+    lookup: ShardedTable<u32>,
+    secret: Secret,
+    /// Number of contexts of blocks that were stored by their keys.
+    keyed: u32,
+}
+
+impl Known {
+    /// Creates it empty.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            contexts: Vec::new(),
+            lookup: ShardedTable::new(),
+            secret,
+            keyed: 0,
+        }
+    }
+
+    /// The context of a number.
+    #[inline]
+    pub fn get(&self, number: u32) -> Option<&Context> {
+        self.contexts.get(number as usize)?.as_ref()
+    }
+
+    /// The number of a context that some block has.
+    #[inline]
+    pub fn find(&self, context: &Context) -> Option<u32> {
+        let same = |&number: &u32| self.contexts[number as usize].as_ref() == Some(context);
+        self.lookup.find(place_of(self.secret, context), same).copied()
+    }
+
+    /// The number of the context of blocks that were stored by their keys, which are of any namespace.
+    #[inline]
+    pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
+        if self.keyed == 0 || scheme.eagle {
+            return None;
+        }
+        self.find(&Context::keyed(scheme.size))
+    }
+
+    fn put(&mut self, number: u32, context: Option<Context>) {
+        let (at, secret) = (number as usize, self.secret);
+        self.contexts.resize(self.contexts.len().max(at + 1), None);
+        if let Some(before) = self.contexts[at].take() {
+            self.keyed -= u32::from(before.is_keyed());
+            self.lookup.remove(place_of(secret, &before), |&other| other == number);
+        }
+        if let Some(context) = context {
+            self.keyed += u32::from(context.is_keyed());
+            self.contexts[at] = Some(context);
+            let contexts = &self.contexts;
+            let place = |&other: &u32| contexts[other as usize].map_or(0, |other| place_of(secret, &other));
+            self.lookup.insert(place_of(secret, &context), number, place);
+        }
+    }
+}
+
+/// All contexts that some block has.
+#[derive(Debug)]
+pub struct Contexts {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+    lookup: ShardedTable<u32>,
+    secret: Secret,
+    /// Numbers whose context lookups do not know yet.
+    changed: Vec<u32>,
+    /// The last context that was retained; the next batch usually has the same.
+    last: u32,
+}
+
+impl Contexts {
+    /// Creates it empty.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            entries: Vec::new(),
+            free: Vec::new(),
+            lookup: ShardedTable::new(),
+            secret,
+            changed: Vec::new(),
+            last: 0,
+        }
+    }
+
+    /// The context `number`.
+    #[inline]
+    pub fn get(&self, number: u32) -> &Context {
+        &self.entries[number as usize].context
+    }
+
+    /// The number of a context that some block has.
+    #[inline]
+    pub fn find(&self, context: &Context) -> Option<u32> {
+        let same = |&number: &u32| self.entries[number as usize].context == *context;
+        self.lookup.find(place_of(self.secret, context), same).copied()
+    }
+
+    /// Returns the number of a context and counts one more use; None if there are too many.
+    pub fn retain(&mut self, context: Context) -> Option<u32> {
+        if let Some(last) = self.entries.get_mut(self.last as usize)
+            && last.context == context
+            && last.users > 0
+        {
+            last.users += 1;
+            return Some(self.last);
+        }
+        if let Some(number) = self.find(&context) {
+            self.entries[number as usize].users += 1;
+            self.last = number;
+            return Some(number);
+        }
+        let number = match self.free.pop() {
+            Some(number) => number,
+            None if self.entries.len() >= MAX_CONTEXTS as usize => return None,
+            None => self.entries.len() as u32,
+        };
+        let entry = Entry { context, users: 1 };
+        match self.entries.get_mut(number as usize) {
+            Some(free) => *free = entry,
+            None => self.entries.push(entry),
+        }
+        self.changed.push(number);
+        let (entries, secret) = (&self.entries, self.secret);
+        let place = |&number: &u32| place_of(secret, &entries[number as usize].context);
+        self.lookup.insert(place_of(secret, &context), number, place);
+        self.last = number;
+        Some(number)
+    }
+
+    /// Counts `count` more uses of a context in use.
+    #[inline]
+    pub fn add(&mut self, number: u32, count: u32) {
+        self.entries[number as usize].users += count;
+    }
+
+    /// Counts one use of a context less.
+    #[inline]
+    pub fn release(&mut self, number: u32) {
+        self.release_all(number, 1);
+    }
+
+    /// Counts some uses of a context less.
+    #[inline]
+    pub fn release_all(&mut self, number: u32, count: u32) {
+        let entry = &mut self.entries[number as usize];
+        entry.users -= count;
+        if entry.users == 0 {
+            self.forget(number);
+        }
+    }
+
+    /// Forgets a context that is not used any more.
+    #[cold]
+    fn forget(&mut self, number: u32) {
+        let context = self.entries[number as usize].context;
+        let place = place_of(self.secret, &context);
+        self.lookup.remove(place, |&other| other == number);
+        self.free.push(number);
+        self.changed.push(number);
+        if self.lookup.is_empty() {
+            let changed = std::mem::take(&mut self.changed);
+            *self = Self {
+                changed,
+                ..Self::new(self.secret)
+            };
+        }
+    }
+
+    /// Number of changed contexts that are not published to lookups yet.
+    pub fn changes(&self) -> usize {
+        self.changed.len()
+    }
+
+    /// Publishes all contexts to lookups. No lookup may run meanwhile.
+    pub fn move_to(&mut self, view: &mut Known) {
+        for number in self.changed.drain(..) {
+            let entry = self.entries.get(number as usize).filter(|entry| entry.users > 0);
+            view.put(number, entry.map(|entry| entry.context));
+        }
+        if view.contexts.len() > self.entries.len() {
+            view.contexts.truncate(self.entries.len());
+            view.contexts.shrink_to_fit();
+        }
+    }
+
+    /// Contexts in use.
+    pub fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// Whether it has no contexts.
+    pub fn is_empty(&self) -> bool {
+        self.lookup.is_empty()
+    }
+
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * (size_of::<Entry>() + size_of::<Context>()) + self.free.capacity() * 4 + self.lookup.bytes()
+    }
+}

@@ -1,0 +1,414 @@
+//! The holders of blocks: each set of holders is stored once, regardless of the number of its blocks.
+//!
+//! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so
+//! there are far fewer sets than blocks, and walking along a chain mostly compares numbers.
+
+use crate::memory::hasher::Secret;
+use crate::memory::sharded_table::ShardedTable;
+
+/// 64 streams on one placement.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Word {
+    /// `placement << 16 | stream / 64`.
+    pub at: u32,
+    /// One bit a stream.
+    pub bits: u64,
+}
+
+impl Word {
+    /// The placement.
+    #[inline]
+    pub fn placement(self) -> usize {
+        (self.at >> 16) as usize
+    }
+
+    /// The number of the group of 64 streams.
+    #[inline]
+    pub fn word(self) -> usize {
+        (self.at & 0xFFFF) as usize
+    }
+}
+
+/// The set without holders.
+pub const EMPTY: u32 = 0;
+/// The most streams of an index.
+pub const MAX_STREAMS: usize = 64 << 16;
+
+#[derive(Debug)]
+struct Entry {
+    words: Box<[Word]>,
+    refs: u32,
+    /// Differs between sets that had the same number one after the other.
+    created: u64,
+}
+
+/// A change from one set to another that was made before, and can be repeated without a search.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Move {
+    from: (u32, u64),
+    to: (u32, u64),
+    holder: (u16, u32),
+    known: bool,
+}
+
+/// The holders of one set in the form that lookups read; a few are stored without a pointer.
+#[derive(Clone, Debug, Default)]
+pub struct Holders {
+    few: [Word; FEW],
+    count: u32,
+    many: Box<[Word]>,
+}
+
+/// Words of a set that most do not exceed: 256 streams on one placement.
+const FEW: usize = 4;
+
+impl Holders {
+    fn new(words: &[Word]) -> Self {
+        let mut few = [Word::default(); FEW];
+        let is_few = words.len() <= FEW;
+        if is_few {
+            few[..words.len()].copy_from_slice(words);
+        }
+        Self {
+            few,
+            count: words.len() as u32,
+            many: if is_few { Box::default() } else { words.into() },
+        }
+    }
+
+    /// The holders, sorted by placement and stream.
+    #[inline]
+    pub fn words(&self) -> &[Word] {
+        self.few.get(..self.count as usize).unwrap_or(&self.many)
+    }
+}
+
+/// All sets in use.
+#[derive(Debug)]
+pub struct Sets {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+    lookup: ShardedTable<u32>,
+    scratch: Vec<Word>,
+    words: usize,
+    births: u64,
+    secret: Secret,
+    /// Numbers of sets whose holders are not published to lookups yet.
+    changed: Vec<u32>,
+}
+
+/// The hash of a set; keyed, since clients that register streams choose the order of their numbers.
+fn hash_of(secret: Secret, words: &[Word]) -> u64 {
+    words.iter().fold(words.len() as u64, |hash, word| {
+        secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
+    })
+}
+
+impl Sets {
+    /// Creates it with the empty set only.
+    pub fn new(secret: Secret) -> Self {
+        let empty = Entry {
+            words: Box::default(),
+            refs: 1,
+            created: 0,
+        };
+        Self {
+            entries: vec![empty],
+            free: Vec::new(),
+            lookup: ShardedTable::new(),
+            scratch: Vec::new(),
+            words: 0,
+            births: 0,
+            secret,
+            changed: Vec::new(),
+        }
+    }
+
+    /// The holders, by placement and stream.
+    #[inline]
+    pub fn words(&self, set: u32) -> &[Word] {
+        &self.entries[set as usize].words
+    }
+
+    /// Whether `stream` holds on `placement`.
+    #[inline]
+    pub fn holds(&self, set: u32, placement: u16, stream: u32) -> bool {
+        let at = u32::from(placement) << 16 | stream >> 6;
+        self.words(set)
+            .iter()
+            .any(|word| word.at == at && word.bits >> (stream & 63) & 1 == 1)
+    }
+
+    /// Placements on which `stream` holds.
+    pub fn placements(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
+        let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
+        self.words(set).iter().filter(meant).map(|word| word.placement() as u16)
+    }
+
+    /// All streams that hold on some placement, each once.
+    pub fn streams(&self, set: u32) -> Vec<u32> {
+        let mut found = Vec::new();
+        for word in self.words(set) {
+            let mut bits = word.bits;
+            while bits != 0 {
+                found.push((word.word() << 6) as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    /// Whether `stream` holds on any placement.
+    #[inline]
+    pub fn knows(&self, set: u32, stream: u32) -> bool {
+        self.placements(set, stream).next().is_some()
+    }
+
+    /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
+    #[inline]
+    pub fn moved(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+        if self.matches_move(set, placement, stream, last) {
+            self.change(set, last.to.0);
+            return last.to.0;
+        }
+        self.searched_move(set, placement, stream, last)
+    }
+
+    /// Whether a move is the one that is remembered.
+    #[inline]
+    fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
+        last.known
+            && last.from.0 == set
+            && last.holder == (placement, stream)
+            && self.is_current(last.from)
+            && self.is_current(last.to)
+    }
+
+    /// Does the same by a search.
+    #[cold]
+    fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+        let target = self.toggled(set, placement, stream);
+        let created = |number: u32| (number, self.entries[number as usize].created);
+        *last = Move {
+            from: created(set),
+            to: created(target),
+            holder: (placement, stream),
+            known: true,
+        };
+        self.change(set, target);
+        target
+    }
+
+    /// Whether a set is still the one that had the number at the time of the move.
+    #[inline]
+    fn is_current(&self, (number, created): (u32, u64)) -> bool {
+        self.entries
+            .get(number as usize)
+            .is_some_and(|entry| entry.created == created)
+    }
+
+    /// Counts one block less of one set and one more of the other.
+    #[inline]
+    fn change(&mut self, from: u32, to: u32) {
+        if to != EMPTY {
+            self.entries[to as usize].refs += 1;
+        }
+        if from != EMPTY {
+            self.release(from);
+        }
+    }
+
+    /// Repeats a remembered move for several more blocks.
+    #[inline]
+    pub fn move_all(&mut self, from: u32, to: u32, count: u32) {
+        if count == 0 {
+            return;
+        }
+        if to != EMPTY {
+            self.entries[to as usize].refs += count;
+        }
+        self.give(from, count);
+    }
+
+    /// Returns the set of one holder, and counts `count` more blocks of it.
+    pub fn single(&mut self, placement: u16, stream: u32, count: u32) -> u32 {
+        let word = Word {
+            at: u32::from(placement) << 16 | stream >> 6,
+            bits: 1 << (stream & 63),
+        };
+        let set = self.intern(&[word]);
+        self.entries[set as usize].refs += count;
+        set
+    }
+
+    /// Releases a set that no block uses after all.
+    pub fn give(&mut self, set: u32, count: u32) {
+        if count > 0 {
+            self.entries[set as usize].refs -= count - 1;
+            self.release(set);
+        }
+    }
+
+    /// Moves one block from `set` to the set without `stream`.
+    pub fn without(&mut self, set: u32, stream: u32) -> u32 {
+        let mut words = std::mem::take(&mut self.scratch);
+        words.clear();
+        words.extend_from_slice(self.words(set));
+        for word in words.iter_mut().filter(|word| word.at & 0xFFFF == stream >> 6) {
+            word.bits &= !(1 << (stream & 63));
+        }
+        words.retain(|word| word.bits != 0);
+        let target = self.intern(&words);
+        self.scratch = words;
+        self.change(set, target);
+        target
+    }
+
+    /// The set that differs in one holder.
+    fn toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
+        let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
+        let mut words = std::mem::take(&mut self.scratch);
+        words.clear();
+        words.extend_from_slice(self.words(set));
+        match words.binary_search_by_key(&at, |word| word.at) {
+            Ok(found) => {
+                words[found].bits ^= bit;
+                if words[found].bits == 0 {
+                    words.remove(found);
+                }
+            }
+            Err(place) => words.insert(place, Word { at, bits: bit }),
+        }
+        let target = self.intern(&words);
+        self.scratch = words;
+        target
+    }
+
+    fn intern(&mut self, words: &[Word]) -> u32 {
+        if words.is_empty() {
+            return EMPTY;
+        }
+        let secret = self.secret;
+        let hash = hash_of(secret, words);
+        if let Some(&found) = self
+            .lookup
+            .find(hash, |&number| *self.entries[number as usize].words == *words)
+        {
+            return found;
+        }
+        self.births += 1;
+        let entry = Entry {
+            words: words.into(),
+            refs: 0,
+            created: self.births,
+        };
+        self.words += words.len();
+        let number = if let Some(number) = self.free.pop() {
+            self.entries[number as usize] = entry;
+            number
+        } else {
+            self.entries.push(entry);
+            (self.entries.len() - 1) as u32
+        };
+        self.lookup
+            .insert(hash, number, |&other| hash_of(secret, &self.entries[other as usize].words));
+        self.changed.push(number);
+        number
+    }
+
+    #[inline]
+    fn release(&mut self, set: u32) {
+        let entry = &mut self.entries[set as usize];
+        entry.refs -= 1;
+        if entry.refs == 0 {
+            self.forget(set);
+        }
+    }
+
+    /// Releases the number of a set that no block has any more.
+    #[cold]
+    fn forget(&mut self, set: u32) {
+        let entry = &mut self.entries[set as usize];
+        let words = std::mem::take(&mut entry.words);
+        self.births += 1;
+        entry.created = self.births;
+        self.words -= words.len();
+        self.lookup.remove(hash_of(self.secret, &words), |&number| number == set);
+        self.free.push(set);
+        if self.lookup.is_empty() {
+            let (births, mut changed) = (self.births, std::mem::take(&mut self.changed));
+            changed.push(EMPTY);
+            *self = Self {
+                births,
+                changed,
+                ..Self::new(self.secret)
+            };
+        }
+    }
+
+    /// Number of changed sets that are not published to lookups yet.
+    pub fn changes(&self) -> usize {
+        self.changed.len()
+    }
+
+    /// Publishes all sets to lookups. No lookup may run meanwhile.
+    pub fn move_to(&mut self, view: &mut Vec<Holders>) {
+        for number in self.changed.drain(..) {
+            if let Some(entry) = self.entries.get(number as usize) {
+                view.resize_with(view.len().max(number as usize + 1), Holders::default);
+                view[number as usize] = Holders::new(&entry.words);
+            }
+        }
+        if view.len() > self.entries.len() {
+            view.truncate(self.entries.len());
+            view.shrink_to_fit();
+        }
+    }
+
+    /// Sets in use, without the empty one.
+    pub fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.lookup.is_empty()
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.words * size_of::<Word>()
+            + self.entries.capacity() * size_of::<Entry>()
+            + self.entries.len() * size_of::<Holders>()
+            + (self.free.capacity() + self.scratch.capacity() * 4) * 4
+            + self.lookup.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a
+    /// lookup compares.
+    #[test]
+    fn where_a_set_is_found_depends_on_the_secret() {
+        const PLACES: u64 = 1 << 16;
+        let sets: Vec<[Word; 2]> = (0..2_000_u64)
+            .map(|bits| [Word { at: 0, bits: bits + 1 }, Word { at: 1, bits: bits ^ 1 }])
+            .collect();
+        let places = |secret| sets.iter().map(|words| hash_of(secret, words) % PLACES).collect::<Vec<_>>();
+        let (one, other) = (places(Secret::new()), places(Secret::new()));
+        let distinct: HashSet<_> = one.iter().collect();
+        assert!(distinct.len() > 1_800, "{} places for 2,000 sets", distinct.len());
+        let same = one.iter().zip(&other).filter(|(one, other)| one == other).count();
+        assert!(
+            same < 20,
+            "{same} of 2,000 sets are found where they would be with another secret"
+        );
+    }
+}

@@ -1,0 +1,570 @@
+//! Lookups: how much of a prompt each worker holds, by its events, and by decisions of the overlay that no event has confirmed.
+
+use std::cell::RefCell;
+use std::hint::spin_loop;
+use std::sync::Arc;
+
+use parking_lot::{MutexGuard, RwLockReadGuard};
+
+use crate::groups::Method;
+use crate::groups::cache::{Found, GroupLookup};
+use crate::groups::engine_hash::EngineHash;
+use crate::holders::contexts::Context;
+use crate::holders::placements::LEVELS;
+use crate::keys::{self, Item, Scheme};
+use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
+use crate::prefix_index::Index;
+use crate::store::members::{Member, Model, Names, Worker};
+use crate::store::overlay::Overlay;
+use crate::store::read_view::{Reading, View};
+use crate::store::shared_state::SharedState;
+
+/// Blocks of a prompt that are looked up before the others are hashed, and their tokens: of many prompts not even the beginning is known.
+const FIRST_BLOCKS: usize = 64;
+const FIRST_TOKENS: usize = 1_024;
+/// Factor by which the number of hashed blocks grows with each step.
+const GROWTH: usize = 8;
+/// Number of tries of a lookup, each disturbed by a writer, before it waits until no writer runs.
+const TRIES: usize = 4;
+
+/// The scope in which a prompt is looked up.
+#[derive(Clone, Debug, Default)]
+pub struct Scope {
+    /// The model that workers are labelled with.
+    pub model: Option<String>,
+    /// The LoRA's part of the seed.
+    pub lora: u64,
+    /// The salt's part of the seed.
+    pub salt: u64,
+    /// Multimodal items.
+    pub items: Vec<Item>,
+}
+
+impl Scope {
+    /// Its context in one scheme.
+    fn context(&self, scheme: Scheme) -> Context {
+        Context {
+            scheme,
+            lora: self.lora,
+            salt: self.salt,
+        }
+    }
+
+    /// Extends the local hashes of a prompt's blocks up to `wanted` hashes.
+    fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, locals: &mut Vec<u64>) {
+        let (known, wanted) = (locals.len(), scheme.blocks(tokens.len()).min(wanted));
+        if known < wanted {
+            let seed = self.context(scheme).seed();
+            keys::locals(tokens, scheme, seed, &self.items, known..wanted, locals);
+        }
+    }
+}
+
+/// Workers that hold a beginning of a prompt.
+#[derive(Clone, Debug, Default)]
+pub struct Matches {
+    /// The match of each worker.
+    pub hits: Vec<Hit>,
+    /// The certain matches of workers with blocks that might be gone, if these are shorter.
+    uncertain: Vec<Hit>,
+    /// Streams for which not even an upper bound of the match is known.
+    unknown: Vec<u32>,
+    names: Arc<Names>,
+}
+
+impl Matches {
+    /// The worker of a hit.
+    pub fn worker(&self, hit: &Hit) -> &Worker {
+        let name = self.names.get(hit.stream as usize).and_then(Option::as_ref);
+        name.expect("a match has the names of its streams")
+    }
+
+    /// Tokens that the worker of a hit certainly holds, by level: fewer than those of the hit if some of its blocks might be gone.
+    pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
+        let found = self.uncertain.iter().find(|certain| certain.stream == hit.stream);
+        found.map_or(hit.tokens, |certain| certain.tokens)
+    }
+
+    /// Whether the worker of a hit certainly holds all of it, on each level, and not more.
+    pub fn is_certain(&self, hit: &Hit) -> bool {
+        self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
+    }
+
+    /// Keeps only the certain matches that are shorter than the possible ones.
+    fn compare(&mut self, mut certain: Vec<Hit>) {
+        if certain.is_empty() {
+            return;
+        }
+        merge(&mut certain);
+        let differs = |certain: &Hit| {
+            let hit = self.hits.iter().find(|hit| hit.stream == certain.stream);
+            hit.is_some_and(|hit| hit.tokens != certain.tokens)
+        };
+        self.uncertain = certain.into_iter().filter(differs).collect();
+    }
+}
+
+/// Statistics of the overlay.
+#[derive(Clone, Copy, Debug)]
+pub struct Speculated {
+    /// Blocks of all decisions.
+    pub blocks: usize,
+    /// Decisions whose prompt was held when they ended.
+    pub confirmed: u64,
+    /// Decisions that ended unconfirmed.
+    pub expired: u64,
+}
+
+/// A prompt divided into blocks by one scheme.
+#[derive(Debug)]
+struct Cut {
+    scheme: Scheme,
+    /// The numbers of its contexts at its last lookup.
+    context: Option<u32>,
+    keyed: Option<u32>,
+    locals: Vec<u64>,
+    wanted: usize,
+}
+
+impl Cut {
+    fn begin(&mut self, scheme: Scheme) {
+        self.scheme = scheme;
+        self.locals.clear();
+        self.wanted = (FIRST_TOKENS / scheme.size as usize).clamp(1, FIRST_BLOCKS);
+    }
+}
+
+/// Buffers that are kept from one match to the next, to avoid allocations.
+#[derive(Default)]
+struct Room {
+    walk: Walk,
+    /// By scheme. The next prompt probably has the same schemes.
+    cuts: Vec<Cut>,
+    schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
+    /// Hashes of the prompt as engines compute them.
+    hashed: Vec<HashedPrompt>,
+}
+
+/// A prompt as engines hash it: replicas of one engine have the same hashes.
+#[derive(Debug)]
+struct HashedPrompt {
+    hashing: EngineHash,
+    salt: Option<String>,
+    hashes: Vec<u64>,
+}
+
+thread_local! {
+    static ROOM: RefCell<Room> = RefCell::default();
+}
+
+/// Memory for local hashes that is kept for the next prompt, in bytes.
+const HASHES_KEPT: usize = 1 << 16;
+
+impl Room {
+    /// Whether the prompt is divided by all schemes of its scope.
+    fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
+        self.schemes.clear();
+        for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
+            let (context, keyed) = (view.contexts.find(&scope.context(scheme)), view.contexts.keyed(scheme));
+            if context.is_some() || keyed.is_some() {
+                self.schemes.push((scheme, context, keyed));
+            }
+        }
+        let schemes = self.schemes.iter().map(|(scheme, ..)| *scheme);
+        let same = self.cuts.iter().map(|cut| cut.scheme).eq(schemes);
+        if !same {
+            self.cuts.truncate(self.schemes.len());
+            self.cuts.resize_with(self.schemes.len(), || Cut {
+                scheme: Scheme { size: 1, eagle: false },
+                context: None,
+                keyed: None,
+                locals: Vec::new(),
+                wanted: 0,
+            });
+            for (cut, &(scheme, ..)) in self.cuts.iter_mut().zip(&self.schemes) {
+                cut.begin(scheme);
+            }
+        }
+        for (cut, &(_, context, keyed)) in self.cuts.iter_mut().zip(&self.schemes) {
+            (cut.context, cut.keyed) = (context, keyed);
+        }
+        same
+    }
+}
+
+impl Index {
+    /// Workers that hold a beginning of a prompt.
+    ///
+    /// Hashes are made without the lock, first a few of them, since of many prompts not even the beginning is known. The answer describes
+    /// one moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
+    pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
+        self.match_prefix(tokens, tokens.len(), scope)
+    }
+
+    /// Does the same for prefixes of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
+    pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
+        let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
+        self.match_by_hashes(tokens, longest, scope, locks).unwrap_or_default()
+    }
+
+    /// Does the same, or returns None if it would have to wait for a lock.
+    pub fn try_match_prompt(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
+        self.try_match_prefix(tokens, tokens.len(), scope)
+    }
+
+    /// Calls `match_prefix`, or returns None if it would have to wait for a lock.
+    pub fn try_match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
+        let locks = (|| self.view.try_read(), || self.shared_lock.try_read());
+        self.match_by_hashes(tokens, longest, scope, locks)
+    }
+
+    fn match_by_hashes<'a>(
+        &'a self,
+        tokens: &[u32],
+        longest: usize,
+        scope: &Scope,
+        (view, alone): (
+            impl Fn() -> Option<Reading<'a, View>>,
+            impl Fn() -> Option<RwLockReadGuard<'a, SharedState>>,
+        ),
+    ) -> Option<Matches> {
+        let length = PromptLength {
+            tokens: tokens.len(),
+            longest: longest.min(tokens.len()),
+        };
+        ROOM.with_borrow_mut(|room| {
+            room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
+            room.hashed.clear();
+            let (mut hits, mut certain, mut unknown, mut tries) = (Vec::new(), Vec::new(), Vec::new(), 0);
+            loop {
+                for cut in &mut room.cuts {
+                    scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
+                }
+                let alone = if tries < TRIES { None } else { Some(alone()?) };
+                let view = view()?;
+                let model = view.models.get(&scope.model);
+                if !room.is_cut(&view, scope, model) {
+                    continue;
+                }
+                room.walk.begin(alone.is_some());
+                hits.clear();
+                certain.clear();
+                let mut goes_on = false;
+                let streams = model.map_or(&[][..], |model| &model.streams);
+                for cut in &mut room.cuts {
+                    let found = room.walk.find(&view, &cut.locals, cut.context, cut.keyed);
+                    if !room.walk.is_sound(&view) {
+                        break;
+                    }
+                    if found == cut.locals.len() && found < cut.scheme.blocks(tokens.len()) {
+                        cut.wanted = cut.wanted.saturating_mul(GROWTH);
+                        goes_on = true;
+                    }
+                    if !goes_on {
+                        let before = hits.len();
+                        room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
+                        if view.has_uncertain_copies {
+                            room.walk
+                                .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
+                        }
+                    }
+                }
+                if !room.walk.is_sound(&view) {
+                    tries += 1;
+                    drop(view);
+                    spin_loop();
+                    continue;
+                }
+                if goes_on {
+                    continue;
+                }
+                if room.cuts.len() > 1 {
+                    merge(&mut hits);
+                }
+                let answer = Answer {
+                    hits: &mut hits,
+                    certain: &mut certain,
+                    unknown: &mut unknown,
+                };
+                if let Some(missing) = find_by_hashes(&view, &room.hashed, length.longest, scope, streams, answer) {
+                    drop(view);
+                    let mut hashes = Vec::new();
+                    missing.hashing.hash(tokens, missing.salt.as_deref(), &mut hashes);
+                    room.hashed.push(HashedPrompt { hashes, ..missing });
+                    continue;
+                }
+                let names = view.names.clone();
+                drop(view);
+                for cut in &mut room.cuts {
+                    cut.locals.clear();
+                    cut.locals.shrink_to(HASHES_KEPT);
+                }
+                let mut matches = Matches {
+                    hits,
+                    uncertain: Vec::new(),
+                    unknown,
+                    names,
+                };
+                matches.compare(certain);
+                return Some(matches);
+            }
+        })
+    }
+
+    /// Does the same for keys that the caller has computed. None if block sizes differ and none is given.
+    pub fn match_rolling_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
+        ROOM.with_borrow_mut(|room| {
+            let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
+            loop {
+                let alone = (tries >= TRIES).then(|| self.shared_lock.read());
+                let view = self.view.read();
+                let model = view.models.get(model);
+                let schemes: Vec<Scheme> = model
+                    .map_or(&[][..], |model| &model.schemes)
+                    .iter()
+                    .map(|(scheme, _)| *scheme)
+                    .filter(|scheme| size.is_none_or(|size| size == scheme.size))
+                    .collect();
+                if size.is_none() && schemes.iter().any(|scheme| scheme.size != schemes[0].size) {
+                    return None;
+                }
+                room.walk.begin(alone.is_some());
+                hits.clear();
+                certain.clear();
+                let streams = model.map_or(&[][..], |model| &model.streams);
+                for &scheme in &schemes {
+                    let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
+                    room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
+                    if room.walk.is_sound(&view) {
+                        let before = hits.len();
+                        let tokens = keys.len() * scheme.size as usize;
+                        let length = PromptLength { tokens, longest: tokens };
+                        room.walk.hits(&view, scheme, length, streams, &mut hits);
+                        if view.has_uncertain_copies {
+                            room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
+                        }
+                    }
+                }
+                if !room.walk.is_sound(&view) {
+                    tries += 1;
+                    drop(view);
+                    spin_loop();
+                    continue;
+                }
+                if schemes.len() > 1 {
+                    merge(&mut hits);
+                }
+                // Keys are not the hashes that some engines find blocks by.
+                let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
+                let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(|&hit| uncertain(hit)).collect();
+                certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
+                certain.extend(estimates);
+                let mut matches = Matches {
+                    hits,
+                    uncertain: Vec::new(),
+                    unknown: Vec::new(),
+                    names: view.names.clone(),
+                };
+                matches.compare(certain);
+                return Some(matches);
+            }
+        })
+    }
+
+    // --- the overlay
+
+    /// Adds a decision: until `until` a worker is expected to hold a prompt.
+    pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
+        let prompts = self.keys_of_all(tokens, scope);
+        let mut overlay = self.overlay.lock();
+        for (_, keys) in prompts {
+            overlay.add(worker.clone(), keys, until);
+        }
+        drop(overlay);
+        drop(self.overlay_at(now));
+    }
+
+    /// Returns the overlay, without decisions that have ended by `now`.
+    fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
+        let mut overlay = self.overlay.lock();
+        if overlay.is_due(now) {
+            self.expire(&mut overlay, now);
+        }
+        overlay
+    }
+
+    fn expire(&self, overlay: &mut Overlay, now: f64) {
+        let shared = self.shared_lock.read();
+        overlay.expire(now, |worker, keys| {
+            let ends = shared.ends_of(keys);
+            let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
+            let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
+            // Most decisions that expire unconfirmed have stored none of these blocks: then there is no worker to look for.
+            !ends.is_empty()
+                && shared
+                    .view
+                    .members
+                    .iter()
+                    .position(same)
+                    .is_some_and(|stream| holds(stream as u32))
+        });
+    }
+
+    /// Extends an answer by the decisions of the overlay.
+    pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
+        if self.overlay_at(now).is_empty() {
+            return;
+        }
+        let prompts = self.keys_of_all(tokens, scope);
+        let registry = self.registry.read();
+        let overlay = self.overlay.lock();
+        let meant = |worker: &&Worker| registry.labels.get(&worker.source) == scope.model.as_ref();
+        for worker in overlay.workers().filter(meant) {
+            let depths = prompts
+                .iter()
+                .map(|(scheme, keys)| overlay.depth(worker, keys) as u64 * u64::from(scheme.size));
+            let depth = u32::try_from(depths.max().unwrap_or(0)).unwrap_or(u32::MAX);
+            let known = found.hits.iter().position(|hit| found.worker(hit) == worker);
+            match known {
+                Some(at) => found.hits[at]
+                    .tokens
+                    .iter_mut()
+                    .for_each(|tokens| *tokens = depth.max(*tokens)),
+                None if depth > 0 => {
+                    let names = Arc::make_mut(&mut found.names);
+                    names.push(Some(Arc::new(worker.clone())));
+                    found.hits.push(Hit {
+                        stream: (names.len() - 1) as u32,
+                        tokens: [depth; LEVELS],
+                    });
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Statistics of the overlay.
+    pub fn speculated(&self, now: f64) -> Speculated {
+        let overlay = self.overlay_at(now);
+        Speculated {
+            blocks: overlay.len(),
+            confirmed: overlay.confirmed,
+            expired: overlay.expired,
+        }
+    }
+
+    /// Keys of a prompt in every scheme that some worker uses.
+    fn keys_of_all(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
+        let view = self.view.read();
+        let mut schemes: Vec<Scheme> = Vec::new();
+        for (scheme, _) in view.models.values().flat_map(|model| &model.schemes) {
+            if !schemes.contains(scheme) {
+                schemes.push(*scheme);
+            }
+        }
+        drop(view);
+        let keys = |scheme: Scheme| {
+            let mut found = Vec::new();
+            scope.extend(tokens, scheme, usize::MAX, &mut found);
+            keys::chain(None, &mut found);
+            (scheme, found)
+        };
+        schemes.into_iter().map(keys).collect()
+    }
+}
+
+/// How a stream is searched, if that is by the hashes of its engine.
+fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
+    let lookup = view.members[stream as usize].as_ref()?.lookup.as_deref()?;
+    (lookup.groups.method() == Method::Hashes).then_some(lookup)
+}
+
+/// Returns a hit without certain tokens.
+fn uncertain(hit: Hit) -> Hit {
+    Hit {
+        tokens: [0; LEVELS],
+        ..hit
+    }
+}
+
+/// What a lookup has found.
+struct Answer<'a> {
+    hits: &'a mut Vec<Hit>,
+    certain: &'a mut Vec<Hit>,
+    unknown: &'a mut Vec<u32>,
+}
+
+/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made,
+/// the hit is the most that the engine can find, and none of it is certain. If the prompt must be hashed first, returns the scheme for that.
+fn find_by_hashes(
+    view: &View,
+    hashed: &[HashedPrompt],
+    longest: usize,
+    scope: &Scope,
+    streams: &[u64],
+    answer: Answer<'_>,
+) -> Option<HashedPrompt> {
+    let Answer { hits, certain, unknown } = answer;
+    unknown.clear();
+    for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
+        let mut bits = streams & hybrid & visible;
+        while bits != 0 {
+            let stream = (at << 6) as u32 + bits.trailing_zeros();
+            bits &= bits - 1;
+            let Some(lookup) = lookup_by_hashes(view, stream) else {
+                continue;
+            };
+            let Some(cache) = &lookup.cache else { continue };
+            // A writer has it for some blocks at a time, without the interpreter lock.
+            let cache = cache.read();
+            let salt = match scope.salt {
+                0 => Some(None),
+                part => cache.salt(part).map(Some),
+            };
+            let has_full = lookup.groups.has_full();
+            let is_plain = scope.lora == 0 && scope.items.is_empty();
+            let found = match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
+                (Some(hashing), Some(salt)) => {
+                    let same = |known: &&HashedPrompt| known.hashing == *hashing && known.salt.as_deref() == salt;
+                    let Some(prompt) = hashed.iter().find(same) else {
+                        return Some(HashedPrompt {
+                            hashing: hashing.clone(),
+                            salt: salt.map(str::to_owned),
+                            hashes: Vec::new(),
+                        });
+                    };
+                    Some(cache.find(&lookup.groups, &prompt.hashes, longest))
+                }
+                // The engine has announced no prompt with this salt, or none with a LoRA or an item. Without full attention it need not
+                // announce the first blocks of a prompt.
+                (Some(_), None) if has_full && !cache.misses_salts() => Some(Found::default()),
+                _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
+                _ => None,
+            };
+            certain.retain(|hit| hit.stream != stream);
+            let known = hits.iter().position(|hit| hit.stream == stream);
+            let (known, is_known) = (known.map(|at| hits.swap_remove(at).tokens), found.is_some());
+            let found = found.unwrap_or_else(|| {
+                let partial = lookup
+                    .groups
+                    .full_size()
+                    .map_or(0, |_| lookup.groups.partial_tokens() as usize);
+                let most = |tokens: u32| (tokens as usize + partial).min(longest) as u32;
+                Found {
+                    tokens: known.unwrap_or_default().map(most),
+                    certain: [0; LEVELS],
+                }
+            });
+            if !is_known && lookup.groups.full_size().is_none() && lookup.groups.hashing.is_some() {
+                unknown.push(stream);
+            }
+            if found.tokens[LEVELS - 1] > 0 || unknown.last() == Some(&stream) {
+                let tokens = found.tokens;
+                hits.push(Hit { stream, tokens });
+                let tokens = found.certain;
+                certain.push(Hit { stream, tokens });
+            }
+        }
+    }
+    None
+}

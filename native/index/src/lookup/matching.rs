@@ -1,0 +1,602 @@
+//! How long a prefix each worker holds.
+//!
+//! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
+//! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
+
+use std::collections::BTreeSet;
+
+use crate::groups::Method;
+use crate::groups::cache::{GroupLookup, by_level};
+use crate::groups::search;
+use crate::holders::holder_sets::{EMPTY, Word};
+use crate::holders::placements::LEVELS;
+use crate::keys::{self, Scheme};
+use crate::store::read_view::View;
+use crate::store::records::{Memory, Records, chunk_of};
+use crate::store::shared_state::set_bit;
+
+/// One worker's answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hit {
+    /// The number of its stream.
+    pub stream: u32,
+    /// Tokens held by level, each with the levels before it.
+    pub tokens: [u32; LEVELS],
+}
+
+/// Tokens of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptLength {
+    /// All.
+    pub tokens: usize,
+    /// Those of the longest prefix that is an answer: engines compute the last token of a prompt in any case.
+    pub longest: usize,
+}
+
+/// Holders of one block after another: either a number in `Sets`, or several of them together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holders {
+    Set(u32),
+    Together(usize),
+}
+
+/// Consecutive blocks with the same holders.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    /// One more than the position of the last block.
+    end: usize,
+    holders: Holders,
+}
+
+/// Adjacent records that were read for consecutive blocks.
+#[derive(Clone, Copy, Debug)]
+struct BlockRow {
+    /// The place of the first block.
+    start: usize,
+    /// One more than the position of the last block.
+    end: usize,
+    /// The record of the first one.
+    number: u32,
+}
+
+impl BlockRow {
+    /// The record of the block at a place, if it is one of these.
+    fn record(&self, at: usize) -> Option<u32> {
+        (self.start..self.end)
+            .contains(&at)
+            .then(|| self.number + (at - self.start) as u32)
+    }
+}
+
+/// Places of blocks that might be gone which are looked at for one stream; all behind them counts as not certain.
+const MAX_UNCERTAIN: usize = 64;
+
+/// Buffers that are kept from one match to the next.
+#[derive(Debug, Default)]
+pub struct Walk {
+    steps: Vec<Step>,
+    together: Vec<Vec<Word>>,
+    /// The records that were read, by the positions of their blocks.
+    rows: Vec<BlockRow>,
+    keys: Vec<u64>,
+    /// Records of one block.
+    found: Vec<u32>,
+    seen: ReadVersions,
+    alive: Vec<u64>,
+    now: Vec<u64>,
+    blocks: Vec<[u32; LEVELS]>,
+    first: Vec<u64>,
+}
+
+/// Chunks that were read, to verify that all reads belong to one moment.
+#[derive(Debug, Default)]
+struct ReadVersions {
+    /// Numbers and versions.
+    chunks: Vec<(usize, u32)>,
+    /// Whether a chunk was being changed.
+    is_spoilt: bool,
+    /// Whether no writer can run meanwhile.
+    is_alone: bool,
+}
+
+impl ReadVersions {
+    /// The chunk of a record, to be read.
+    #[inline]
+    fn chunk<'a>(&mut self, view: &'a View, number: u32) -> Option<&'a Memory> {
+        let memory = view.chunk(number);
+        if !self.is_alone && self.chunks.last().is_none_or(|(at, _)| *at != chunk_of(number)) {
+            match memory.and_then(Memory::version) {
+                Some(version) => self.chunks.push((chunk_of(number), version)),
+                None => self.is_spoilt = true,
+            }
+        }
+        memory
+    }
+}
+
+impl Walk {
+    /// Drops what was read before. If no writer can run meanwhile, as a caller may know, all reads see one state.
+    pub fn begin(&mut self, is_alone: bool) {
+        self.seen.chunks.clear();
+        (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
+    }
+
+    /// Whether all reads since `begin` belong to one moment. If not, their results are invalid.
+    pub fn is_sound(&self, view: &View) -> bool {
+        let is_still = |&(at, version): &(usize, u32)| view.chunks[at].as_ref().is_some_and(|chunk| chunk.is_still(version));
+        !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
+    }
+
+    /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of
+    /// its blocks. Returns the number of records before the first missing one.
+    pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
+        match context {
+            Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
+            _ => {
+                let mut keys = std::mem::take(&mut self.keys);
+                keys.clear();
+                keys.extend_from_slice(locals);
+                keys::chain(None, &mut keys);
+                let found = self.read_keys(view, &keys, |other| Some(other) == context, keyed);
+                self.keys = keys;
+                found
+            }
+        }
+    }
+
+    /// The usual case: a position in a run determines all blocks before it, so keys are only computed at the end of a run.
+    fn read(&mut self, view: &View, locals: &[u64], context: u32) -> usize {
+        self.clear();
+        let Some(&(mut key)) = locals.first() else { return 0 };
+        let mut at = 0;
+        loop {
+            self.list(view, false, key, |other| other == context);
+            let Some(&number) = self.found.last() else { return at };
+            at += 1;
+            self.rows_to(at);
+            self.step_to(view, at);
+            let Some(chunk) = self.seen.chunk(view, number).filter(|_| !self.seen.is_spoilt) else {
+                return at;
+            };
+            let (start, mut run) = (at, chunk.run_after(number));
+            loop {
+                let (count, set) = run.take(&locals[at..], context);
+                if count == 0 {
+                    break;
+                }
+                at += count;
+                self.step(at, Holders::Set(set));
+            }
+            if let Some(row) = self.rows.last_mut() {
+                row.end = at;
+            }
+            match locals.get(at) {
+                Some(&local) => key = keys::chained(chunk.key(number + (at - start) as u32), local),
+                None => return at,
+            }
+        }
+    }
+
+    /// Fills `found` with the records that are listed by a key and have a context that `meant` accepts.
+    #[inline]
+    fn list(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
+        self.found.clear();
+        self.list_more(view, keyed, key, meant);
+    }
+
+    #[inline]
+    fn list_more(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
+        let table = if keyed { &view.keyed } else { &view.heads };
+        table.for_each_match(view.mixed(key), |number| {
+            if let Some(chunk) = self.seen.chunk(view, number)
+                && chunk.word(number) == key
+                && meant(chunk.context(number))
+            {
+                self.found.push(number);
+            }
+            true
+        });
+    }
+
+    /// Reads the records of a chain by its keys, in the contexts that `meant` accepts, and those that were stored by their keys in the
+    /// context
+    /// `keyed`. Returns the number of records before the first missing one.
+    pub fn read_keys(&mut self, view: &View, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
+        self.clear();
+        let mut before: Option<u32> = None;
+        for (at, &key) in keys.iter().enumerate() {
+            let next = before.and_then(Records::next).filter(|&next| {
+                self.seen.chunk(view, next).is_some_and(|chunk| {
+                    chunk.is_linked(next) && meant(chunk.context(next)) && keys::chained(keys[at - 1], chunk.word(next)) == key
+                })
+            });
+            self.found.clear();
+            self.found.extend(next);
+            if next.is_none() || view.strangers > 0 {
+                self.list_more(view, false, key, &meant);
+            }
+            before = self.found.first().copied();
+            if keyed.is_some() {
+                self.list_more(view, true, key, |context| Some(context) == keyed);
+            }
+            if self.found.is_empty() || self.seen.is_spoilt {
+                return at;
+            }
+            self.rows_to(at + 1);
+            self.step_to(view, at + 1);
+        }
+        keys.len()
+    }
+
+    fn clear(&mut self) {
+        self.steps.clear();
+        self.together.clear();
+        self.rows.clear();
+    }
+
+    /// Notes the records of the block before `end`, of which `found` has them.
+    #[inline]
+    fn rows_to(&mut self, end: usize) {
+        let start = end - 1;
+        let last = self.rows.last_mut().filter(|last| last.end == start);
+        match (&self.found[..], last) {
+            (&[number], Some(last)) if last.number + (start - last.start) as u32 == number => last.end = end,
+            (found, _) => self.rows.extend(found.iter().map(|&number| BlockRow { start, end, number })),
+        }
+    }
+
+    /// Advances by one block, whose records are in `found`.
+    fn step_to(&mut self, view: &View, end: usize) {
+        let set = |seen: &mut ReadVersions, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
+        let holders = match self.found[..] {
+            [number] => Holders::Set(set(&mut self.seen, number)),
+            _ => {
+                let mut words: Vec<Word> = Vec::new();
+                for &number in &self.found {
+                    for word in view.words(set(&mut self.seen, number)) {
+                        match words.iter_mut().find(|known| known.at == word.at) {
+                            Some(known) => known.bits |= word.bits,
+                            None => words.push(*word),
+                        }
+                    }
+                }
+                self.together.push(words);
+                Holders::Together(self.together.len() - 1)
+            }
+        };
+        self.step(end, holders);
+    }
+
+    #[inline]
+    fn step(&mut self, end: usize, holders: Holders) {
+        match self.steps.last_mut() {
+            Some(last) if last.holders == holders => last.end = end,
+            _ => self.steps.push(Step { end, holders }),
+        }
+    }
+
+    #[inline]
+    fn words<'a>(view: &'a View, together: &'a [Vec<Word>], holders: Holders) -> &'a [Word] {
+        match holders {
+            Holders::Set(set) => view.words(set),
+            Holders::Together(at) => &together[at],
+        }
+    }
+
+    /// Appends the matches of the last lookup, for the streams of a model.
+    pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
+        if self.steps.is_empty() {
+            return;
+        }
+        let (words, before) = (streams.len().min(view.visible.len()), out.len());
+        self.match_single_groups(view, &streams[..words], scheme.size, out);
+        if prompt.longest < prompt.tokens {
+            shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
+        }
+        for (at, &streams) in streams[..words].iter().enumerate() {
+            let mut bits = view.hybrid[at] & streams & view.visible[at];
+            while bits != 0 {
+                let stream = (at << 6) as u32 + bits.trailing_zeros();
+                bits &= bits - 1;
+                let member = view.members[stream as usize].as_ref();
+                let Some(lookup) = member.and_then(|member| member.lookup.as_deref()) else {
+                    continue;
+                };
+                let tokens = self.search_groups(view, stream, lookup, scheme, prompt);
+                if tokens[LEVELS - 1] > 0 {
+                    out.push(Hit { stream, tokens });
+                }
+            }
+        }
+    }
+
+    /// Returns the certain part of each of these hits whose stream has blocks that might be gone.
+    pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
+        for hit in hits {
+            let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
+            if view.uncertain.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
+                let tokens = self.certain_tokens(view, scheme, prompt, hit);
+                out.push(Hit { tokens, ..*hit });
+            }
+        }
+    }
+
+    /// Returns the certain part of one hit: the same lookup without the copies that might be gone.
+    #[cold]
+    fn certain_tokens(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hit: &Hit) -> [u32; LEVELS] {
+        let Some(member) = view.members[hit.stream as usize].as_ref() else {
+            return hit.tokens;
+        };
+        let blocks = match member.lookup {
+            None => (hit.tokens[LEVELS - 1] / scheme.size) as usize,
+            Some(_) => self.steps.last().map_or(0, |step| step.end),
+        };
+        let mut places = BTreeSet::new();
+        for row in self.rows.iter().filter(|row| row.start < blocks) {
+            let behind = row.number + (row.end.min(blocks) - row.start) as u32;
+            let uncertain = member.uncertain.range((row.number, 0)..(behind, 0));
+            let found = uncertain.map(|(number, _)| row.start + (number - row.number) as usize);
+            places.extend(found.take(MAX_UNCERTAIN * LEVELS));
+        }
+        if places.is_empty() {
+            return hit.tokens;
+        }
+        let known = (std::mem::take(&mut self.steps), self.together.len());
+        self.steps = self.certain_steps(view, hit.stream, &known.0, &places);
+        let mut only = vec![0; view.visible.len()];
+        set_bit(&mut only, hit.stream, true);
+        let mut found = Vec::new();
+        self.hits(view, scheme, prompt, &only, &mut found);
+        self.steps = known.0;
+        self.together.truncate(known.1);
+        found.first().map_or([0; LEVELS], |found| found.tokens)
+    }
+
+    /// Steps in which a stream holds nothing of blocks at these places but the copies that are certain.
+    fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
+        let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_UNCERTAIN)), 0);
+        let mut looked = 0;
+        for &Step { end, holders } in steps {
+            for &place in places.range(start..end) {
+                if looked == MAX_UNCERTAIN {
+                    return certain;
+                }
+                looked += 1;
+                if start < place {
+                    certain.push(Step { end: place, holders });
+                }
+                self.together.push(self.certain_holders(view, stream, place));
+                let holders = Holders::Together(self.together.len() - 1);
+                certain.push(Step { end: place + 1, holders });
+                start = place + 1;
+            }
+            if start < end {
+                certain.push(Step { end, holders });
+                start = end;
+            }
+        }
+        certain
+    }
+
+    /// The placements on which a stream certainly holds the block at a position.
+    fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Vec<Word> {
+        let mut words: Vec<Word> = Vec::new();
+        let uncertain = view.members[stream as usize].as_ref().map(|member| &member.uncertain);
+        let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
+        for number in self.rows.iter().filter_map(|row| row.record(place)) {
+            let Some(chunk) = view.chunk(number) else { continue };
+            for word in view.words(chunk.set(number)) {
+                let is_uncertain = || uncertain.is_some_and(|uncertain| uncertain.contains(&(number, word.placement() as u16)));
+                if word.word() == at && word.bits & bit != 0 && !is_uncertain() {
+                    words.push(Word { at: word.at, bits: bit });
+                }
+            }
+        }
+        words
+    }
+
+    /// Streams whose blocks are all of one kind.
+    fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
+        let (words, levels) = (streams.len(), view.placements.depth());
+        let Self {
+            steps,
+            together,
+            alive,
+            now,
+            blocks,
+            first,
+            ..
+        } = self;
+        let placement_levels = view.placements.levels();
+        let fill = |rows: &mut [u64], holders: Holders| {
+            rows.fill(0);
+            for word in Self::words(view, together, holders) {
+                if levels == 1 {
+                    if let Some(bits) = rows.get_mut(word.word()) {
+                        *bits |= word.bits;
+                    }
+                } else if word.word() < words {
+                    for level in usize::from(placement_levels[word.placement()])..levels {
+                        rows[level * words + word.word()] |= word.bits;
+                    }
+                }
+            }
+        };
+        for rows in [&mut *alive, &mut *now] {
+            rows.clear();
+            rows.resize(words * levels, 0);
+        }
+        fill(alive, steps[0].holders);
+        for level in 0..levels {
+            let row = &mut alive[level * words..][..words];
+            for (at, bits) in row.iter_mut().enumerate() {
+                *bits &= streams[at] & view.visible[at] & !view.hybrid[at];
+            }
+        }
+        let top = (levels - 1) * words;
+        let count: u32 = alive[top..].iter().map(|bits| bits.count_ones()).sum();
+        out.reserve(count as usize);
+        if steps.len() == 1 && levels == 1 {
+            let tokens = [tokens_of(steps[0].end as u64, size); LEVELS];
+            return for_each(alive, |stream| {
+                out.push(Hit {
+                    stream: stream as u32,
+                    tokens,
+                });
+            });
+        }
+        first.clear();
+        first.extend_from_slice(&alive[top..]);
+        blocks.resize(blocks.len().max(words << 6), [0; LEVELS]);
+        for_each(first, |stream| blocks[stream] = [0; LEVELS]);
+        let mut start = steps[0].end;
+        for step in &steps[1..] {
+            let mut any = 0;
+            let mut meet = |level: usize, word: usize, alive: &mut u64, now: u64| {
+                let mut dropped = *alive & !now;
+                *alive &= now;
+                any |= *alive;
+                while dropped != 0 {
+                    let stream = (word << 6) + dropped.trailing_zeros() as usize;
+                    dropped &= dropped - 1;
+                    blocks[stream][level] = start as u32;
+                }
+            };
+            let set = Self::words(view, together, step.holders);
+            let is_row = levels == 1
+                && matches!(step.holders, Holders::Set(_))
+                && set.first().map(|word| word.placement()) == set.last().map(|word| word.placement());
+            if is_row {
+                // Words of one placement are in their order.
+                let mut set = set.iter().peekable();
+                for (word, alive) in alive.iter_mut().enumerate() {
+                    let now = set.next_if(|next| next.word() == word).map_or(0, |next| next.bits);
+                    meet(0, word, alive, now);
+                }
+            } else {
+                fill(now, step.holders);
+                for (at, (alive, now)) in alive.iter_mut().zip(&*now).enumerate() {
+                    meet(at / words, at % words, alive, *now);
+                }
+            }
+            if any == 0 {
+                break;
+            }
+            start = step.end;
+        }
+        for level in 0..levels {
+            for_each(&alive[level * words..][..words], |stream| {
+                blocks[stream][level] = start as u32
+            });
+        }
+        for_each(first, |stream| {
+            let held = blocks[stream];
+            let tokens = match levels {
+                1 => [tokens_of(held[0].into(), size); LEVELS],
+                _ => std::array::from_fn(|level| tokens_of(held[level.min(levels - 1)].into(), size)),
+            };
+            let stream = stream as u32;
+            out.push(Hit { stream, tokens });
+        });
+    }
+
+    /// Tokens of a stream whose groups are searched, by level. Of one that is looked up by hashes these are an estimate: the blocks of its
+    /// groups with full attention.
+    fn search_groups(
+        &self,
+        view: &View,
+        stream: u32,
+        lookup: &GroupLookup,
+        scheme: Scheme,
+        prompt: PromptLength,
+    ) -> [u32; LEVELS] {
+        let (groups, size) = (&lookup.groups, scheme.size as usize);
+        let numbers: Vec<i64> = groups.known().map(|group| group.number).collect();
+        let levels = self.levels_of_groups(view, stream, &numbers);
+        let is_held = |group: usize, position: usize, level: usize| {
+            let at = levels.partition_point(|step| step.end * size < position);
+            levels.get(at).is_some_and(|step| usize::from(step.lowest[group]) <= level) && position.is_multiple_of(size)
+        };
+        let end = scheme.blocks(prompt.tokens) * size;
+        if groups.full_size() != Some(scheme.size) {
+            return [0; LEVELS];
+        }
+        if groups.method() == Method::Records {
+            return by_level(|level| {
+                search::find(groups, end, prompt.longest, |group, position| is_held(group, position, level))
+            });
+        }
+        let needed: Vec<usize> = (groups.known().enumerate())
+            .filter(|(_, group)| group.kind.is_full())
+            .map(|(at, _)| at)
+            .collect();
+        by_level(|level| {
+            let is_whole = |block: &usize| needed.iter().all(|&group| is_held(group, block * size, level));
+            (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size
+        })
+    }
+
+    /// The lowest level on which each of these groups of a stream holds the blocks of a step.
+    fn levels_of_groups(&self, view: &View, stream: u32, groups: &[i64]) -> Vec<GroupStep> {
+        let (at, bit) = (stream as usize >> 6, stream & 63);
+        let step = |step: &Step| {
+            let mut lowest = vec![u8::MAX; groups.len()];
+            for word in Self::words(view, &self.together, step.holders) {
+                if word.word() == at && word.bits >> bit & 1 == 1 {
+                    let group = view.placements.get(word.placement() as u16).group;
+                    if let Some(found) = groups.iter().position(|&known| known == group) {
+                        lowest[found] = lowest[found].min(view.placements.levels()[word.placement()]);
+                    }
+                }
+            }
+            GroupStep { end: step.end, lowest }
+        };
+        self.steps.iter().map(step).collect()
+    }
+}
+
+/// Consecutive blocks, and the levels on which groups hold them.
+struct GroupStep {
+    /// One more than the position of the last block.
+    end: usize,
+    /// The lowest level of each group; above all levels if it does not hold them.
+    lowest: Vec<u8>,
+}
+
+/// Shortens the hits from `first` on to so many tokens.
+fn shorten(hits: &mut Vec<Hit>, first: usize, most: u32) {
+    for hit in &mut hits[first..] {
+        hit.tokens = hit.tokens.map(|tokens| tokens.min(most));
+    }
+    if most == 0 {
+        hits.truncate(first);
+    }
+}
+
+fn tokens_of(blocks: u64, size: u32) -> u32 {
+    u32::try_from(blocks.saturating_mul(size.into())).unwrap_or(u32::MAX)
+}
+
+fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
+    for (at, &word) in words.iter().enumerate() {
+        let mut bits = word;
+        while bits != 0 {
+            visit((at << 6) + bits.trailing_zeros() as usize);
+            bits &= bits - 1;
+        }
+    }
+}
+
+/// Merges the answers of several schemes.
+pub fn merge(hits: &mut Vec<Hit>) {
+    hits.sort_by_key(|hit| hit.stream);
+    hits.dedup_by(|next, first| {
+        let same = next.stream == first.stream;
+        if same {
+            for (most, next) in first.tokens.iter_mut().zip(next.tokens) {
+                *most = next.max(*most);
+            }
+        }
+        same
+    });
+}

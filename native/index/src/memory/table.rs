@@ -1,0 +1,521 @@
+//! A compact multiset of record numbers, found by hashes that are not stored.
+//!
+//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts these entries, so
+//! that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first bits of the hash
+//! (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the table would be half
+//! empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to twice as fast as those of
+//! the other: at any size some have just been split and others are about to be, and the table takes about 10.5 bytes an entry always. A
+//! dense table also has segments of an intermediate size, and takes about 8.5. Tags are the bits of the hash after those that a segment was
+//! found by, so four splits of five need no hashes from the records, which would be a cache miss each. No single operation moves more than
+//! a segment, apart from the doubling of the directory.
+
+mod segment;
+
+use crate::memory::prefetch;
+
+use segment::{Bucket, SEGMENT, Segment, WIDE};
+
+/// Bits of the directory: segments above it grow instead of being split.
+const MAX_DEPTH: u32 = 30;
+
+/// The full hashes of entries, which their records know.
+pub trait Hashes {
+    /// Returns the hash of a record.
+    fn hash_of(&self, record: u32) -> u64;
+
+    /// Prefetches the memory of a record whose hash is needed soon.
+    fn prefetch(&self, record: u32) {
+        let _ = record;
+    }
+}
+
+impl<F: Fn(u32) -> u64> Hashes for F {
+    fn hash_of(&self, record: u32) -> u64 {
+        self(record)
+    }
+}
+
+/// Skews a hash and keeps the order of hashes: low values become twice as frequent as high ones.
+#[inline]
+fn skewed(hash: u64) -> u64 {
+    let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
+    const THIRD: u64 = u64::MAX / 3;
+    high(hash, 2 * THIRD) + high(high(hash, hash), THIRD)
+}
+
+/// A hash in the form in which a table looks it up.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TableHash {
+    skewed: u64,
+}
+
+impl From<u64> for TableHash {
+    #[inline]
+    fn from(hash: u64) -> Self {
+        Self { skewed: skewed(hash) }
+    }
+}
+
+/// The position of a hash in a table at one moment, or that it was not looked up. It has two words, so that it is passed in registers: four
+/// numbers and an option would be passed through memory, with stalls of the processor.
+#[derive(Clone, Copy, Debug)]
+pub struct TablePosition {
+    /// Number of the segment, and of the bucket in it.
+    place: u64,
+    /// `Table::moves` at that moment, and the tag.
+    seen: u64,
+}
+
+impl TablePosition {
+    const NONE: Self = Self {
+        place: u64::MAX,
+        seen: u64::MAX,
+    };
+
+    #[inline]
+    fn new(segment: u32, home: u32, moves: u32, tag: u16) -> Self {
+        Self {
+            place: u64::from(segment) << 32 | u64::from(home),
+            seen: u64::from(moves) << 16 | u64::from(tag),
+        }
+    }
+
+    #[inline]
+    fn is_none(self) -> bool {
+        self.place == u64::MAX
+    }
+
+    #[inline]
+    fn segment(self) -> usize {
+        (self.place >> 32) as usize
+    }
+
+    #[inline]
+    fn home(self) -> usize {
+        self.place as u32 as usize
+    }
+
+    #[inline]
+    fn tag(self) -> u16 {
+        self.seen as u16
+    }
+
+    /// Whether nothing has moved since, given the table's current count of moves.
+    #[inline]
+    fn holds(self, moves: u32) -> bool {
+        self.seen >> 16 == u64::from(moves)
+    }
+}
+
+impl Default for TablePosition {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+/// The part of a table that `Table::prefetch` loads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Stage {
+    Directory,
+    Segment,
+    Bucket,
+}
+
+/// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CacheLevel {
+    /// All of the table is in a near cache.
+    Near,
+    /// The directory and the segments' headers are in a near cache.
+    Middle,
+    /// Nothing is in a near cache.
+    Far,
+}
+
+/// Most buckets of a table in a near cache: 64 KiB, about 8,000 entries.
+const NEAR_BUCKETS: usize = 1 << 10;
+/// Most segments of a table whose directory and segment headers are in a near cache: 32 KiB, about 300,000 entries.
+const MIDDLE_SEGMENTS: usize = 1 << 10;
+
+/// See the module.
+pub struct Table {
+    /// Numbers in `segments`, by the first `depth` bits.
+    directory: Vec<u32>,
+    segments: Vec<Segment>,
+    depth: u32,
+    len: usize,
+    buckets: usize,
+    /// Counts moves of entries or segments: a position from before a move is invalid.
+    moves: u32,
+    dense: bool,
+}
+
+impl std::fmt::Debug for Table {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "Table({} entries in {} bytes)", self.len, self.bytes())
+    }
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Table {
+    /// Creates it empty, without memory.
+    pub const fn new() -> Self {
+        Self {
+            directory: Vec::new(),
+            segments: Vec::new(),
+            depth: 0,
+            len: 0,
+            buckets: 0,
+            moves: 0,
+            dense: false,
+        }
+    }
+
+    /// Creates it empty; it takes about 8.5 bytes an entry instead of 10.5, and moves each entry once more.
+    pub fn dense() -> Self {
+        Self {
+            dense: true,
+            ..Self::new()
+        }
+    }
+
+    /// Entries.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no entries.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The part of the table that is probably in a near cache.
+    #[inline]
+    pub fn cache_level(&self) -> CacheLevel {
+        if self.buckets <= NEAR_BUCKETS {
+            CacheLevel::Near
+        } else if self.segments.len() <= MIDDLE_SEGMENTS {
+            CacheLevel::Middle
+        } else {
+            CacheLevel::Far
+        }
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.buckets * size_of::<Bucket>() + self.segments.capacity() * size_of::<Segment>() + self.directory.capacity() * 4
+    }
+
+    #[inline]
+    fn at(&self, skewed: u64) -> usize {
+        self.directory[self.entry(skewed)] as usize
+    }
+
+    /// The position of a hash in the directory.
+    #[inline]
+    fn entry(&self, skewed: u64) -> usize {
+        // Two shifts, since a shift by 64 does nothing.
+        (skewed >> 1 >> (63 - self.depth)) as usize
+    }
+
+    /// The position of a hash; none while the table is empty.
+    #[inline]
+    pub fn position_of(&self, mixed: impl Into<TableHash>) -> TablePosition {
+        let TableHash { skewed } = mixed.into();
+        let Some(&number) = self.directory.get(self.entry(skewed)) else {
+            return TablePosition::NONE;
+        };
+        let segment = &self.segments[number as usize];
+        TablePosition::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
+    }
+
+    /// The position of a hash, whose bucket is prefetched.
+    #[inline]
+    pub fn position_ahead(&self, mixed: TableHash) -> TablePosition {
+        let position = self.position_of(mixed);
+        if !position.is_none() {
+            prefetch::line(self.segments[position.segment()].bucket(position.home()));
+        }
+        position
+    }
+
+    /// The position of a hash: the earlier one in this table, if nothing has moved since.
+    #[inline]
+    pub fn position_again(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
+        if before.holds(self.moves) {
+            before
+        } else {
+            self.position_of(mixed)
+        }
+    }
+
+    /// Prefetches the memory on the way to a hash: first its position in the directory, then its segment, then its bucket. In a large table
+    /// each step is a cache miss on which the next one depends.
+    #[inline]
+    pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
+        if let Some(entry) = self.directory.get(self.entry(mixed.skewed)) {
+            match stage {
+                Stage::Directory => prefetch::line(entry),
+                Stage::Segment => prefetch::line(&self.segments[*entry as usize]),
+                Stage::Bucket => {
+                    let segment = &self.segments[*entry as usize];
+                    prefetch::line(segment.bucket(segment.home(mixed.skewed)));
+                }
+            }
+        }
+    }
+
+    /// Visits records that can have this hash, until `visit` returns false.
+    #[inline]
+    pub fn for_each_match(&self, mixed: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
+        self.for_each_match_at(self.position_of(mixed), visit);
+    }
+
+    /// Does the same from the position of the hash.
+    #[inline]
+    pub fn for_each_match_at(&self, position: TablePosition, visit: impl FnMut(u32) -> bool) {
+        if !position.is_none() {
+            self.segments[position.segment()].for_each_match(position.home(), position.tag(), visit);
+        }
+    }
+
+    /// The first record that can have this hash and for which `fits` returns true.
+    #[inline]
+    pub fn find(&self, mixed: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
+        let mut found = None;
+        self.for_each_match(mixed, |record| {
+            if fits(record) {
+                found = Some(record);
+            }
+            found.is_none()
+        });
+        found
+    }
+
+    /// Adds an entry. `hashes` returns the hashes of entries that have to move.
+    #[inline]
+    pub fn insert(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) {
+        let mixed = mixed.into();
+        self.insert_at(self.position_of(mixed), mixed, record, hashes);
+    }
+
+    /// Does the same at the position of the hash.
+    #[inline]
+    pub fn insert_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) {
+        self.len += 1;
+        if !position.is_none() {
+            let segment = &mut self.segments[position.segment()];
+            if segment.has_room() {
+                return segment.put(position.home(), position.tag(), record);
+            }
+        }
+        self.insert_with_room(mixed, record, hashes);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn insert_with_room(&mut self, TableHash { skewed }: TableHash, record: u32, hashes: &impl Hashes) {
+        loop {
+            self.moves = self.moves.wrapping_add(1);
+            self.make_room(skewed, hashes);
+            let at = self.at(skewed);
+            let segment = &mut self.segments[at];
+            if segment.has_room() {
+                return segment.put(segment.home(skewed), segment.tag(skewed), record);
+            }
+        }
+    }
+
+    /// Removes an entry; false if it is not there.
+    #[inline]
+    pub fn remove(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) -> bool {
+        let mixed = mixed.into();
+        self.remove_at(self.position_of(mixed), mixed, record, hashes)
+    }
+
+    /// Does the same from the position of the hash.
+    #[inline]
+    pub fn remove_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) -> bool {
+        if position.is_none() {
+            return false;
+        }
+        let at = position.segment();
+        let segment = &mut self.segments[at];
+        if !segment.take(position.home(), position.tag(), record) {
+            return false;
+        }
+        self.len -= 1;
+        if self.len == 0 {
+            self.clear();
+        } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
+            self.moves = self.moves.wrapping_add(1);
+            self.shrink(mixed.skewed, at, hashes);
+        }
+        true
+    }
+
+    /// Iterates over all entries, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.segments.iter().flat_map(Segment::records)
+    }
+
+    /// Removes all entries, and releases the memory.
+    pub fn clear(&mut self) {
+        *self = Self {
+            moves: self.moves.wrapping_add(1),
+            dense: self.dense,
+            ..Self::new()
+        };
+    }
+
+    // --- growing and shrinking
+
+    fn make_room(&mut self, skewed: u64, hashes: &impl Hashes) {
+        if self.directory.is_empty() {
+            self.directory = vec![0];
+            self.segments.push(Segment::new(1, 0, 0));
+            self.buckets = 1;
+            return;
+        }
+        let at = self.at(skewed);
+        let (size, depth) = (self.segments[at].size(), self.segments[at].depth());
+        if self.dense && size == SEGMENT {
+            self.refit(at, WIDE);
+        } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(skewed, at, hashes) {
+            // A wide segment that cannot be split goes on from a power of two.
+            self.refit(at, if size == WIDE { 2 * SEGMENT } else { size * 2 });
+        }
+    }
+
+    fn refit(&mut self, at: usize, buckets: usize) {
+        let old = &self.segments[at];
+        let mut new = [Segment::new(buckets, old.depth(), old.base())];
+        old.pour(&mut new, [old.used()]);
+        self.buckets = self.buckets + buckets - old.size();
+        [self.segments[at]] = new;
+    }
+
+    /// Splits a segment by the next bit. False when that would not help: many entries have the same hash.
+    fn split(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) -> bool {
+        let old = &self.segments[at];
+        let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
+        let more = old.in_second_half();
+        let used = [old.used() - more, more];
+        if used.iter().any(|half| half * 8 < old.used()) {
+            return false;
+        }
+        // Halves of a wide segment are not always small enough for narrow ones.
+        let half = |used: usize| {
+            if size == WIDE && Segment::takes(used, SEGMENT) {
+                SEGMENT
+            } else {
+                size
+            }
+        };
+        let sizes = used.map(half);
+        let mut halves = sizes.map(|size| Segment::new(size, depth, base));
+        old.pour(&mut halves, used);
+        if halves[0].tags_are_used_up() {
+            halves.iter_mut().for_each(|half| half.take_tags(depth, hashes));
+        }
+        if depth > self.depth {
+            self.directory = self.directory.iter().flat_map(|&segment| [segment, segment]).collect();
+            self.depth = depth;
+        }
+        let [low, high] = halves;
+        self.segments[at] = low;
+        if self.segments.len() == self.segments.capacity() {
+            self.segments.reserve_exact(self.segments.len().div_ceil(8));
+        }
+        self.segments.push(high);
+        self.buckets = self.buckets + sizes[0] + sizes[1] - size;
+        let number = (self.segments.len() - 1) as u32;
+        let (first, span) = self.span(skewed, depth - 1);
+        self.directory[first + span / 2..first + span].fill(number);
+        true
+    }
+
+    /// The part of the directory that shares the first `depth` bits of a hash.
+    fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
+        let span = 1 << (self.depth - depth);
+        (self.entry(skewed) & !(span - 1), span)
+    }
+
+    #[cold]
+    fn shrink(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) {
+        let segment = &self.segments[at];
+        let (used, depth, size) = (segment.used(), segment.depth(), segment.size());
+        if size > SEGMENT || (depth == 0 && size > 1) {
+            if size == WIDE || Segment::may_shrink(used, size / 2) {
+                self.refit(at, if size == WIDE { SEGMENT } else { size / 2 });
+            }
+            return;
+        }
+        if depth == 0 {
+            return;
+        }
+        let (first, span) = self.span(skewed, depth - 1);
+        let pair = [self.directory[first] as usize, self.directory[first + span / 2] as usize];
+        let same = pair
+            .iter()
+            .all(|&half| self.segments[half].depth() == depth && self.segments[half].size() == SEGMENT);
+        if !same || !Segment::may_shrink(self.segments[pair[0]].used() + self.segments[pair[1]].used(), SEGMENT) {
+            return;
+        }
+        // Both need the same tags, with the bit in them that is no longer shared.
+        let [base, other] = pair.map(|half| self.segments[half].base());
+        let base = if base == other { base.min(depth - 1) } else { depth - 1 };
+        let mut merged = [Segment::new(SEGMENT, depth - 1, base)];
+        for half in pair {
+            let half = &mut self.segments[half];
+            if half.base() != base {
+                half.take_tags(base, hashes);
+            }
+            half.pour(&mut merged, [half.used()]);
+        }
+        [self.segments[pair[0]]] = merged;
+        self.directory[first..first + span].fill(pair[0] as u32);
+        self.buckets -= SEGMENT;
+        self.drop_segment(pair[1], hashes);
+        self.narrow();
+    }
+
+    /// Removes a segment; the last segment takes its number.
+    fn drop_segment(&mut self, gone: usize, hashes: &impl Hashes) {
+        let last = self.segments.len() - 1;
+        self.segments.swap_remove(gone);
+        if gone != last {
+            // Segments hold at least one entry, unless nothing was ever put there; then the directory is searched.
+            let moved = &self.segments[gone];
+            let depth = moved.depth();
+            match moved.records().next() {
+                Some(record) => {
+                    let (first, span) = self.span(skewed(hashes.hash_of(record)), depth);
+                    self.directory[first..first + span].fill(gone as u32);
+                }
+                None => self
+                    .directory
+                    .iter_mut()
+                    .filter(|number| **number == last as u32)
+                    .for_each(|number| *number = gone as u32),
+            }
+        }
+        if self.segments.capacity() > 4 * self.segments.len() {
+            self.segments.shrink_to(2 * self.segments.len());
+        }
+    }
+
+    /// Halves the directory if it has four times as many entries as there are segments.
+    fn narrow(&mut self) {
+        while self.directory.len() > 4 * self.segments.len() && self.directory.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
+            self.directory = self.directory.chunks_exact(2).map(|pair| pair[0]).collect();
+            self.depth -= 1;
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! The segments of a table: buckets that share the first bits of their hashes.
+
+use std::ops::{Deref, DerefMut};
+use std::ptr::{self, NonNull};
+
+use crate::memory::page_pool::Piece;
+
+use super::{Hashes, skewed};
+
+/// Entries of a bucket.
+const WAYS: usize = 10;
+/// Buckets of a segment that is not small.
+pub const SEGMENT: usize = 32;
+/// Buckets of a segment of a dense table before it is split.
+pub const WIDE: usize = 48;
+/// Entries for each bucket above which a segment is split or grows.
+const FULL: usize = 9;
+/// Entries for each bucket below which two segments are merged, or one shrinks.
+const SPARSE: usize = 6;
+/// Splits after which tags are computed again, since splits use up their bits.
+const SPLITS_BY_TAG: u8 = 4;
+/// Bits of a hash that identify a bucket in its segment: those of a tag that splits have not used.
+const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
+/// Mask of those bits in a tag from which the bits of splits were shifted out.
+const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
+
+/// One cache line.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct Bucket {
+    tags: [u16; WAYS],
+    used: u16,
+    /// Number of entries that belong here and are in a later bucket; it stays at the maximum once it is reached.
+    sent_on: u16,
+    records: [u32; WAYS],
+}
+
+const EMPTY: Bucket = Bucket {
+    tags: [0; WAYS],
+    used: 0,
+    sent_on: 0,
+    records: [0; WAYS],
+};
+
+impl Bucket {
+    /// A bit for each entry with this tag.
+    #[inline]
+    fn matches(&self, tag: u16) -> u32 {
+        #[cfg(target_arch = "x86_64")]
+        let mask = {
+            use std::arch::x86_64::{
+                __m128i, _mm_cmpeq_epi16, _mm_loadu_si128, _mm_movemask_epi8, _mm_packs_epi16, _mm_set1_epi16,
+            };
+            let line = ptr::from_ref(self).cast::<__m128i>();
+            // SAFETY: SSE2 is part of x86_64, and the 32 bytes are the first of this bucket's 64.
+            unsafe {
+                let wanted = _mm_set1_epi16(tag.cast_signed());
+                let low = _mm_cmpeq_epi16(_mm_loadu_si128(line), wanted);
+                let high = _mm_cmpeq_epi16(_mm_loadu_si128(line.add(1)), wanted);
+                _mm_movemask_epi8(_mm_packs_epi16(low, high)) as u32
+            }
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let mask = (0..WAYS).fold(0, |mask, at| mask | u32::from(self.tags[at] == tag) << at);
+        mask & ((1 << self.used) - 1)
+    }
+
+    /// Removes an entry; false if it is not here.
+    #[inline]
+    fn take(&mut self, tag: u16, record: u32) -> bool {
+        let mut matches = self.matches(tag);
+        while matches != 0 {
+            let way = matches.trailing_zeros() as usize;
+            matches &= matches - 1;
+            if self.records[way] == record {
+                let last = self.used as usize - 1;
+                self.tags[way] = self.tags[last];
+                self.records[way] = self.records[last];
+                self.used -= 1;
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Takes an entry if there is room.
+    #[inline]
+    fn put(&mut self, tag: u16, record: u32) -> bool {
+        let used = self.used as usize;
+        if used >= WAYS {
+            return false;
+        }
+        self.tags[used] = tag;
+        self.records[used] = record;
+        self.used += 1;
+        true
+    }
+}
+
+/// A piece, or separate memory for other sizes. It is a pointer, since an enum would need a branch at each access.
+struct Buckets {
+    at: NonNull<Bucket>,
+    count: u32,
+}
+
+// SAFETY: it owns its buckets, as a box does.
+unsafe impl Send for Buckets {}
+// SAFETY: as above.
+unsafe impl Sync for Buckets {}
+
+impl Buckets {
+    fn new(count: usize) -> Self {
+        let at = match count {
+            SEGMENT => Piece::<Bucket, SEGMENT>::filled(EMPTY).into_raw(),
+            WIDE => Piece::<Bucket, WIDE>::filled(EMPTY).into_raw(),
+            _ => NonNull::from(Box::leak(vec![EMPTY; count].into_boxed_slice())).cast(),
+        };
+        Self { at, count: count as u32 }
+    }
+
+    /// Puts an entry into a bucket after its home, which is full.
+    #[cold]
+    fn send_on(&mut self, home: usize, tag: u16, record: u32) {
+        let mut at = home;
+        while !self[at].put(tag, record) {
+            self[at].sent_on = self[at].sent_on.saturating_add(1);
+            at = if at + 1 == self.len() { 0 } else { at + 1 };
+        }
+    }
+}
+
+impl Drop for Buckets {
+    fn drop(&mut self) {
+        // SAFETY: all were made in `new`, by their count in the same three ways.
+        unsafe {
+            match self.count as usize {
+                SEGMENT => drop(Piece::<Bucket, SEGMENT>::from_raw(self.at)),
+                WIDE => drop(Piece::<Bucket, WIDE>::from_raw(self.at)),
+                count => drop(Box::from_raw(ptr::slice_from_raw_parts_mut(self.at.as_ptr(), count))),
+            }
+        }
+    }
+}
+
+impl Deref for Buckets {
+    type Target = [Bucket];
+
+    #[inline]
+    fn deref(&self) -> &[Bucket] {
+        // SAFETY: it owns that many, which were written when they were made.
+        unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.count as usize) }
+    }
+}
+
+impl DerefMut for Buckets {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [Bucket] {
+        // SAFETY: as above, and no other reference to them exists.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.count as usize) }
+    }
+}
+
+/// See the module.
+pub struct Segment {
+    buckets: Buckets,
+    used: u32,
+    /// Leading bits of skewed hashes that all of its entries share.
+    depth: u8,
+    /// The bits after this many are the tags.
+    base: u8,
+}
+
+impl Segment {
+    pub fn new(buckets: usize, depth: u32, base: u32) -> Self {
+        Self {
+            buckets: Buckets::new(buckets),
+            used: 0,
+            depth: depth as u8,
+            base: base as u8,
+        }
+    }
+
+    /// Buckets.
+    pub fn size(&self) -> usize {
+        self.buckets.len()
+    }
+
+    pub fn used(&self) -> usize {
+        self.used as usize
+    }
+
+    pub fn depth(&self) -> u32 {
+        u32::from(self.depth)
+    }
+
+    pub fn base(&self) -> u32 {
+        u32::from(self.base)
+    }
+
+    /// Whether this many entries fit in that many buckets.
+    #[inline]
+    pub fn takes(used: usize, buckets: usize) -> bool {
+        used < buckets * FULL
+    }
+
+    /// Whether there is room for one more entry.
+    #[inline]
+    pub fn has_room(&self) -> bool {
+        Self::takes(self.used(), self.size())
+    }
+
+    /// Whether this many entries are few enough to move to that smaller number of buckets.
+    pub fn may_shrink(used: usize, buckets: usize) -> bool {
+        used < buckets * SPARSE
+    }
+
+    #[inline]
+    pub fn tag(&self, skewed: u64) -> u16 {
+        (skewed << self.base >> 48) as u16
+    }
+
+    /// The home bucket of a hash, from bits that are in the tag before and after tags are computed again.
+    #[inline]
+    pub fn home(&self, skewed: u64) -> usize {
+        (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
+    }
+
+    /// The bucket at a home.
+    #[inline]
+    pub fn bucket(&self, home: usize) -> *const Bucket {
+        ptr::from_ref(&self.buckets[home])
+    }
+
+    /// Visits records with a tag, from its home bucket on, until `visit` returns false.
+    #[inline]
+    pub fn for_each_match(&self, home: usize, tag: u16, mut visit: impl FnMut(u32) -> bool) {
+        let mut at = home;
+        loop {
+            let bucket = &self.buckets[at];
+            let mut matches = bucket.matches(tag);
+            while matches != 0 {
+                if !visit(bucket.records[matches.trailing_zeros() as usize]) {
+                    return;
+                }
+                matches &= matches - 1;
+            }
+            at = if at + 1 == self.buckets.len() { 0 } else { at + 1 };
+            if bucket.sent_on == 0 || at == home {
+                return;
+            }
+        }
+    }
+
+    /// Adds an entry; there must be room.
+    #[inline]
+    pub fn put(&mut self, home: usize, tag: u16, record: u32) {
+        self.used += 1;
+        if !self.buckets[home].put(tag, record) {
+            self.buckets.send_on(home, tag, record);
+        }
+    }
+
+    /// Removes an entry with this tag, from its home bucket on; false if it is not there.
+    #[inline]
+    pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
+        let bucket = &mut self.buckets[home];
+        let found = bucket.take(tag, record) || (bucket.sent_on > 0 && self.take_behind(home, tag, record));
+        self.used -= u32::from(found);
+        found
+    }
+
+    /// Removes an entry that is in a bucket after its home.
+    #[cold]
+    fn take_behind(&mut self, home: usize, tag: u16, record: u32) -> bool {
+        let size = self.buckets.len();
+        let behind = |step: usize| if home + step < size { home + step } else { home + step - size };
+        for step in 1..size {
+            let bucket = &mut self.buckets[behind(step)];
+            if bucket.take(tag, record) {
+                for passed in 0..step {
+                    let before = &mut self.buckets[behind(passed)];
+                    before.sent_on -= u16::from(before.sent_on != u16::MAX);
+                }
+                return true;
+            }
+            if bucket.sent_on == 0 {
+                return false;
+            }
+        }
+        false
+    }
+
+    pub fn records(&self) -> impl Iterator<Item = u32> + '_ {
+        self.buckets
+            .iter()
+            .flat_map(|bucket| bucket.records[..bucket.used as usize].iter().copied())
+    }
+
+    // --- moving entries to where their tags say
+
+    /// Number of entries whose first bit after the shared ones is 1.
+    pub fn in_second_half(&self) -> usize {
+        let bit = 15 - (self.depth - self.base);
+        let ones = |bucket: &Bucket| {
+            let counted = bucket.tags.iter().enumerate();
+            let ones = counted.map(|(way, tag)| tag >> bit & u16::from(way < bucket.used as usize));
+            usize::from(ones.sum::<u16>())
+        };
+        self.buckets.iter().map(ones).sum()
+    }
+
+    /// Moves all entries into one segment, or into two by the first bit after the shared ones; the numbers of entries in each are known
+    /// before. Tags do not change.
+    pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
+        let bit = 15 - (self.depth - self.base);
+        let passed = into[0].depth - self.base;
+        let mut halves = into.each_mut().map(|half| &mut half.buckets);
+        let sizes = halves.each_ref().map(|buckets| buckets.count);
+        let half_of = |tag: u16| if N == 1 { 0 } else { usize::from(tag >> bit & 1) };
+        for bucket in self.buckets.iter() {
+            // As `home`; compilers make a few vector instructions of it.
+            let homes = bucket.tags.map(|tag| {
+                let size = if half_of(tag) == 0 { sizes[0] } else { sizes[N - 1] };
+                ((u32::from(tag << passed & HOME_MASK) * size) >> 16) as usize
+            });
+            for ((&tag, &record), home) in bucket.tags.iter().zip(&bucket.records).zip(homes).take(bucket.used as usize) {
+                let buckets = &mut halves[half_of(tag)];
+                if !buckets[home].put(tag, record) {
+                    buckets.send_on(home, tag, record);
+                }
+            }
+        }
+        for (half, used) in into.iter_mut().zip(used) {
+            half.used += used as u32;
+        }
+    }
+
+    /// Whether tags have the bits for one split more.
+    pub fn tags_are_used_up(&self) -> bool {
+        self.depth - self.base > SPLITS_BY_TAG
+    }
+
+    /// From now on, computes tags from the bits after `base`. The records have the hashes; they are anywhere in memory, so all are
+    /// prefetched before any is read.
+    pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
+        self.records().for_each(|record| hashes.prefetch(record));
+        self.base = base as u8;
+        for bucket in self.buckets.iter_mut() {
+            for (tag, &record) in bucket.tags.iter_mut().zip(&bucket.records).take(bucket.used as usize) {
+                *tag = (skewed(hashes.hash_of(record)) << base >> 48) as u16;
+            }
+        }
+    }
+}

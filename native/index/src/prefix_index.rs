@@ -1,0 +1,80 @@
+//! The index: it applies deliveries of streams and answers lookups. Each module below has a part of its methods.
+//!
+//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only
+//! locked by `try_lock`.
+
+#[cfg(test)]
+mod bounded_time;
+mod deliveries;
+mod registry;
+mod reports;
+#[cfg(test)]
+mod tests;
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::limits::Limits;
+use crate::memory::hasher::Secret;
+use crate::store::overlay::Overlay;
+use crate::store::read_view::{Reader, View};
+use crate::store::shared_state::SharedState;
+use crate::stream::Counters;
+use crate::sync::yielding_lock::YieldingRwLock;
+use crate::wire::scan::Schema;
+
+pub use deliveries::{ApplyResult, BatchReport, Outcome};
+pub use registry::ImportedStream;
+pub(crate) use registry::Registry;
+pub use reports::{Held, Info};
+
+/// See `kvevents.index.PrefixIndex`.
+#[derive(Debug)]
+pub struct Index {
+    /// The part that all streams share.
+    pub shared_lock: YieldingRwLock<SharedState>,
+    /// The part that lookups read.
+    pub(crate) view: Reader<View>,
+    /// Held for writing while the shared part is replaced, and for reading while a stream outside of the registry is written to.
+    pub(crate) replacing: RwLock<()>,
+    pub(crate) registry: RwLock<Registry>,
+    schema: Schema,
+    /// The schema for events that were read within its limits and encoded again.
+    normalised: Schema,
+    limits: Limits,
+    /// Decisions that no event has confirmed yet.
+    pub(crate) overlay: Mutex<Overlay>,
+    pub(crate) ended: Mutex<Counters>,
+}
+
+impl Index {
+    /// An empty index that reads payloads by `schema`.
+    pub fn new(schema: Schema, limits: Limits) -> Self {
+        let shared = SharedState::new(limits);
+        Self {
+            view: shared.view.reader(),
+            shared_lock: YieldingRwLock::new(shared),
+            replacing: RwLock::default(),
+            registry: RwLock::new(Registry::new(Secret::new())),
+            normalised: schema.unlimited(),
+            schema,
+            limits,
+            overlay: Mutex::new(Overlay::new(limits.speculated)),
+            ended: Mutex::default(),
+        }
+    }
+
+    /// The layouts by which payloads are read.
+    pub fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    /// Its bounds.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Whether a panic has left the index half changed. Its answers can be wrong until a snapshot is restored.
+    pub fn is_damaged(&self) -> bool {
+        self.shared_lock.is_poisoned()
+    }
+}

@@ -1,0 +1,434 @@
+//! No payload takes more than so many steps for each of its bytes, whatever came before it, and none lets other streams wait for more than
+//! so many: a search for one that does.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::step_counter::{self, Steps};
+use crate::wire::scan::Limits as ScanLimits;
+
+/// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
+const PER_BYTE: usize = 40;
+/// Budget that can be saved up before, for partial clears and for blocks that share a hash.
+const SAVED: usize = 3 << 20;
+/// For each block that was stored before: partial clears may look at it so often.
+const PER_BLOCK: usize = 20;
+
+/// Steps for which other streams may have to wait, and lookups of the same blocks: at 5 to 20 nanoseconds each at most 5 milliseconds.
+const PER_HOLD: usize = 250_000;
+
+/// An event, and how often it comes.
+#[derive(Clone, Debug)]
+struct RepeatedEvent {
+    kind: u8,
+    times: u16,
+    /// The first hash, how many there are, and whether they are all the same.
+    first: u8,
+    count: u16,
+    has_equal_hashes: bool,
+    parent: Option<u8>,
+    token: u8,
+    place: Option<u8>,
+    group: u8,
+}
+
+fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
+    let times = prop_oneof![Just(1_u16), 1..40_u16, Just(2_000)];
+    let count = prop_oneof![1..4_u16, 1..200_u16, Just(1_000), Just(60_000)];
+    let hash = prop_oneof![Just(7_u8), 0..100_u8];
+    let event = (
+        (0..5_u8, times, hash.clone(), count, any::<bool>()),
+        (prop::option::of(hash), 0..100_u8, prop::option::of(0..3_u8), 0..2_u8),
+    );
+    let event = event.prop_map(
+        |((kind, times, first, count, has_equal_hashes), (parent, token, place, group))| RepeatedEvent {
+            kind,
+            times,
+            first,
+            count,
+            has_equal_hashes,
+            parent,
+            token,
+            place,
+            group,
+        },
+    );
+    prop::collection::vec(event, 1..6)
+}
+
+fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
+    let mut out = vec![0xDD];
+    out.extend((items.len() as u32).to_be_bytes());
+    out.extend(items);
+    out
+}
+
+impl RepeatedEvent {
+    /// In the fewest bytes: fields after the last one that is set are left out.
+    fn encoded(&self) -> Vec<u8> {
+        let count = usize::from(self.count);
+        let number = |at: usize| {
+            if self.has_equal_hashes {
+                self.first
+            } else {
+                (usize::from(self.first) + at) as u8 % 100
+            }
+        };
+        let hashes = array((0..count).map(number));
+        let tokens = array((0..count).map(|at| (usize::from(self.token) + at) as u8 % 100));
+        let medium = self.place.map_or(vec![0xC0], |place| vec![0xA1, b'a' + place]);
+        let parent = vec![self.parent.unwrap_or(0xC0)];
+        let (nil, none) = (vec![0xC0], vec![0x90]);
+        let mut fields = match self.kind {
+            0 | 1 => vec![
+                b"\xABBlockStored".to_vec(),
+                hashes,
+                parent,
+                tokens,
+                vec![1],
+                nil.clone(),
+                medium,
+            ],
+            2 => vec![
+                b"\xABBlockStored".to_vec(),
+                hashes,
+                parent,
+                none,
+                vec![0],
+                nil.clone(),
+                medium,
+            ],
+            3 => vec![b"\xACBlockRemoved".to_vec(), hashes, medium],
+            _ => return self.clear(medium),
+        };
+        if self.group > 0 && self.kind == 3 {
+            fields.push(vec![self.group]);
+        } else if self.group > 0 {
+            fields.extend([nil.clone(), nil, vec![self.group]]);
+        }
+        [vec![0x90 | fields.len() as u8], fields.concat()].concat()
+    }
+
+    fn clear(&self, medium: Vec<u8>) -> Vec<u8> {
+        match self.place {
+            None => b"\x91\xB0AllBlocksCleared".to_vec(),
+            _ => [b"\x82\xA4type\xB0AllBlocksCleared\xA6medium".to_vec(), medium].concat(),
+        }
+    }
+}
+
+/// The events one after the other, again and again, as many as fit.
+fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
+    let (mut body, mut count) = (Vec::new(), 0_u32);
+    'full: for event in events.iter().cycle().take(200) {
+        let encoded = event.encoded();
+        for _ in 0..event.times {
+            if body.len() + encoded.len() > most {
+                break 'full;
+            }
+            body.extend(&encoded);
+            count += 1;
+        }
+    }
+    [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &body].concat()
+}
+
+fn index() -> Index {
+    Index::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
+}
+
+/// Applies a payload, within the bounds.
+fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
+    let before = index.info(source, 0).map_or(0, |info| info.blocks + info.orphans);
+    step_counter::taken();
+    let outcome = index.batch(source, 0, 0, seq, payload).outcome;
+    assert!(matches!(outcome, Outcome::Applied(_)), "{outcome:?}");
+    let Steps { taken, longest, .. } = step_counter::taken();
+    let most = PER_BYTE * payload.len() + PER_BLOCK * before + SAVED;
+    assert!(
+        taken <= most,
+        "{taken} steps of {most} for {} bytes, {before} blocks before",
+        payload.len()
+    );
+    assert!(longest <= PER_HOLD, "others wait for {longest} steps, {before} blocks before");
+}
+
+fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
+    let index = index();
+    for (seq, events) in payloads.iter().enumerate() {
+        apply(&index, "bad", seq as i64, &payload_of(events, most));
+        assert!(index.stream("bad", 0).is_none_or(|stream| stream.lock().is_counted()));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: ProptestConfig::default().cases / 4,
+        max_shrink_iters: 200,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn no_payload_takes_many_steps(
+        payloads in prop::collection::vec(events(), 1..4),
+        most in prop_oneof![19 => Just(1_usize << 16), 1 => Just(1 << 20)],
+    ) {
+        check(&payloads, most);
+    }
+}
+
+fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEvent {
+    RepeatedEvent {
+        kind,
+        times,
+        first: 7,
+        count,
+        has_equal_hashes: true,
+        parent: None,
+        token: 0,
+        place,
+        group: 0,
+    }
+}
+
+/// Blocks of one hash that come again, of which all are looked at to find each.
+#[test]
+fn blocks_of_one_hash_that_are_stored_again() {
+    check(
+        &[vec![repeated(0, 1, 1_000, None)], vec![repeated(0, 2_000, 1_000, None)]],
+        1 << 20,
+    );
+}
+
+/// Copies of the newest of many blocks of one hash, which is looked for from the oldest on.
+#[test]
+fn copies_of_the_newest_of_many_blocks_of_one_hash() {
+    let copies = repeated(2, 1, 60_000, Some(1));
+    check(
+        &[
+            vec![repeated(0, 1, 1_000, None)],
+            vec![copies],
+            vec![repeated(3, 20, 60_000, Some(1))],
+        ],
+        1 << 20,
+    );
+}
+
+/// Blocks of one hash that come and go.
+#[test]
+fn blocks_of_one_hash_that_come_and_go() {
+    check(&[vec![repeated(0, 1, 1_000, None), repeated(3, 1, 1_000, None)]], 1 << 20);
+}
+
+// --- what grows with a stream, or with all of them
+
+/// Hashes of four bytes, of which a megabyte is 200,000.
+fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
+    let mut out = vec![0xDD];
+    out.extend((numbers.len() as u32).to_be_bytes());
+    for number in numbers {
+        out.push(0xCE);
+        out.extend(number.to_be_bytes());
+    }
+    out
+}
+
+fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
+    let count = events.len() as u32;
+    [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &events.concat()].concat()
+}
+
+const MANY: u32 = 150_000;
+
+/// A chain of so many blocks of one token; `part` distinguishes chains of equal length.
+fn chain(part: u32, first: u32) -> Vec<u8> {
+    let tokens = hashes(part * MANY..(part + 1) * MANY);
+    let fields = [hashes(first..first + MANY), vec![0xC0], tokens, vec![1]];
+    [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
+}
+
+/// Copies of those blocks, without tokens.
+fn copies(first: u32, medium: &[u8]) -> Vec<u8> {
+    let fields = [hashes(first..first + MANY), b"\xC0\x90\x00\xC0".to_vec(), medium.to_vec()];
+    [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat()
+}
+
+#[test]
+fn copies_of_many_blocks() {
+    let index = index();
+    for part in 0..4 {
+        apply(&index, "bad", 2 * i64::from(part), &batch_of(&[chain(part, part * MANY)]));
+        apply(
+            &index,
+            "bad",
+            2 * i64::from(part) + 1,
+            &batch_of(&[copies(part * MANY, b"\xC0")]),
+        );
+    }
+    assert_eq!(index.info("bad", 0).unwrap().copies, 4 * MANY as usize);
+}
+
+/// Blocks that another stream has under other hashes.
+#[test]
+fn many_blocks_under_hashes_of_their_own() {
+    let index = index();
+    for part in 0..4 {
+        apply(&index, "good", part.into(), &batch_of(&[chain(part, part * MANY)]));
+        apply(&index, "bad", part.into(), &batch_of(&[chain(part, (10 + part) * MANY)]));
+    }
+    for part in 0..4_u32 {
+        let gone = hashes((10 + part) * MANY..(11 + part) * MANY);
+        apply(
+            &index,
+            "bad",
+            i64::from(4 + part),
+            &batch_of(&[[b"\x92\xACBlockRemoved".to_vec(), gone].concat()]),
+        );
+    }
+    assert_eq!(index.info("bad", 0).unwrap().blocks, 0);
+}
+
+/// Two blocks of each hash.
+#[test]
+fn many_hashes_of_two_blocks() {
+    let index = index();
+    for part in 0..4 {
+        apply(&index, "bad", 2 * i64::from(part), &batch_of(&[chain(part, part * MANY)]));
+        apply(
+            &index,
+            "bad",
+            2 * i64::from(part) + 1,
+            &batch_of(&[chain(10 + part, part * MANY)]),
+        );
+    }
+}
+
+/// Each block in a namespace of its own.
+#[test]
+fn many_namespaces() {
+    let index = index();
+    for part in 0..20_u32 {
+        let event = |at: u32| {
+            let number = (part * 30_000 + at).to_be_bytes();
+            let fields = [&b"\x91\xCE"[..], &number, b"\xC0\x91\x01\x01\xCE", &number].concat();
+            [b"\x96\xABBlockStored".to_vec(), fields].concat()
+        };
+        apply(
+            &index,
+            "bad",
+            part.into(),
+            &batch_of(&(0..30_000).map(event).collect::<Vec<_>>()),
+        );
+    }
+    assert_eq!(index.info("bad", 0).unwrap().blocks, 600_000);
+}
+
+/// Each block on placements that no other block is on together.
+#[test]
+fn many_sets_of_placements() {
+    let index = index();
+    for part in 0..2_u32 {
+        apply(&index, "bad", part.into(), &batch_of(&[chain(part, part * MANY)]));
+    }
+    for bit in 0..19_u32 {
+        let numbers: Vec<u32> = (0..2 * MANY).filter(|number| number >> bit & 1 == 1).collect();
+        let fields = [
+            hashes(numbers.into_iter()),
+            b"\xC0\x90\x00\xC0\xA1".to_vec(),
+            vec![b'a' + bit as u8],
+        ];
+        let event = [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat();
+        apply(&index, "bad", i64::from(2 + bit), &batch_of(&[event]));
+    }
+}
+
+/// As many as may wait, each for another.
+#[test]
+fn many_orphans() {
+    let index = index();
+    for part in 0..2_u32 {
+        let event = |at: u32| {
+            let number = (2 * at + part).to_be_bytes();
+            let fields = [
+                &b"\x91\xCE"[..],
+                &number,
+                b"\xCE",
+                &(1_000_000 + at).to_be_bytes(),
+                b"\x91\x01\x01",
+            ]
+            .concat();
+            [b"\x95\xABBlockStored".to_vec(), fields].concat()
+        };
+        apply(
+            &index,
+            "bad",
+            part.into(),
+            &batch_of(&(0..35_000).map(event).collect::<Vec<_>>()),
+        );
+    }
+}
+
+// --- what only the tolerant decoder reads
+
+/// A store with one block, and these fields.
+fn stored_with(fields: &[Vec<u8>]) -> Vec<u8> {
+    let usual =
+        b"\xA4type\xABBlockStored\xACblock_hashes\x91\x01\xB1parent_block_hash\xC0\xA9token_ids\x91\x01\xAAblock_size\x01";
+    let count = (5 + fields.len()) as u16;
+    [&[0xDE][..], &count.to_be_bytes(), usual, &fields.concat()].concat()
+}
+
+fn named(name: &str, value: &[u8]) -> Vec<u8> {
+    [&[0xA0 | name.len() as u8][..], name.as_bytes(), value].concat()
+}
+
+/// Arrays of one thing, as many as a megabyte has, and a payload with as many events as fit.
+fn full(thing: &[u8]) -> Vec<u8> {
+    let count = (1 << 20) / thing.len() - 200;
+    [&[0xDD][..], &(count as u32).to_be_bytes(), &thing.repeat(count)].concat()
+}
+
+#[test]
+fn rare_forms() {
+    let many_fields: Vec<Vec<u8>> = (100..350).map(|at| named(&at.to_string(), &[1])).collect();
+    let blocks = full(&[1, 1]);
+    let marked = [
+        named("type", b"\xABBlockStored"),
+        named("block_hashes", &[&[0xDD, 0, 7, 0, 0][..], &[1; 0x7_0000]].concat()),
+        named("token_ids", &[&[0xDD, 0, 7, 0, 0][..], &[1; 0x7_0000]].concat()),
+        named("parent_block_hash", &[0xC0]),
+        named("block_size", &[1]),
+        named("mm_keys", b"\xA1x"),
+    ];
+    let bodies = [
+        full(&[0x91, 0xA0]),
+        full(&[0xC4, 1, 0xA0]),
+        full(&stored_with(&[])[3..]),
+        full(&stored_with(&many_fields)),
+        [
+            &[0x91][..],
+            &stored_with(&[named("extra_keys", &full(&[0x90])), named("new", &[1])]),
+        ]
+        .concat(),
+        [
+            &[0x91][..],
+            &stored_with(&[
+                named("extra_keys", &[&[0x91][..], &full(&[0xA0])].concat()),
+                named("new", &[1]),
+            ]),
+        ]
+        .concat(),
+        [&[0x91][..], &stored_with(&[named("new", &full(&[0xA0]))])].concat(),
+        [
+            &[0x91][..],
+            &stored_with(&[named("lookahead_token_ids", &full(&[0x91, 1])), named("session_id", &[1])]),
+        ]
+        .concat(),
+        [&[0x91][..], &stored_with(&[named("block_keys", &blocks), named("new", &[1])])].concat(),
+        [&[0x91, 0x86][..], &marked.concat()].concat(),
+        full(&[&[0x91; 500][..], &[1]].concat()),
+    ];
+    for body in bodies {
+        apply(&index(), "bad", 0, &[&[0x92, 1][..], &body].concat());
+    }
+}

@@ -1,0 +1,299 @@
+//! Applies deliveries of subscribers to their streams: batches, gaps and resets.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::Mutex;
+
+use super::Index;
+use crate::apply::{Read, Work};
+use crate::store::shared_state::SharedState;
+use crate::stream::Stream;
+use crate::sync::yielding_lock::Writer;
+use crate::wire::decode::{Heartbeat, Rejected, normalise};
+use crate::wire::scan::{Event, Kind, Schema, Scratch, scan};
+
+/// The outcome of a batch, and its report if it has one.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ApplyResult {
+    /// Its outcome.
+    pub outcome: Outcome,
+    /// What the tolerant decoder found; None, as nearly always, if it found nothing.
+    pub report: Option<Box<BatchReport>>,
+}
+
+/// Information in a batch besides blocks.
+#[derive(Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct BatchReport {
+    /// The rejected events and fields.
+    pub rejected: Vec<Rejected>,
+    /// The last heartbeat: its digest is of everything up to the end of the batch.
+    pub heartbeat: Option<Heartbeat>,
+    /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and if
+    /// blocks that were refused at the memory limit can explain the difference.
+    pub agrees: Option<bool>,
+    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
+    /// attestation.
+    pub attested: Option<bool>,
+}
+
+/// The outcome of a delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was applied, and cleared the whole stream or did not.
+    Applied(bool),
+    /// It was applied before.
+    Duplicate,
+    /// It belongs to an incarnation that has ended.
+    Void,
+    /// The limit of streams of an index is reached.
+    Full,
+    /// A panic has left the index half changed.
+    Damaged,
+}
+
+impl From<Outcome> for ApplyResult {
+    /// The result of a batch without a report.
+    fn from(outcome: Outcome) -> Self {
+        Self { outcome, report: None }
+    }
+}
+
+/// Buffers that are kept from one batch to the next, to avoid allocations.
+#[derive(Default)]
+struct Room {
+    scratch: Scratch,
+    work: Work,
+}
+
+thread_local! {
+    static ROOM: RefCell<Room> = RefCell::default();
+}
+
+/// Blocks of a batch up to which it is applied by `try_batch`: some tens of microseconds.
+const QUICK_BLOCKS: usize = 256;
+
+impl Index {
+    /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
+    pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
+        let stream = (source, rank);
+        match self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
+            Some(outcome) => outcome.into(),
+            None => self.apply_decoded(stream, incarnation, seq, payload),
+        }
+    }
+
+    /// Applies `decode::normalised` events, which can exceed the limits of peers. None for other payloads.
+    pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+        self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
+    }
+
+    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
+    /// None as well if the stream is unknown, or if the heartbeat has no such value.
+    pub fn compare(
+        &self,
+        source: &str,
+        rank: i64,
+        digest: Option<&str>,
+        attestation: Option<u64>,
+    ) -> (Option<bool>, Option<bool>) {
+        let is_limited = self.limits.memory.is_some();
+        let Some(stream) = self.stream(source, rank) else {
+            return (None, None);
+        };
+        let mut stream = stream.lock();
+        let agrees = digest.and_then(|digest| stream.agrees(digest, is_limited));
+        let attest = |attestation| stream.attest(&mut self.shared_lock.write(), attestation, is_limited);
+        (agrees, attestation.and_then(attest))
+    }
+
+    #[cold]
+    fn apply_decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
+        let read = normalise(payload, self.schema.limits());
+        let is_limited = self.limits.memory.is_some();
+        let (mut agrees, mut attested) = (None, None);
+        let mut compare = |stream: &mut Stream, shared: &mut SharedState| {
+            let Some(beat) = &read.heartbeat else { return };
+            agrees = beat.digest.as_deref().and_then(|digest| stream.agrees(digest, is_limited));
+            attested = beat
+                .attestation
+                .and_then(|attestation| stream.attest(shared, attestation, is_limited));
+        };
+        let outcome = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let found = BatchReport {
+            heartbeat: read.heartbeat,
+            rejected: read.rejected,
+            agrees,
+            attested,
+        };
+        ApplyResult {
+            outcome: outcome.expect("normalised events are what the scanner reads"),
+            report: (found != BatchReport::default()).then(|| Box::new(found)),
+        }
+    }
+
+    /// Applies a payload that the scanner reads by a schema, and then calls `then`. Returns None and changes nothing for other payloads.
+    fn apply_scanned(
+        &self,
+        schema: &Schema,
+        (source, rank): (&str, i64),
+        incarnation: i64,
+        seq: i64,
+        payload: &[u8],
+        then: &mut dyn FnMut(&mut Stream, &mut SharedState),
+    ) -> Option<Outcome> {
+        ROOM.with_borrow_mut(|room| {
+            if scan(payload, schema, &mut room.scratch).is_none() {
+                room.scratch.shrink();
+                return None;
+            }
+            let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
+                let outcome = room.apply(payload, stream, writer, seq);
+                if matches!(outcome, Outcome::Applied(_)) {
+                    then(stream, writer);
+                }
+                outcome
+            });
+            room.shrink();
+            Some(outcome)
+        })
+    }
+
+    /// Applies a small batch without findings if no lock has to be waited for. Otherwise returns None and changes nothing.
+    pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+        ROOM.with_borrow_mut(|room| {
+            if scan(payload, &self.schema, &mut room.scratch).is_none() {
+                room.scratch.shrink();
+                return None;
+            }
+            if !room.is_quick() {
+                return None;
+            }
+            let stream = self.registry.try_read()?.find(source, rank).cloned()?;
+            let mut stream = stream.try_lock()?;
+            if stream.gone
+                || incarnation != stream.incarnation
+                || !stream.waiting.is_empty()
+                || stream.has_collisions()
+                || stream.must_resize(QUICK_BLOCKS)
+            {
+                return None;
+            }
+            let mut writer = self.shared_lock.try_write()?;
+            writer.keep_locked();
+            let outcome = self.applied(&mut stream, &mut writer, |stream, writer| {
+                room.apply(payload, stream, writer, seq)
+            });
+            room.shrink();
+            Some(outcome)
+        })
+    }
+
+    /// Records that batches up to `last` are lost.
+    pub fn gap(&self, source: &str, rank: i64, incarnation: i64, last: i64) -> Outcome {
+        self.delivery(source, rank, incarnation, |stream, _| {
+            if last <= stream.last {
+                return Outcome::Duplicate;
+            }
+            stream.counters.gaps += 1;
+            stream.last = last;
+            Outcome::Applied(false)
+        })
+    }
+
+    /// Removes all blocks of a stream; `incarnation` begins.
+    pub fn reset(&self, source: &str, rank: i64, incarnation: i64) -> Outcome {
+        self.delivery(source, rank, incarnation, |stream, writer| {
+            stream.begin_incarnation(writer, incarnation);
+            Outcome::Applied(false)
+        })
+    }
+
+    fn delivery(
+        &self,
+        source: &str,
+        rank: i64,
+        incarnation: i64,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
+    ) -> Outcome {
+        loop {
+            let found = self.registry.read().find(source, rank).cloned();
+            let stream: Arc<Mutex<Stream>> = match found {
+                Some(stream) => stream,
+                None => match self.get_or_create(source, rank, incarnation) {
+                    Ok(stream) => stream,
+                    Err(outcome) => return outcome,
+                },
+            };
+            let mut stream = stream.lock();
+            if stream.gone {
+                continue;
+            }
+            if self.is_damaged() {
+                return Outcome::Damaged;
+            }
+            if incarnation < stream.incarnation {
+                stream.counters.void += 1;
+                return Outcome::Void;
+            }
+            let mut writer = self.shared_lock.write();
+            if incarnation > stream.incarnation {
+                stream.begin_incarnation(&mut writer, incarnation);
+            }
+            return self.applied(&mut stream, &mut writer, apply);
+        }
+    }
+
+    fn applied(
+        &self,
+        stream: &mut Stream,
+        writer: &mut Writer<'_, SharedState>,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
+    ) -> Outcome {
+        if self.is_damaged() {
+            return Outcome::Damaged;
+        }
+        let outcome = apply(stream, writer);
+        if let Some(member) = &writer.view.members[stream.number as usize] {
+            member.blocks.store(stream.blocks, Ordering::Relaxed);
+        }
+        if self.limits.memory.is_some() {
+            stream.recount(writer);
+        }
+        outcome
+    }
+}
+
+impl Room {
+    fn apply(&mut self, payload: &[u8], stream: &mut Stream, writer: &mut Writer<'_, SharedState>, seq: i64) -> Outcome {
+        if seq <= stream.last {
+            stream.counters.duplicates += 1;
+            return Outcome::Duplicate;
+        }
+        let Self { scratch, work } = self;
+        let read = Read { payload, scratch };
+        stream.grant(payload.len());
+        let mut cleared = false;
+        for event in &scratch.events {
+            cleared |= stream.apply_event(writer, &read, event, work);
+        }
+        stream.mark_fresh_uncertain(writer);
+        stream.publish_groups(writer);
+        stream.last = seq;
+        Outcome::Applied(cleared)
+    }
+
+    /// Whether the batch only stores or removes a few blocks.
+    fn is_quick(&self) -> bool {
+        let is_clear = |event: &Event| event.kind == Kind::Cleared;
+        !self.scratch.events.iter().any(is_clear) && self.scratch.hashes.len() + self.scratch.events.len() <= QUICK_BLOCKS
+    }
+
+    fn shrink(&mut self) {
+        self.scratch.shrink();
+        self.work.shrink();
+    }
+}

@@ -1,0 +1,315 @@
+//! The registry: streams by worker, their models, and the incarnations that removed workers must exceed (fences).
+
+use std::collections::BTreeSet;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+
+use hashbrown::HashMap;
+use parking_lot::Mutex;
+
+use super::{Index, Outcome};
+use crate::memory::hasher::Secret;
+use crate::store::members::{Member, Worker};
+use crate::store::shared_state::SharedState;
+use crate::stream::Stream;
+use crate::sync::yielding_lock::YieldingRwLock;
+
+/// A stream, with data that can be read while it is locked.
+#[derive(Clone, Debug)]
+pub(crate) struct Rank {
+    pub(crate) rank: i64,
+    pub(crate) stream: Arc<Mutex<Stream>>,
+    number: u32,
+    /// Its incarnation.
+    incarnation: Arc<AtomicI64>,
+}
+
+impl Rank {
+    fn new(rank: i64, stream: Arc<Mutex<Stream>>) -> Self {
+        let locked = stream.lock();
+        let (number, incarnation) = (locked.number, locked.published_incarnation.clone());
+        drop(locked);
+        Self {
+            rank,
+            stream,
+            number,
+            incarnation,
+        }
+    }
+}
+
+/// A stream from a snapshot. It has a number in a shared part, where lookups do not see its blocks before all of them are there.
+#[derive(Clone, Debug)]
+pub struct ImportedStream {
+    /// Its engine and rank.
+    pub worker: Arc<Worker>,
+    /// Its number.
+    pub number: u32,
+    /// Itself.
+    pub stream: Arc<Mutex<Stream>>,
+}
+
+impl ImportedStream {
+    /// Creates a stream that has joined, without blocks.
+    pub fn join(
+        shared: &mut SharedState,
+        number: u32,
+        worker: Worker,
+        incarnation: i64,
+        model: Option<String>,
+        drafts: Option<Arc<[i64]>>,
+    ) -> Self {
+        let worker = Arc::new(worker);
+        let stream = register(shared, number, worker.clone(), incarnation, model, drafts);
+        shared.show(number, false);
+        Self { worker, number, stream }
+    }
+
+    /// Removes it with all of its blocks.
+    pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
+        let mut stream = self.stream.lock();
+        stream.gone = true;
+        stream.leave_index(&mut shared_lock.write());
+    }
+}
+
+/// Creates a stream without blocks, which joins the shared part under a free number.
+fn register(
+    shared: &mut SharedState,
+    number: u32,
+    worker: Arc<Worker>,
+    incarnation: i64,
+    model: Option<String>,
+    drafts: Option<Arc<[i64]>>,
+) -> Arc<Mutex<Stream>> {
+    let mut stream = Stream::new(number, incarnation);
+    stream.groups.drafts = drafts;
+    let stream = Arc::new(Mutex::new(stream));
+    let member = Member {
+        worker,
+        model,
+        lookup: None,
+        schemes: Vec::new(),
+        blocks: AtomicUsize::new(0),
+        uncertain: BTreeSet::new(),
+    };
+    shared.join(number, member);
+    stream
+}
+
+#[derive(Debug)]
+pub(crate) struct Registry {
+    pub(crate) streams: HashMap<String, Vec<Rank>, Secret>,
+    /// Newest incarnations of removed workers, and the order in which the workers were removed.
+    pub(crate) fences: HashMap<Worker, i64, Secret>,
+    fenced: VecDeque<Worker>,
+    /// Models by source.
+    pub(crate) labels: HashMap<String, String, Secret>,
+    /// Groups of draft models by source.
+    pub(crate) drafts: HashMap<String, Arc<[i64]>, Secret>,
+}
+
+impl Registry {
+    pub(crate) fn new(secret: Secret) -> Self {
+        Self {
+            streams: HashMap::with_hasher(secret),
+            fences: HashMap::with_hasher(secret),
+            fenced: VecDeque::new(),
+            labels: HashMap::with_hasher(secret),
+            drafts: HashMap::with_hasher(secret),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn find(&self, source: &str, rank: i64) -> Option<&Arc<Mutex<Stream>>> {
+        let ranks = self.streams.get(source)?;
+        ranks.iter().find(|other| other.rank == rank).map(|found| &found.stream)
+    }
+
+    /// Adds a stream of a snapshot, whose worker is not registered.
+    pub(crate) fn enter(&mut self, imported: &ImportedStream) {
+        let Worker { source, rank } = &*imported.worker;
+        let rank = Rank::new(*rank, imported.stream.clone());
+        self.streams.entry(source.clone()).or_default().push(rank);
+    }
+
+    pub(crate) fn admit(&mut self, worker: &Worker) {
+        if self.fences.remove(worker).is_some() {
+            self.fenced.retain(|other| other != worker);
+        }
+    }
+}
+
+impl Index {
+    /// Returns or creates the stream of a worker. Refused if a fence excludes it, or if no stream number is free.
+    pub(crate) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
+        let mut registry = self.registry.write();
+        if let Some(stream) = registry.find(source, rank) {
+            return Ok(stream.clone());
+        }
+        let worker = Arc::new(Worker {
+            source: source.into(),
+            rank,
+        });
+        if registry.fences.get(&*worker).is_some_and(|&fence| incarnation <= fence) {
+            self.ended.lock().void += 1;
+            return Err(Outcome::Void);
+        }
+        let mut writer = self.shared_lock.write();
+        let number = writer.vacancy().ok_or(Outcome::Full)?;
+        let model = registry.labels.get(source).cloned();
+        let drafts = registry.drafts.get(source).cloned();
+        let stream = register(&mut writer, number, worker, incarnation, model, drafts);
+        drop(writer);
+        registry
+            .streams
+            .entry(source.into())
+            .or_default()
+            .push(Rank::new(rank, stream.clone()));
+        Ok(stream)
+    }
+
+    /// Labels all ranks of a source, also later ones.
+    pub fn label(&self, source: &str, model: Option<&str>) {
+        let mut registry = self.registry.write();
+        match model {
+            Some(model) => registry.labels.insert(source.into(), model.into()),
+            None => registry.labels.remove(source),
+        };
+        // Streams are not locked here, since they might be busy while the registry is locked.
+        let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
+        self.shared_lock.write().relabel(model_of);
+    }
+
+    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): of a hit in these the engine computes the last block
+    /// again. An empty list means all groups, None an engine without a draft model. Applies to all ranks, also to later ones.
+    pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
+        let groups: Option<Arc<[i64]>> = groups.map(Into::into);
+        let mut registry = self.registry.write();
+        match &groups {
+            Some(groups) => registry.drafts.insert(source.into(), groups.clone()),
+            None => registry.drafts.remove(source),
+        };
+        let streams: Vec<_> = registry
+            .streams
+            .get(source)
+            .into_iter()
+            .flatten()
+            .map(|rank| rank.stream.clone())
+            .collect();
+        drop(registry);
+        for stream in streams {
+            let mut stream = stream.lock();
+            if stream.gone {
+                continue;
+            }
+            stream.groups.drafts = groups.clone();
+            stream.use_groups(&mut self.shared_lock.write());
+        }
+    }
+
+    /// All labels.
+    pub fn labels(&self) -> Vec<(String, String)> {
+        self.registry
+            .read()
+            .labels
+            .iter()
+            .map(|(source, model)| (source.clone(), model.clone()))
+            .collect()
+    }
+
+    /// All fences, the oldest first.
+    pub fn fences(&self) -> Vec<(Worker, i64)> {
+        let registry = self.registry.read();
+        let fence = |worker: &Worker| Some((worker.clone(), *registry.fences.get(worker)?));
+        registry.fenced.iter().filter_map(fence).collect()
+    }
+
+    /// Removes a worker, or all ranks of a source, with its decisions. Deliveries of its incarnation are void from now on. Returns the
+    /// number of its blocks.
+    pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
+        let _whole = self.replacing.read_recursive();
+        let mut registry = self.registry.write();
+        let ranks = registry.streams.remove(source).unwrap_or_default();
+        let (removed, remaining): (Vec<_>, Vec<_>) = ranks
+            .into_iter()
+            .partition(|other| rank.is_none_or(|rank| rank == other.rank));
+        if !remaining.is_empty() {
+            registry.streams.insert(source.into(), remaining);
+        }
+        let worker_of = |rank: &Rank| Worker {
+            source: source.into(),
+            rank: rank.rank,
+        };
+        for rank in &removed {
+            let incarnation = rank.incarnation.load(Ordering::Relaxed);
+            self.fence(&mut registry, worker_of(rank), incarnation);
+        }
+        drop(registry);
+        // Streams may be busy for long, as when a snapshot is written: they are waited for while no lock is held that others need.
+        let mut writer = self.shared_lock.write();
+        removed.iter().for_each(|rank| writer.show(rank.number, false));
+        drop(writer);
+        let mut blocks = 0;
+        for rank in &removed {
+            let mut stream = rank.stream.lock();
+            if stream.gone {
+                continue;
+            }
+            stream.gone = true;
+            // It may have begun another incarnation meanwhile.
+            if let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank)) {
+                *fence = stream.incarnation.max(*fence);
+            }
+            blocks += stream.blocks;
+            let mut writer = self.shared_lock.write();
+            stream.leave_index(&mut writer);
+            drop(writer);
+            self.ended.lock().add(&stream.counters);
+        }
+        self.overlay.lock().forget(source, rank);
+        blocks
+    }
+
+    pub(crate) fn fence(&self, registry: &mut Registry, worker: Worker, incarnation: i64) {
+        if registry.fences.insert(worker.clone(), incarnation).is_none() {
+            registry.fenced.push_back(worker);
+        }
+        while registry.fenced.len() > self.limits.fences {
+            if let Some(oldest) = registry.fenced.pop_front() {
+                registry.fences.remove(&oldest);
+            }
+        }
+    }
+
+    /// Admits a removed worker again, with any incarnation.
+    pub fn admit(&self, source: &str, rank: i64) {
+        let source = source.into();
+        self.registry.write().admit(&Worker { source, rank });
+    }
+
+    /// Every stream, ordered by worker.
+    pub fn streams(&self) -> Vec<(Worker, Arc<Mutex<Stream>>)> {
+        let registry = self.registry.read();
+        let all = registry.streams.iter().flat_map(|(source, ranks)| {
+            ranks.iter().map(|rank| {
+                (
+                    Worker {
+                        source: source.clone(),
+                        rank: rank.rank,
+                    },
+                    rank.stream.clone(),
+                )
+            })
+        });
+        let mut all: Vec<_> = all.collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    /// One stream.
+    pub fn stream(&self, source: &str, rank: i64) -> Option<Arc<Mutex<Stream>>> {
+        self.registry.read().find(source, rank).cloned()
+    }
+}

@@ -1,0 +1,162 @@
+//! Reports for operators: workers, counters, bytes, single blocks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::Index;
+use crate::holders::copies::Copies;
+use crate::holders::placements::Placement;
+use crate::store::members::Worker;
+use crate::store::shared_state::SharedState;
+use crate::stream::{Counters, Stream};
+
+/// Number of blocks that are listed while writers wait.
+const BLOCKS_AT_ONCE: usize = 512;
+
+/// One stream as an operator sees it.
+#[derive(Clone, Debug)]
+pub struct Info {
+    /// Its engine and rank.
+    pub worker: Arc<Worker>,
+    /// Its model.
+    pub model: Option<String>,
+    /// Number of its blocks.
+    pub blocks: usize,
+    /// Its incarnation.
+    pub incarnation: i64,
+    /// Number of its last batch.
+    pub last: i64,
+    /// Blocks that wait.
+    pub orphans: usize,
+    /// Copies beyond the first, at most.
+    pub copies: usize,
+    /// Blocks that might be gone, once for each placement.
+    pub uncertain: usize,
+    /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
+    pub attested: Option<bool>,
+    /// Tokens per block, as its present incarnation has announced them.
+    pub sizes: Vec<u32>,
+    /// Why answers for its prompts are estimates; None if they are not.
+    pub estimate: Option<&'static str>,
+    /// Blocks by tier; a block counts on each that holds it.
+    pub tiers: BTreeMap<String, usize>,
+    /// Counters of errors.
+    pub counters: Counters,
+}
+
+/// A block on one placement.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// Its key.
+    pub key: u64,
+    /// The engine's hash.
+    pub hash: u64,
+    /// Number of its placement.
+    pub placement: u16,
+    /// Number of its copies.
+    pub copies: Copies,
+}
+
+impl Index {
+    /// Every stream as an operator sees it.
+    pub fn infos(&self) -> Vec<Info> {
+        let labels = self.registry.read().labels.clone();
+        let info = |(worker, stream): (Worker, Arc<Mutex<Stream>>)| {
+            let model = labels.get(&worker.source).cloned();
+            self.info_of(worker, &stream, model)
+        };
+        self.streams().into_iter().filter_map(info).collect()
+    }
+
+    /// Returns one worker as an operator sees it; None if it is unknown.
+    pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
+        let stream = self.stream(source, rank)?;
+        let model = self.registry.read().labels.get(source).cloned();
+        let source = source.to_owned();
+        self.info_of(Worker { source, rank }, &stream, model)
+    }
+
+    fn info_of(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
+        let stream = stream.lock();
+        (!stream.gone).then(|| Info {
+            model,
+            worker: Arc::new(worker),
+            blocks: stream.blocks,
+            incarnation: stream.incarnation,
+            last: stream.last,
+            orphans: stream.waiting.len(),
+            copies: stream.copies(),
+            uncertain: stream.uncertain(),
+            attested: stream.attested,
+            sizes: stream.sizes(),
+            estimate: stream.groups.estimate(stream.sizes().len()),
+            tiers: self.tiers(&stream),
+            counters: stream.counters.clone(),
+        })
+    }
+
+    fn tiers(&self, stream: &Stream) -> BTreeMap<String, usize> {
+        let shared = self.shared_lock.read();
+        let mut found = BTreeMap::new();
+        for (placement, blocks) in stream.held().filter(|(_, blocks)| *blocks > 0) {
+            *found.entry(shared.view.placements.get(placement).tier.clone()).or_default() += blocks;
+        }
+        found
+    }
+
+    /// Counters of removed workers.
+    pub fn ended(&self) -> Counters {
+        self.ended.lock().clone()
+    }
+
+    /// Heap bytes of the index, and the number of different blocks.
+    pub fn bytes(&self) -> (usize, usize) {
+        let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
+        let shared = self.shared_lock.read();
+        (shared.bytes() + streams, shared.records.len())
+    }
+
+    /// Blocks of a stream on each of their placements, and all placements.
+    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Placement>) {
+        let Some(stream) = self.stream(source, rank) else {
+            return (Vec::new(), Vec::new());
+        };
+        let stream = stream.lock();
+        let own: Vec<u32> = stream.own_numbers().collect();
+        let foreign: Vec<(u32, u64)> = stream.foreign().collect();
+        let mut found = Vec::with_capacity(stream.blocks);
+        let mut list = |shared: &SharedState, number: u32, hash: u64| {
+            for placement in shared.sets.placements(shared.records.set(number), stream.number) {
+                found.push(Held {
+                    key: shared.records.key(number),
+                    hash,
+                    placement,
+                    copies: stream.count(number, placement),
+                });
+            }
+        };
+        // The stream is locked, so what it holds does not change while others write.
+        for numbers in own.chunks(BLOCKS_AT_ONCE) {
+            let shared = self.shared_lock.read();
+            numbers
+                .iter()
+                .for_each(|&number| list(&shared, number, shared.records.hash(number)));
+        }
+        for some in foreign.chunks(BLOCKS_AT_ONCE) {
+            let shared = self.shared_lock.read();
+            some.iter().for_each(|&(number, hash)| list(&shared, number, hash));
+        }
+        let placements = self.shared_lock.read().view.placements.all();
+        (found, placements)
+    }
+
+    /// The key of the block with this hash in a stream.
+    pub fn key_of(&self, source: &str, rank: i64, hash: u64) -> Option<u64> {
+        let stream = self.stream(source, rank)?;
+        let stream = stream.lock();
+        let shared = self.shared_lock.read();
+        stream.newest(&shared, hash).map(|number| shared.records.key(number))
+    }
+}

@@ -1,0 +1,202 @@
+//! What threads do to each other, and what a panic does to an index.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use super::*;
+use crate::holders::holder_sets::EMPTY;
+use crate::lookup::Scope;
+use crate::store::records::Row;
+use crate::wire::scan::Limits as ScanLimits;
+use crate::wire::scan::tests::cases::{batch, map, text};
+
+fn index() -> Index {
+    Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
+}
+
+/// A batch with one block of two tokens, or its removal.
+fn payload(kind: &str) -> Vec<u8> {
+    let stored: [(&str, &[u8]); 5] = [
+        ("block_hashes", &[0x91, 0x05]),
+        ("parent_block_hash", &[0xC0]),
+        ("token_ids", &[0x92, 0x01, 0x02]),
+        ("block_size", &[0x02]),
+        ("medium", &text("GPU")),
+    ];
+    let fields = if kind == "BlockStored" {
+        &stored[..]
+    } else {
+        &[stored[0], stored[4]]
+    };
+    batch(&[map(kind, fields)])
+}
+
+/// Of MessagePack: an array of numbers of up to 64 bits.
+fn array(numbers: impl ExactSizeIterator<Item = u64>) -> Vec<u8> {
+    let mut out = vec![0xDC];
+    out.extend((numbers.len() as u16).to_be_bytes());
+    for number in numbers {
+        out.push(0xCF);
+        out.extend(number.to_be_bytes());
+    }
+    out
+}
+
+/// Blocks of two tokens that are a chain from the root on.
+fn store(hashes: &[u64], tokens: &[u32]) -> Vec<u8> {
+    let fields: [(&str, &[u8]); 5] = [
+        ("block_hashes", &array(hashes.iter().copied())),
+        ("parent_block_hash", &[0xC0]),
+        ("token_ids", &array(tokens.iter().map(|&token| token.into()))),
+        ("block_size", &[0x02]),
+        ("medium", &text("GPU")),
+    ];
+    batch(&[map("BlockStored", &fields)])
+}
+
+fn removal(hashes: &[u64]) -> Vec<u8> {
+    let fields: [(&str, &[u8]); 2] = [("block_hashes", &array(hashes.iter().copied())), ("medium", &text("GPU"))];
+    batch(&[map("BlockRemoved", &fields)])
+}
+
+fn tokens_of(index: &Index, tokens: &[u32]) -> Vec<u32> {
+    let found = index.match_prompt(tokens, &Scope::default());
+    found.hits.iter().map(|hit| hit.tokens[0]).collect()
+}
+
+#[test]
+fn a_batch_is_applied_at_once_or_not_at_all() {
+    let (index, stored) = (index(), payload("BlockStored"));
+    assert_eq!(index.try_batch("a", 0, 0, 0, &stored), None, "the stream has not begun");
+    assert_eq!(index.batch("a", 0, 0, 0, &stored).outcome, Outcome::Applied(false));
+    assert_eq!(
+        index.try_batch("a", 0, 0, 1, &payload("BlockRemoved")),
+        Some(Outcome::Applied(false))
+    );
+    assert_eq!(index.try_batch("a", 0, 0, 1, &stored), Some(Outcome::Duplicate));
+    assert_eq!(index.try_batch("a", 0, 0, 2, &stored), Some(Outcome::Applied(false)));
+    assert_eq!(
+        index.try_batch("a", 0, 1, 3, &stored),
+        None,
+        "a new incarnation begins without blocks"
+    );
+    assert_eq!(
+        index.try_batch("a", 0, 0, 3, b"\xC1"),
+        None,
+        "rejected events must be reported"
+    );
+    assert_eq!(index.try_batch("a", 0, 0, 3, &batch(&[map("AllBlocksCleared", &[])])), None);
+    let reader = index.shared_lock.read();
+    assert_eq!(index.try_batch("a", 0, 0, 3, &stored), None);
+    drop(reader);
+}
+
+/// Lookups wait for no writer, but for one that is changing what they read.
+#[test]
+fn a_lookup_passes_writers() {
+    let (index, stored) = (index(), payload("BlockStored"));
+    index.batch("a", 0, 0, 0, &stored);
+    let mut writer = index.shared_lock.write();
+    let found = index.try_match_prompt(&[1, 2], &Scope::default()).unwrap();
+    assert_eq!(found.worker(&found.hits[0]).source, "a");
+    assert_eq!(tokens_of(&index, &[1, 2]), [2]);
+    let set = writer.records.set(0);
+    writer.records.put_set(0, EMPTY);
+    assert!(index.try_match_prompt(&[1, 2], &Scope::default()).is_none());
+    assert_eq!(tokens_of(&index, &[3, 4]), [0; 0]);
+    writer.records.put_set(0, set);
+    drop(writer);
+    assert!(index.try_match_prompt(&[1, 2], &Scope::default()).is_some());
+}
+
+/// Chains come and go, and take each other's slots: a lookup meanwhile finds what was there at one moment, and never credits one with the
+/// blocks of another.
+#[test]
+fn what_a_lookup_finds_was_true_at_one_moment() {
+    const BLOCKS: u64 = 64;
+    let index = index();
+    let tokens = |chain: u64| -> Vec<u32> { (0..2 * BLOCKS).map(|at| (chain * 1_000 + at) as u32).collect() };
+    let hashes = |chain: u64| -> Vec<u64> { (0..BLOCKS).map(|at| chain << 16 | at).collect() };
+    let stored = [1, 2].map(|chain| store(&hashes(chain), &tokens(chain)));
+    let removed = [1, 2].map(|chain| removal(&hashes(chain).into_iter().rev().collect::<Vec<_>>()));
+    index.batch("kept", 0, 0, 0, &stored[0]);
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let turns = (0..2_000).flat_map(|_| [&stored[0], &removed[0], &stored[1], &removed[1]]);
+            for (seq, payload) in turns.enumerate() {
+                assert_eq!(
+                    index.batch("busy", 0, 0, seq as i64, payload).outcome,
+                    Outcome::Applied(false)
+                );
+            }
+            ended.store(true, Ordering::SeqCst);
+        });
+        let [one, two] = [1, 2].map(tokens);
+        while !ended.load(Ordering::SeqCst) {
+            let found = index.match_prompt(&one, &Scope::default());
+            let hit = found.hits.iter().find(|hit| found.worker(hit).source == "kept");
+            assert_eq!(hit.map(|hit| hit.tokens[0]), Some(2 * BLOCKS as u32));
+            let found = index.match_prompt(&two, &Scope::default());
+            assert!(found.hits.iter().all(|hit| found.worker(hit).source == "busy"));
+        }
+    });
+    assert_eq!(tokens_of(&index, &tokens(2)), [0; 0]);
+}
+
+#[test]
+fn no_thread_waits_for_a_busy_stream_while_its_worker_is_removed() {
+    let (index, stored) = (index(), payload("BlockStored"));
+    index.batch("busy", 0, 0, 0, &stored);
+    let busy = index.stream("busy", 0).unwrap();
+    let locked = busy.lock();
+    std::thread::scope(|scope| {
+        let remover = scope.spawn(|| index.remove("busy", None));
+        while index.stream("busy", 0).is_some() {
+            std::thread::yield_now();
+        }
+        let (sender, receiver) = mpsc::channel();
+        let (index, stored) = (&index, &stored);
+        scope.spawn(move || {
+            let outcomes = [
+                index.batch("other", 0, 0, 0, stored).outcome,
+                index.batch("busy", 0, 0, 1, stored).outcome,
+            ];
+            sender.send((outcomes, tokens_of(index, &[1, 2]))).unwrap();
+        });
+        let done = receiver.recv_timeout(Duration::from_secs(60));
+        drop(locked);
+        assert_eq!(
+            done,
+            Ok(([Outcome::Applied(false), Outcome::Void], vec![2])),
+            "what is being removed is not seen"
+        );
+        assert_eq!(remover.join().unwrap(), 1);
+    });
+    assert_eq!(index.batch("busy", 0, 0, 2, &stored).outcome, Outcome::Void);
+    assert_eq!(index.batch("busy", 0, 1, 0, &stored).outcome, Outcome::Applied(false));
+}
+
+#[test]
+fn a_panic_is_reported_until_a_snapshot_is_restored() {
+    let (index, stored) = (index(), payload("BlockStored"));
+    index.batch("a", 0, 0, 0, &stored);
+    let saved = index.save(Vec::new(), None).unwrap();
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let mut writer = index.shared_lock.write();
+        writer.records.remove(Row::single(0));
+        panic!("as a test");
+    }));
+    assert!(panicked.is_err() && index.is_damaged());
+    assert_eq!(index.batch("a", 0, 0, 1, &stored).outcome, Outcome::Damaged);
+    assert_eq!(index.try_batch("a", 0, 0, 1, &stored), Some(Outcome::Damaged));
+    assert_eq!(index.batch("new", 0, 0, 1, &stored).outcome, Outcome::Damaged);
+    crate::snapshot::restore(&index, &saved[..]).unwrap();
+    assert!(!index.is_damaged());
+    assert_eq!(
+        (index.batch("a", 0, 0, 1, &stored).outcome, tokens_of(&index, &[1, 2])),
+        (Outcome::Applied(false), vec![2])
+    );
+}

@@ -1,0 +1,170 @@
+//! Adds the streams of snapshots to an index, or replaces its streams by them; `snapshot` has the format.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+
+use super::Failure;
+use crate::holders::holder_sets::MAX_STREAMS;
+use crate::memory::hasher::Secret;
+use crate::prefix_index::{ImportedStream, Index, Registry};
+use crate::store::members::Worker;
+use crate::store::shared_state::SharedState;
+use crate::stream::Stream;
+use crate::sync::yielding_lock::YieldingRwLock;
+
+/// The contents of a snapshot.
+#[derive(Debug, Default)]
+pub struct Part {
+    /// Every stream, in the order of their workers.
+    pub streams: Vec<ImportedStream>,
+    /// Models by source.
+    pub labels: Vec<(String, String)>,
+    /// Removed workers, the oldest first.
+    pub fences: Vec<(Worker, i64)>,
+}
+
+impl Part {
+    /// Makes the streams visible to lookups of these models.
+    fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
+        if !labels.is_empty() {
+            shared.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));
+        }
+        self.streams.iter().for_each(|imported| shared.show(imported.number, true));
+    }
+}
+
+fn held(worker: &Worker) -> Failure {
+    let Worker { source, rank } = worker;
+    Failure::Bad(format!(
+        "the index holds the worker {source:?} with rank {rank} already; call remove_worker for it first"
+    ))
+}
+
+impl Index {
+    /// Writes a snapshot of these workers, or of all workers if none are given.
+    pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
+        super::save(self, out, workers)
+    }
+
+    /// Replaces everything except the overlay by restored streams and their shared part.
+    pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
+        let mut fresh = Registry::new(Secret::new());
+        part.streams.iter().for_each(|imported| fresh.enter(imported));
+        part.show(&mut shared_lock.write(), &by_source(&part.labels));
+        let Part {
+            labels,
+            fences,
+            streams: part_streams,
+        } = part;
+        fresh.labels.extend(labels);
+        for (worker, incarnation) in fences {
+            self.fence(&mut fresh, worker, incarnation);
+        }
+        // Dropped when no lock is held any more.
+        let mut ended = Vec::new();
+        let whole = self.replacing.write();
+        let mut registry = self.registry.write();
+        for rank in registry.streams.values().flatten() {
+            let mut stream = rank.stream.lock();
+            let mut empty = Stream::new(stream.number, stream.incarnation);
+            empty.gone = true;
+            ended.push(std::mem::replace(&mut *stream, empty));
+        }
+        let mut old = shared_lock.write();
+        for imported in &part_streams {
+            if let Some(drafts) = registry.drafts.get(&imported.worker.source) {
+                let mut stream = imported.stream.lock();
+                stream.groups.drafts = Some(drafts.clone());
+                stream.use_groups(&mut old);
+            }
+        }
+        fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
+        let mut shared = self.shared_lock.write();
+        std::mem::swap(&mut *shared, &mut *old);
+        // Lookups keep the owner that they know: what it owns changes.
+        std::mem::swap(&mut shared.view, &mut old.view);
+        std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
+        self.shared_lock.heal();
+        drop(shared);
+        drop(old);
+        *registry = fresh;
+        drop(registry);
+        drop(whole);
+        ended.iter().for_each(|stream| self.ended.lock().add(&stream.counters));
+    }
+
+    // --- absorbing
+
+    /// Adds the contents of a snapshot, or nothing if it fails. Returns the added workers.
+    pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
+        // Replacing the shared part now would leave these streams in one that is dropped.
+        let _whole = self.replacing.read_recursive();
+        let mut part = Part::default();
+        // Until the end, heads may have the keys of linked blocks.
+        self.shared_lock.write().view.change().strangers += 1;
+        let outcome = super::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
+        self.shared_lock.write().view.change().strangers -= 1;
+        if let Err(failure) = outcome {
+            part.streams.iter().for_each(|imported| self.discard(imported));
+            return Err(failure);
+        }
+        Ok(part.streams.into_iter().map(|imported| imported.worker).collect())
+    }
+
+    /// Lets a stream of a snapshot join the shared part. Deliveries and lookups find it only after `register_imported`.
+    pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
+        let registry = self.registry.read();
+        if registry.find(&worker.source, worker.rank).is_some() {
+            return Err(held(&worker));
+        }
+        let model = registry.labels.get(&worker.source).cloned();
+        let mut shared = self.shared_lock.write();
+        let number = shared.vacancy().ok_or_else(|| {
+            Failure::Bad(format!(
+                "the index would have more than {MAX_STREAMS} streams; remove workers that are gone"
+            ))
+        })?;
+        let drafts = registry.drafts.get(&worker.source).cloned();
+        Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model, drafts))
+    }
+
+    /// Removes a stream that has joined and was not registered.
+    pub fn discard(&self, imported: &ImportedStream) {
+        imported.leave(&self.shared_lock);
+    }
+
+    /// Registers complete streams that have joined.
+    fn register_imported(&self, part: &Part) -> Result<(), Failure> {
+        let mut registry = self.registry.write();
+        // What was delivered while the snapshot was read may have brought one of them in.
+        let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
+        if let Some(imported) = part.streams.iter().find(known) {
+            return Err(held(&imported.worker));
+        }
+        for imported in &part.streams {
+            registry.admit(&imported.worker);
+            registry.enter(imported);
+        }
+        for (worker, incarnation) in &part.fences {
+            let newer = registry.fences.get(worker).is_none_or(|known| known < incarnation);
+            if newer && registry.find(&worker.source, worker.rank).is_none() {
+                self.fence(&mut registry, worker.clone(), *incarnation);
+            }
+        }
+        let mut labels = by_source(&part.labels);
+        labels.retain(|&source, _| !registry.labels.contains_key(source));
+        for (&source, &model) in &labels {
+            registry.labels.insert(source.into(), model.into());
+        }
+        part.show(&mut self.shared_lock.write(), &labels);
+        Ok(())
+    }
+}
+
+fn by_source(labels: &[(String, String)]) -> HashMap<&str, &str> {
+    labels
+        .iter()
+        .map(|(source, model)| (source.as_str(), model.as_str()))
+        .collect()
+}

@@ -1,0 +1,549 @@
+//! Reads a snapshot: into a shared part of its own, which replaces the index's when it is complete, or into the shared part of an index.
+//!
+//! Other threads can read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while
+//! bytes are read: those can come from Python, and another thread can hold the GIL while it waits for the shared part.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+
+use super::importing::Part;
+use crate::groups::cache::MAX_SALTS;
+use crate::groups::engine_hash::EngineHash;
+use crate::groups::{FULL_KINDS, GroupKind};
+use crate::holders::contexts::Context;
+use crate::holders::copies::Copies;
+use crate::holders::holder_sets::MAX_STREAMS;
+use crate::holders::placements::{MAX_PLACEMENTS, Placement};
+use crate::keys::{self, Scheme};
+use crate::limits::Limits;
+use crate::memory::page_pool;
+use crate::memory::table::Stage;
+use crate::prefix_index::{ImportedStream, Index};
+use crate::store::members::Worker;
+use crate::store::shared_state::{Block, SharedState};
+use crate::stream::Stream;
+use crate::stream::pending::{Content, Waiting};
+use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
+
+use super::frames::{Failure, FrameReader, bad};
+use super::{
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
+    WAITING, WINDOW_GROUP,
+};
+
+/// Blocks that are read, and then placed under one lock of the shared part: about a tenth of a millisecond, and readers can run in between.
+pub(super) const BLOCKS_AT_ONCE: usize = 1024;
+
+/// Replaces everything except the overlay, or nothing if it fails.
+pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
+    let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
+    Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
+    index.replace(shared_lock, part);
+    Ok(())
+}
+
+/// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
+/// that have joined so far; the last one can have some of its blocks.
+pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
+    Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
+}
+
+fn unexpected(item: u8) -> Failure {
+    bad(format!("unexpected item of kind {item}"))
+}
+
+struct Restoring<'a, R> {
+    from: FrameReader<R>,
+    /// Where the blocks go.
+    shared_lock: &'a YieldingRwLock<SharedState>,
+    /// The index that has this shared part; None if no index has it yet.
+    index: Option<&'a Index>,
+    limits: Limits,
+    part: &'a mut Part,
+    /// Placements as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
+    placements: Vec<(Placement, Option<u16>)>,
+    /// Contexts by their numbers in the present stream; each has a counted use.
+    contexts: Vec<u32>,
+    room: RunRoom,
+}
+
+impl<'a, R: Read> Restoring<'a, R> {
+    fn new(
+        from: R,
+        shared_lock: &'a YieldingRwLock<SharedState>,
+        index: Option<&'a Index>,
+        limits: Limits,
+        part: &'a mut Part,
+    ) -> Result<Self, Failure> {
+        Ok(Self {
+            from: FrameReader::new(from)?,
+            shared_lock,
+            index,
+            limits,
+            part,
+            placements: Vec::new(),
+            contexts: Vec::new(),
+            room: RunRoom::default(),
+        })
+    }
+
+    fn all(mut self) -> Result<(), Failure> {
+        while let Some(item) = self.from.next()? {
+            match item {
+                PLANE => self.placement()?,
+                STREAM => self.stream()?,
+                FENCE => self.fence()?,
+                LABEL => {
+                    let label = (self.from.text()?, self.from.text()?);
+                    self.part.labels.push(label);
+                }
+                other => return Err(unexpected(other)),
+            }
+        }
+        publish_imported(self.shared_lock, self.part);
+        Ok(())
+    }
+
+    fn placement(&mut self) -> Result<(), Failure> {
+        let from = &mut self.from;
+        let tier = from.text()?;
+        let (locality, ownership) = (from.option(FrameReader::text)?, from.option(FrameReader::text)?);
+        let placement = Placement {
+            tier,
+            locality,
+            ownership,
+            group: from.signed()?,
+        };
+        if self.placements.iter().any(|(known, _)| *known == placement) {
+            return Err(bad("a placement is repeated"));
+        }
+        if self.placements.len() == MAX_PLACEMENTS {
+            return Err(bad(format!("it has more than {MAX_PLACEMENTS} placements")));
+        }
+        self.placements.push((placement, None));
+        Ok(())
+    }
+
+    /// The number in the shared part of the placement that the file names next.
+    fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
+        let at = self.from.below(self.placements.len() as u64, "placement")?;
+        let (placement, number) = &mut self.placements[at as usize];
+        if let Some(number) = *number {
+            return Ok(number);
+        }
+        let most = self.limits.places;
+        if stream.held().count() >= most {
+            return Err(bad(format!("a stream has blocks in more than {most} placements")));
+        }
+        *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
+        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLACEMENTS} placements")))
+    }
+
+    fn worker(&mut self) -> Result<Worker, Failure> {
+        Ok(Worker {
+            source: self.from.text()?,
+            rank: self.from.signed()?,
+        })
+    }
+
+    fn stream(&mut self) -> Result<(), Failure> {
+        let worker = self.worker()?;
+        if self.part.streams.last().is_some_and(|last| *last.worker >= worker) {
+            return Err(bad("its workers are not sorted"));
+        }
+        let incarnation = self.from.signed()?;
+        let imported = match self.index {
+            Some(index) => index.import(worker, incarnation)?,
+            None => self.join(worker, incarnation)?,
+        };
+        // From here on the owner of the part removes it again if anything fails.
+        self.part.streams.push(imported.clone());
+        let mut stream = imported.stream.lock();
+        stream.last = self.from.signed()?;
+        let has_attested = self.from.byte()? != 0;
+        let mut unkept = Vec::new();
+        for _ in 0..self.from.below(self.limits.groups as u64 + 1, "groups of unknown kinds")? {
+            unkept.push((self.from.signed()?, self.from.fixed()?));
+        }
+        stream.put_attested(has_attested, unkept);
+        self.placements.iter_mut().for_each(|(_, number)| *number = None);
+        self.room = RunRoom::default();
+        let salts = self.groups(&mut stream)?;
+        let blocks = self.blocks(&mut stream);
+        self.release_contexts();
+        blocks?;
+        let mut shared = self.shared_lock.write();
+        stream.use_groups(&mut shared);
+        if let Some(cache) = &stream.group_cache {
+            cache.write().resume(salts);
+        }
+        if let Some(member) = &shared.view.members[imported.number as usize] {
+            member.blocks.store(stream.blocks, Ordering::Relaxed);
+        }
+        if self.limits.memory.is_some() {
+            stream.recount(&mut shared);
+        }
+        Ok(())
+    }
+
+    fn join(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
+        let mut shared = self.shared_lock.write();
+        let number = shared.view.members.len();
+        if number >= MAX_STREAMS {
+            return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
+        }
+        Ok(ImportedStream::join(
+            &mut shared,
+            number as u32,
+            worker,
+            incarnation,
+            None,
+            None,
+        ))
+    }
+
+    /// The groups of a stream's engine, and how it hashes prompts. Returns its salts.
+    fn groups(&mut self, stream: &mut Stream) -> Result<Vec<(u64, String)>, Failure> {
+        stream.misses_salts = self.from.byte()? != 0;
+        for _ in 0..self.from.below(self.limits.groups as u64 + 1, "number of groups")? {
+            let group = self.from.signed()?;
+            let kind = match self.from.byte()? {
+                UNKNOWN_GROUP => GroupKind::Unknown,
+                STATE_GROUP => GroupKind::State,
+                WINDOW_GROUP => GroupKind::Window(self.from.below(1 << 32, "window of")? as u32),
+                full if full < FULL_KINDS => GroupKind::Full(full),
+                other => return Err(bad(format!("unknown kind of group {other}"))),
+            };
+            let size = self.from.below(1 << 32, "block of")? as u32;
+            if (size == 0 && kind != GroupKind::Unknown) || kind == GroupKind::Window(0) {
+                return Err(bad("a group has blocks or a window of 0 tokens"));
+            }
+            stream.groups.learn(group, kind, size);
+        }
+        let parts = self
+            .from
+            .option(|from| Ok([from.count()?, from.count()?, from.count()?, from.count()?]))?;
+        stream.groups.hashing = match parts {
+            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("the hash scheme of an engine is unknown"))?),
+            None => None,
+        };
+        stream.groups.has_lookahead = self.from.byte()? != 0;
+        let mut salts = Vec::new();
+        for _ in 0..self.from.below(MAX_SALTS as u64 + 1, "number of salts")? {
+            salts.push((self.from.fixed()?, self.from.text()?));
+        }
+        Ok(salts)
+    }
+
+    /// Restores the items of a stream.
+    fn blocks(&mut self, stream: &mut Stream) -> Result<(), Failure> {
+        let mut several = Several::default();
+        loop {
+            match self.from.byte()? {
+                CONTEXT => {
+                    if self.contexts.len() == MAX_CONTEXTS {
+                        self.release_contexts();
+                    }
+                    let context = self.context()?;
+                    let number = self.shared_lock.write().contexts.retain(context);
+                    self.contexts
+                        .push(number.ok_or_else(|| bad("the index would have too many contexts"))?);
+                }
+                RUN => self.run(stream)?,
+                SEVERAL => {
+                    let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
+                    let context = self.context_named()?;
+                    several.add(self.shared_lock, stream, hash, (key, context), self.room.is_refused)?;
+                }
+                WAITING => {
+                    let waiting = self.waiting(stream)?;
+                    let Limits {
+                        orphans, orphan_bytes, ..
+                    } = self.limits;
+                    stream.counters.dropped += stream.waiting.push_within(waiting, orphans, orphan_bytes);
+                }
+                DONE => break,
+                other => return Err(unexpected(other)),
+            }
+        }
+        several.end(self.shared_lock, stream, self.room.is_refused)?;
+        let blocks = self.from.count()?;
+        let digest = u128::from(self.from.fixed()?) | u128::from(self.from.fixed()?) << 64;
+        let refused = &self.room;
+        let read = (
+            stream.blocks as u64 + refused.count,
+            stream.tally.digest.wrapping_add(refused.digest),
+        );
+        stream.counters.evicted += refused.count;
+        if read != (blocks, digest) {
+            return Err(bad("the blocks of a stream do not match its digest"));
+        }
+        Ok(())
+    }
+
+    fn release_contexts(&mut self) {
+        let mut shared = self.shared_lock.write();
+        for number in self.contexts.drain(..) {
+            shared.contexts.release(number);
+            shared.spend(1);
+        }
+    }
+
+    /// The number in the shared part of the context that the file names next.
+    fn context_named(&mut self) -> Result<u32, Failure> {
+        let at = self.from.below(self.contexts.len() as u64, "context")?;
+        Ok(self.contexts[at as usize])
+    }
+
+    fn context(&mut self) -> Result<Context, Failure> {
+        let scheme = self.scheme()?;
+        Ok(Context {
+            scheme,
+            lora: self.from.fixed()?,
+            salt: self.from.fixed()?,
+        })
+    }
+
+    fn scheme(&mut self) -> Result<Scheme, Failure> {
+        let size = self.from.below(1 << 32, "block size of")? as u32;
+        let eagle = self.from.option(|_| Ok(()))?.is_some();
+        if size == 0 {
+            Err(bad("a block has no tokens"))
+        } else {
+            Ok(Scheme { size, eagle })
+        }
+    }
+
+    fn run(&mut self, stream: &mut Stream) -> Result<(), Failure> {
+        let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
+        let kind = self.from.byte()?;
+        let context = self.context_named()?;
+        self.room.placements.clear();
+        for _ in 0..self
+            .from
+            .below(self.placements.len() as u64 + 1, "block on so many placements:")?
+        {
+            let placement = self.placement_named(stream)?;
+            let least = self.from.below(1 << 32, "number of copies")? as u32;
+            let most = self.from.below(1 << 32, "number of copies")? as u32;
+            if most == 0 || least > most {
+                return Err(bad(format!("a block has from {least} to {most} copies")));
+            }
+            self.room.placements.push((placement, Copies { least, most }));
+        }
+        let mut is_linked = match kind {
+            KEYS | CHAIN => false,
+            REST if self.room.before.is_some() => true,
+            REST => return Err(bad("a run continues without a block before it")),
+            other => return Err(bad(format!("unknown kind of run {other}"))),
+        };
+        while left > 0 {
+            let count = left.min(BLOCKS_AT_ONCE);
+            self.room.read.clear();
+            for _ in 0..count {
+                self.room.read.push((self.from.fixed()?, self.from.fixed()?, is_linked));
+                is_linked = kind != KEYS;
+            }
+            self.place(stream, context)?;
+            left -= count;
+        }
+        Ok(())
+    }
+
+    /// Places the blocks that were read, up to the memory limit.
+    fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
+        let room = &mut self.room;
+        let mut writer = self.shared_lock.write();
+        let keyed = writer.contexts.get(context).is_keyed();
+        if page_pool::are_short() || stream.must_resize(room.read.len()) {
+            let secret = writer.secret;
+            writer.unlocked(|| {
+                page_pool::prepare();
+                stream.make_room(room.read.len(), secret);
+            });
+        }
+        for few in room.read.chunks(WORK_PER_HOLD) {
+            let shared: &mut SharedState = &mut writer;
+            room.is_refused |= !stream.may_grow(shared);
+            room.blocks.clear();
+            for &(hash, word, is_linked) in few {
+                let before = room.before.filter(|_| is_linked);
+                let key = before.map_or(word, |before| keys::chained(before, word));
+                let block = Block {
+                    hash,
+                    key,
+                    local: word,
+                    context,
+                    keyed,
+                    mixed_key: shared.mixed(key),
+                    mixed_hash: shared.mixed(hash),
+                };
+                stream.prefetch(block.mixed_hash, Stage::Bucket);
+                room.before = Some(key);
+                room.blocks.push((block, is_linked));
+            }
+            for (block, is_linked) in &room.blocks {
+                if room.is_refused {
+                    room.count += 1;
+                    let part = stream.digest_of(block.hash, block.key, &room.placements);
+                    room.digest = room.digest.wrapping_add(part);
+                    continue;
+                }
+                let parent = room.parent.filter(|_| *is_linked && !keyed);
+                let number = stream.put(shared, block, &room.placements, parent);
+                room.parent = Some(number.ok_or_else(|| bad("a block is repeated or missing"))?);
+            }
+            writer.spend(few.len());
+        }
+        Ok(())
+    }
+
+    fn waiting(&mut self, stream: &mut Stream) -> Result<Waiting, Failure> {
+        let hash = self.from.fixed()?;
+        let placement = self.placement_named(stream)?;
+        let awaited = self.from.fixed()?;
+        let content = match self.from.option(|_| Ok(()))? {
+            Some(()) => Some(self.content()?),
+            None if awaited != hash => return Err(bad("a hash without tokens waits for another hash")),
+            None => None,
+        };
+        Ok(Waiting {
+            hash,
+            placement,
+            awaited,
+            content,
+        })
+    }
+
+    fn content(&mut self) -> Result<Content, Failure> {
+        let scheme = self.scheme()?;
+        let (lora, salt) = (self.from.fixed()?, self.from.option(FrameReader::fixed)?);
+        let bytes = self.from.bytes(scheme.window() as u64 * 4)?;
+        let tokens = bytes
+            .chunks_exact(4)
+            .map(|token| u32::from_le_bytes([token[0], token[1], token[2], token[3]]))
+            .collect();
+        let mut extras = Vec::new();
+        for _ in 0..self.from.count()? {
+            extras.push(self.from.fixed()?);
+        }
+        Ok(Content {
+            tokens,
+            extras: extras.into(),
+            scheme,
+            lora,
+            salt,
+        })
+    }
+
+    /// Restores a fence. A stream that it excludes was removed after it was written.
+    fn fence(&mut self) -> Result<(), Failure> {
+        let (worker, incarnation) = (self.worker()?, self.from.signed()?);
+        let streams = &mut self.part.streams;
+        if let Ok(at) = streams.binary_search_by(|other| (*other.worker).cmp(&worker))
+            && streams[at].stream.lock().incarnation <= incarnation
+        {
+            let imported = streams.remove(at);
+            match self.index {
+                Some(index) => index.discard(&imported),
+                None => imported.leave(self.shared_lock),
+            }
+        }
+        self.part.fences.push((worker, incarnation));
+        Ok(())
+    }
+}
+
+/// Merges heads with linked blocks of the same key, which exist if a stream lacks a part of a chain. Streams of the snapshot that hold such
+/// a head hold the linked block instead; if other streams hold the head too, both become heads. Streams that are applied meanwhile create
+/// no such blocks, since they search for heads first.
+fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
+    // No other thread can have these streams yet.
+    let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
+        .streams
+        .iter()
+        .map(|imported| (imported.number, imported.stream.lock()))
+        .collect();
+    let (mut number, mut writer, mut heads) = (0, shared_lock.write(), Vec::new());
+    while number < writer.records.bound() {
+        writer.spend(1);
+        let shared: &mut SharedState = &mut writer;
+        if shared.records.is_linked(number) {
+            let (key, context) = (shared.records.key(number), shared.records.context(number));
+            heads.clear();
+            shared.for_each_twin(false, key, |head| {
+                if shared.records.context(head) == context {
+                    heads.push(head);
+                }
+            });
+            for &head in &heads {
+                for stream in shared.sets.streams(shared.records.set(head)) {
+                    if let Some(stream) = streams.get_mut(&stream) {
+                        stream.exchange(shared, head, number);
+                    }
+                }
+                shared.sweep(head);
+            }
+            if heads.iter().any(|&head| shared.is_head(head, key, context)) {
+                shared.list(number);
+                shared.mark_twins(false, key, context);
+            }
+        }
+        number += 1;
+    }
+}
+
+#[derive(Default)]
+struct RunRoom {
+    placements: Vec<(u16, Copies)>,
+    /// Hashes and words, and whether a block is linked to the one before it.
+    read: Vec<(u64, u64, bool)>,
+    blocks: Vec<(Block, bool)>,
+    /// The key of the block before, if there is one.
+    before: Option<u64>,
+    /// Number of its record.
+    parent: Option<u32>,
+    /// Whether the memory limit has no room for more blocks of the stream.
+    is_refused: bool,
+    /// Blocks of the stream that were refused, and their part of its digest.
+    count: u64,
+    digest: u128,
+}
+
+/// Blocks of one hash, the oldest first.
+#[derive(Default)]
+struct Several {
+    hash: u64,
+    blocks: Vec<(u64, u32)>,
+}
+
+impl Several {
+    fn add(
+        &mut self,
+        shared_lock: &YieldingRwLock<SharedState>,
+        stream: &mut Stream,
+        hash: u64,
+        block: (u64, u32),
+        refused: bool,
+    ) -> Result<(), Failure> {
+        if hash != self.hash {
+            self.end(shared_lock, stream, refused)?;
+            self.hash = hash;
+        }
+        self.blocks.push(block);
+        Ok(())
+    }
+
+    fn end(&mut self, shared_lock: &YieldingRwLock<SharedState>, stream: &mut Stream, refused: bool) -> Result<(), Failure> {
+        let known = self.blocks.is_empty() || stream.reorder(shared_lock, self.hash, &self.blocks, refused);
+        self.blocks.clear();
+        if known {
+            Ok(())
+        } else {
+            Err(bad("blocks of one hash are ordered, but some are missing"))
+        }
+    }
+}

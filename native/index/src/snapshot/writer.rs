@@ -1,0 +1,395 @@
+//! Writes a snapshot while other threads read and write the index.
+//!
+//! A stream is locked while its part is written, so that its blocks match its last number; other streams continue. The shared part
+//! is locked for a few thousand blocks at a time, never while bytes are written out.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Write};
+use std::iter::Peekable;
+
+use crate::groups::GroupKind;
+use crate::groups::engine_hash::EngineHash;
+use crate::holders::copies::Copies;
+use crate::holders::placements::Placement;
+use crate::prefix_index::Index;
+use crate::store::members::Worker;
+use crate::store::shared_state::SharedState;
+use crate::stream::Stream;
+use crate::stream::pending::Waiting;
+
+use super::frames::FrameWriter;
+use super::{
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
+    WAITING, WINDOW_GROUP,
+};
+
+/// Bytes for which the shared part is locked at once: some 4,000 blocks.
+const HOLD_BYTES: usize = 1 << 16;
+/// Blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
+const LEAST_WINDOW: usize = 1 << 16;
+/// Numbers of a list that are written between two checks for a complete frame.
+const PIECE: usize = 1 << 14;
+
+/// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given.
+pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
+    let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker));
+    let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
+    let out = FrameWriter::new(out)?;
+    let mut saving = Saving {
+        index,
+        out,
+        written: Vec::new(),
+        placements: HashMap::new(),
+        contexts: HashMap::new(),
+        run: Run::default(),
+        last: None,
+        records: Vec::new(),
+    };
+    for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| meant(worker)) {
+        let stream = stream.lock();
+        if !stream.gone {
+            saving.stream(&worker, &stream)?;
+        }
+    }
+    // After the streams: a worker that is removed from now on is not known to be, one that was removed meanwhile is.
+    for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
+        saving.out.byte(FENCE);
+        saving.worker(&worker);
+        saving.out.signed(incarnation);
+        saving.out.drain()?;
+    }
+    for (source, model) in index.labels() {
+        if sources.as_ref().is_some_and(|sources| !sources.contains(source.as_str())) {
+            continue;
+        }
+        saving.out.byte(LABEL);
+        saving.out.text(&source);
+        saving.out.text(&model);
+        saving.out.drain()?;
+    }
+    saving.out.finish()
+}
+
+struct Saving<'a, W> {
+    index: &'a Index,
+    out: FrameWriter<W>,
+    /// Placements in the file, in their order.
+    written: Vec<Placement>,
+    /// Contexts of the present stream: the number in the file by the number in the index.
+    placements: HashMap<u16, u64>,
+    /// Contexts of the present stream: the number in the file by the number in the index.
+    contexts: HashMap<u32, u64>,
+    run: Run,
+    /// The block of the stream that was written last.
+    last: Option<u32>,
+    /// One bit for each record of a stream.
+    records: Vec<u64>,
+}
+
+/// Blocks that differ in hash and word only.
+#[derive(Default)]
+struct Run {
+    /// Position in the buffer at which their number is filled in, followed by their kind.
+    at: usize,
+    blocks: u16,
+    /// None while one block is not enough to know it.
+    kind: Option<u8>,
+    context: u32,
+    set: u32,
+    /// Placements, and the copies on each.
+    placements: Vec<(u16, Copies)>,
+    other: Vec<(u16, Copies)>,
+}
+
+impl<W: Write> Saving<'_, W> {
+    fn worker(&mut self, worker: &Worker) {
+        self.out.text(&worker.source);
+        self.out.signed(worker.rank);
+    }
+
+    fn stream(&mut self, worker: &Worker, stream: &Stream) -> io::Result<()> {
+        self.new_placements(stream);
+        self.contexts.clear();
+        self.last = None;
+        self.out.byte(STREAM);
+        self.worker(worker);
+        self.out.signed(stream.incarnation);
+        self.out.signed(stream.last);
+        self.out.byte(stream.has_attested().into());
+        self.out.count(stream.unkept().len() as u64);
+        for &(group, sum) in stream.unkept() {
+            self.out.signed(group);
+            self.out.fixed(sum);
+        }
+        self.groups(stream);
+        self.blocks(stream)?;
+        self.several(stream)?;
+        for waiting in stream.waiting.iter() {
+            self.waiting(waiting)?;
+        }
+        self.out.byte(DONE);
+        self.out.count(stream.blocks as u64);
+        self.out.fixed(stream.tally.digest as u64);
+        self.out.fixed((stream.tally.digest >> 64) as u64);
+        self.out.drain()
+    }
+
+    /// The groups of a stream's engine, and how it hashes prompts.
+    fn groups(&mut self, stream: &Stream) {
+        let (groups, cache) = (&stream.groups, stream.group_cache.as_ref().map(|cache| cache.read()));
+        self.out.byte(stream.misses_salts.into());
+        self.out.count(groups.all().len() as u64);
+        for group in groups.all() {
+            self.out.signed(group.number);
+            match group.kind {
+                GroupKind::Full(number) => self.out.byte(number),
+                GroupKind::Unknown => self.out.byte(UNKNOWN_GROUP),
+                GroupKind::State => self.out.byte(STATE_GROUP),
+                GroupKind::Window(tokens) => {
+                    self.out.byte(WINDOW_GROUP);
+                    self.out.count(tokens.into());
+                }
+            }
+            self.out.count(group.size.into());
+        }
+        self.out.option(groups.hashing.as_ref().map(EngineHash::parts), |out, parts| {
+            parts.into_iter().for_each(|part| out.count(part));
+        });
+        self.out.byte(groups.has_lookahead.into());
+        let salts: Vec<_> = cache.iter().flat_map(|cache| cache.salts()).collect();
+        self.out.count(salts.len() as u64);
+        for (part, salt) in salts {
+            self.out.fixed(part);
+            self.out.text(salt);
+        }
+    }
+
+    /// Writes the placements of a stream that are not in the file yet.
+    fn new_placements(&mut self, stream: &Stream) {
+        self.placements.clear();
+        let shared = self.index.shared_lock.read();
+        for (number, _) in stream.held() {
+            let placement = shared.view.placements.get(number);
+            let known = self.written.iter().position(|known| known == placement);
+            let at = known.unwrap_or_else(|| {
+                let Placement {
+                    tier,
+                    locality,
+                    ownership,
+                    group,
+                } = placement;
+                self.out.byte(PLANE);
+                self.out.text(tier);
+                self.out.option(locality.as_deref(), FrameWriter::text);
+                self.out.option(ownership.as_deref(), FrameWriter::text);
+                self.out.signed(*group);
+                self.written.push(placement.clone());
+                self.written.len() - 1
+            });
+            self.placements.insert(number, at as u64);
+        }
+    }
+
+    // --- blocks
+
+    fn blocks(&mut self, stream: &Stream) -> io::Result<()> {
+        let bound = self.index.shared_lock.read().records.bound() as usize;
+        let mut records = std::mem::take(&mut self.records);
+        records.clear();
+        records.resize(bound.div_ceil(64), 0);
+        for number in stream.numbers() {
+            records[number as usize >> 6] |= 1 << (number & 63);
+        }
+        let window = if stream.foreign().len() <= LEAST_WINDOW {
+            bound
+        } else {
+            LEAST_WINDOW.max(bound / 32).next_multiple_of(64)
+        };
+        let mut foreign = Vec::new();
+        for start in (0..bound).step_by(window.max(1)) {
+            let end = bound.min(start + window);
+            foreign.clear();
+            foreign.extend(
+                stream
+                    .foreign()
+                    .filter(|(number, _)| (start..end).contains(&(*number as usize))),
+            );
+            foreign.sort_unstable();
+            let numbers = ones(&records[start >> 6..end >> 6], start);
+            self.window(stream, numbers, foreign.iter().copied().peekable())?;
+        }
+        self.records = records;
+        Ok(())
+    }
+
+    fn window(
+        &mut self,
+        stream: &Stream,
+        mut numbers: impl Iterator<Item = u32>,
+        mut foreign: Peekable<impl Iterator<Item = (u32, u64)>>,
+    ) -> io::Result<()> {
+        loop {
+            let shared = self.index.shared_lock.read();
+            let enough = self.out.buffer.len() + HOLD_BYTES;
+            let mut ended = false;
+            while self.out.buffer.len() < enough {
+                let Some(number) = numbers.next() else {
+                    ended = true;
+                    break;
+                };
+                let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
+                self.block(&shared, stream, number, own);
+            }
+            // Sets may have other numbers when the lock is taken again.
+            self.end_run();
+            drop(shared);
+            self.out.drain()?;
+            if ended {
+                return Ok(());
+            }
+        }
+    }
+
+    #[inline]
+    fn block(&mut self, shared: &SharedState, stream: &Stream, number: u32, own: Option<u64>) {
+        let records = &shared.records;
+        let (context, set) = (records.context(number), records.set(number));
+        let is_linked = records.is_linked(number) && self.last.is_some_and(|last| last + 1 == number);
+        let fits = match self.run.kind {
+            Some(KEYS) => !is_linked,
+            Some(_) => is_linked,
+            None => true,
+        };
+        let continues = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
+        if !(continues && self.run.set == set && stream.is_single()) {
+            let held = shared
+                .sets
+                .placements(set, stream.number)
+                .map(|placement| (placement, stream.count(number, placement)));
+            self.run.other.clear();
+            self.run.other.extend(held);
+            if !(continues && self.run.other == self.run.placements) {
+                self.begin_run(shared, context);
+            }
+            self.run.set = set;
+        }
+        match (self.run.blocks, is_linked) {
+            (0, true) => self.run.kind = Some(REST),
+            (0, false) => {}
+            (_, true) => _ = self.run.kind.get_or_insert(CHAIN),
+            (_, false) => _ = self.run.kind.get_or_insert(KEYS),
+        }
+        self.run.blocks += 1;
+        self.last = Some(number);
+        self.out.fixed(own.unwrap_or(records.hash(number)));
+        self.out.fixed(if is_linked {
+            records.word(number)
+        } else {
+            records.key(number)
+        });
+    }
+
+    fn begin_run(&mut self, shared: &SharedState, context: u32) {
+        self.end_run();
+        let number = self.context(shared, context);
+        let run = &mut self.run;
+        std::mem::swap(&mut run.placements, &mut run.other);
+        self.out.byte(RUN);
+        (run.context, run.at) = (context, self.out.buffer.len());
+        self.out.buffer.extend_from_slice(&[0, 0, KEYS]);
+        self.out.count(number);
+        self.out.count(run.placements.len() as u64);
+        for &(placement, copies) in &run.placements {
+            self.out.count(self.placements[&placement]);
+            self.out.count(copies.least.into());
+            self.out.count(copies.most.into());
+        }
+    }
+
+    fn end_run(&mut self) {
+        if self.run.blocks > 0 {
+            let [low, high] = self.run.blocks.to_le_bytes();
+            let kind = self.run.kind.unwrap_or(KEYS);
+            self.out.buffer[self.run.at..][..3].copy_from_slice(&[low, high, kind]);
+        }
+        (self.run.blocks, self.run.kind) = (0, None);
+    }
+
+    /// Returns the number of a context in the file, and writes the context if it is not there yet.
+    fn context(&mut self, shared: &SharedState, context: u32) -> u64 {
+        if let Some(&number) = self.contexts.get(&context) {
+            return number;
+        }
+        if self.contexts.len() == MAX_CONTEXTS {
+            self.contexts.clear();
+        }
+        let number = self.contexts.len() as u64;
+        self.contexts.insert(context, number);
+        let found = shared.contexts.get(context);
+        self.out.byte(CONTEXT);
+        self.out.count(found.scheme.size.into());
+        self.out.byte(found.scheme.eagle.into());
+        self.out.fixed(found.lora);
+        self.out.fixed(found.salt);
+        number
+    }
+
+    // --- the rest of a stream
+
+    fn several(&mut self, stream: &Stream) -> io::Result<()> {
+        for (hash, numbers) in stream.ordered() {
+            for piece in numbers.chunks(HOLD_BYTES / 16) {
+                let shared = self.index.shared_lock.read();
+                for &number in piece {
+                    let context = self.context(&shared, shared.records.context(number));
+                    self.out.byte(SEVERAL);
+                    self.out.fixed(hash);
+                    self.out.fixed(shared.records.key(number));
+                    self.out.count(context);
+                }
+                drop(shared);
+                self.out.drain()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn waiting(&mut self, waiting: &Waiting) -> io::Result<()> {
+        self.out.byte(WAITING);
+        self.out.fixed(waiting.hash);
+        self.out.count(self.placements[&waiting.placement]);
+        self.out.fixed(waiting.awaited);
+        self.out.byte(waiting.content.is_some().into());
+        let Some(content) = &waiting.content else {
+            return self.out.drain();
+        };
+        self.out.count(content.scheme.size.into());
+        self.out.byte(content.scheme.eagle.into());
+        self.out.fixed(content.lora);
+        self.out.option(content.salt, FrameWriter::fixed);
+        for piece in content.tokens.chunks(PIECE) {
+            piece
+                .iter()
+                .for_each(|token| self.out.buffer.extend_from_slice(&token.to_le_bytes()));
+            self.out.drain()?;
+        }
+        self.out.count(content.extras.len() as u64);
+        for piece in content.extras.chunks(PIECE) {
+            piece.iter().for_each(|&extra| self.out.fixed(extra));
+            self.out.drain()?;
+        }
+        self.out.drain()
+    }
+}
+
+/// The positions of all set bits, counted from `start`.
+fn ones(words: &[u64], start: usize) -> impl Iterator<Item = u32> + '_ {
+    words.iter().enumerate().flat_map(move |(at, &word)| {
+        let mut bits = word;
+        std::iter::from_fn(move || {
+            let bit = (bits != 0).then(|| bits.trailing_zeros())?;
+            bits &= bits - 1;
+            Some((start + (at << 6)) as u32 + bit)
+        })
+    })
+}

@@ -1,0 +1,46 @@
+//! The streams of an index as lookups see them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use crate::groups::cache::GroupLookup;
+use crate::keys::Scheme;
+
+/// The engine and rank of a stream.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Worker {
+    /// Name of the engine.
+    pub source: String,
+    /// Data-parallel rank.
+    pub rank: i64,
+}
+
+/// Workers by the number of their streams.
+pub type Names = Vec<Option<Arc<Worker>>>;
+
+/// A stream as lookups see it.
+#[derive(Debug)]
+pub struct Member {
+    /// Its engine and rank.
+    pub worker: Arc<Worker>,
+    /// The model that it was labelled with.
+    pub model: Option<String>,
+    /// How its groups are searched, if bitmaps are not enough.
+    pub lookup: Option<Arc<GroupLookup>>,
+    /// Block sizes and seeds by which its present incarnation divides prompts.
+    pub schemes: Vec<Scheme>,
+    /// Its blocks, as of its last batch.
+    pub blocks: AtomicUsize,
+    /// Records that it holds on a placement, but which might be gone there (`crate::holders::copies`).
+    pub uncertain: BTreeSet<(u32, u16)>,
+}
+
+/// The streams of a model.
+#[derive(Debug, Default)]
+pub struct Model {
+    /// One bit per stream, by its number.
+    pub streams: Vec<u64>,
+    /// Block sizes and seeds by which they divide prompts, each with the number of streams that use it.
+    pub schemes: Vec<(Scheme, u32)>,
+}

@@ -1,0 +1,271 @@
+//! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
+//!
+//! Decisions end by time, or the oldest ones at the limit; the cost of a decision does not depend on the number of others. The decisions
+//! that expect a block are counted, so that the end of one does not affect another one with the same prefix.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use crate::store::members::Worker;
+
+/// The decisions for one worker, by prompt.
+#[derive(Debug)]
+struct Decision {
+    worker: Worker,
+    keys: Vec<u64>,
+    end: i64,
+}
+
+/// Blocks that a worker probably holds soon.
+#[derive(Debug)]
+pub struct Overlay {
+    /// By number, in the order in which they came.
+    decisions: BTreeMap<u64, Decision>,
+    /// Their numbers, by the time at which they end.
+    ends: BTreeSet<(i64, u64)>,
+    /// Number of decisions that expect a block, by worker and key.
+    expected: HashMap<Worker, HashMap<u64, u32>>,
+    next: u64,
+    size: usize,
+    limit: usize,
+    /// Decisions whose prompt was held when they ended.
+    pub confirmed: u64,
+    /// Decisions that ended unconfirmed.
+    pub expired: u64,
+}
+
+/// Converts a time to an integer of the same order, since `f64` has no total order.
+fn order(moment: f64) -> i64 {
+    let bits = moment.to_bits().cast_signed();
+    bits ^ ((bits >> 63).cast_unsigned() >> 1).cast_signed()
+}
+
+impl Overlay {
+    /// Creates it for at most `limit` blocks; beyond that the oldest decisions end.
+    pub fn new(limit: usize) -> Self {
+        Self {
+            decisions: BTreeMap::new(),
+            ends: BTreeSet::new(),
+            expected: HashMap::new(),
+            next: 0,
+            size: 0,
+            limit,
+            confirmed: 0,
+            expired: 0,
+        }
+    }
+
+    /// Whether there are no decisions.
+    pub fn is_empty(&self) -> bool {
+        self.decisions.is_empty()
+    }
+
+    /// Blocks of all decisions.
+    pub fn len(&self) -> usize {
+        self.size
+    }
+
+    /// Workers with decisions.
+    pub fn workers(&self) -> impl Iterator<Item = &Worker> {
+        self.expected.keys()
+    }
+
+    /// Adds a decision: a prompt with these keys goes to a worker, which is expected to hold them `until` then. Without keys it does
+    /// nothing.
+    pub fn add(&mut self, worker: Worker, keys: Vec<u64>, until: f64) {
+        if keys.is_empty() {
+            return;
+        }
+        let expected = self.expected.entry(worker.clone()).or_default();
+        for &key in &keys {
+            *expected.entry(key).or_default() += 1;
+        }
+        self.size += keys.len();
+        let end = order(until);
+        self.ends.insert((end, self.next));
+        self.decisions.insert(self.next, Decision { worker, keys, end });
+        self.next += 1;
+    }
+
+    /// Whether `expire` has anything to do.
+    pub fn is_due(&self, now: f64) -> bool {
+        self.size > self.limit || self.next_expired(now).is_some()
+    }
+
+    /// The next decision that is over.
+    fn next_expired(&self, now: f64) -> Option<u64> {
+        let &(end, number) = self.ends.first()?;
+        (end <= order(now)).then_some(number)
+    }
+
+    /// Ends decisions that are over, and the oldest ones above the limit. `held` returns whether a worker holds the last block of a prompt.
+    pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) {
+        let oldest = |overlay: &Self| {
+            let (&number, _) = overlay.decisions.first_key_value()?;
+            (overlay.size > overlay.limit).then_some(number)
+        };
+        while let Some(decision) = self
+            .next_expired(now)
+            .or_else(|| oldest(self))
+            .and_then(|number| self.end(number))
+        {
+            let confirmed = held(&decision.worker, &decision.keys);
+            *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
+        }
+    }
+
+    /// Forgets the decisions for a worker, or for all ranks of a source; they count as neither confirmed nor expired.
+    pub fn forget(&mut self, source: &str, rank: Option<i64>) {
+        let meant = |worker: &Worker| worker.source == source && rank.is_none_or(|rank| rank == worker.rank);
+        let of = |(&number, decision): (&u64, &Decision)| meant(&decision.worker).then_some(number);
+        for number in self.decisions.iter().filter_map(of).collect::<Vec<_>>() {
+            self.end(number);
+        }
+    }
+
+    fn end(&mut self, number: u64) -> Option<Decision> {
+        let decision = self.decisions.remove(&number)?;
+        self.ends.remove(&(decision.end, number));
+        self.size -= decision.keys.len();
+        let expected = self.expected.get_mut(&decision.worker)?;
+        for key in &decision.keys {
+            if let Some(count) = expected.get_mut(key) {
+                *count -= 1;
+                if *count == 0 {
+                    expected.remove(key);
+                }
+            }
+        }
+        if expected.is_empty() {
+            self.expected.remove(&decision.worker);
+        }
+        Some(decision)
+    }
+
+    /// Number of leading keys that a worker was expected to hold when `expire` was last called.
+    pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
+        let Some(expected) = self.expected.get(worker) else { return 0 };
+        keys.iter().take_while(|key| expected.contains_key(key)).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// A prompt of this many keys of a chain, for a worker, and how long it is believed.
+        Add(i64, u64, usize, u8),
+        Pass(u8),
+        Forget(Option<i64>),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            6 => (0_i64..3, 0_u64..3, 0_usize..6, 1_u8..8).prop_map(|(rank, chain, length, ttl)| Step::Add(rank, chain, length, ttl)),
+            3 => (0_u8..5).prop_map(Step::Pass),
+            1 => prop::option::of(0_i64..3).prop_map(Step::Forget),
+        ]
+    }
+
+    /// Chains that share their first two keys.
+    fn keys(chain: u64, length: usize) -> Vec<u64> {
+        (0..length as u64)
+            .map(|at| if at < 2 { at } else { 10 * chain + at })
+            .collect()
+    }
+
+    fn worker(rank: i64) -> Worker {
+        Worker {
+            source: "a".into(),
+            rank,
+        }
+    }
+
+    /// A list of decisions, the oldest first.
+    #[derive(Default)]
+    struct Model {
+        decisions: Vec<(i64, Vec<u64>, f64)>,
+        confirmed: u64,
+        expired: u64,
+    }
+
+    impl Model {
+        fn size(&self) -> usize {
+            self.decisions.iter().map(|(_, keys, _)| keys.len()).sum()
+        }
+
+        fn expire(&mut self, now: f64, limit: usize, held: impl Fn(&Worker, &[u64]) -> bool) {
+            while let Some(at) = self
+                .decisions
+                .iter()
+                .position(|(.., until)| *until <= now)
+                .or_else(|| (self.size() > limit).then_some(0))
+            {
+                let (rank, keys, _) = self.decisions.remove(at);
+                match held(&worker(rank), &keys) {
+                    true => self.confirmed += 1,
+                    false => self.expired += 1,
+                }
+            }
+        }
+
+        fn depth(&self, rank: i64, keys: &[u64]) -> usize {
+            let known = |key: &&u64| {
+                let mut mine = self.decisions.iter().filter(|(other, ..)| *other == rank);
+                mine.any(|(_, keys, _)| keys.contains(key))
+            };
+            keys.iter().take_while(known).count()
+        }
+    }
+
+    proptest! {
+        /// Whatever ends, by time, by the limit or because its worker is forgotten: what the other decisions expect stays.
+        #[test]
+        fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
+            let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);
+            let (mut overlay, mut model, mut now) = (Overlay::new(limit), Model::default(), -5.0);
+            for step in steps {
+                match step {
+                    Step::Add(rank, chain, length, ttl) => {
+                        let until = now + f64::from(ttl);
+                        overlay.add(worker(rank), keys(chain, length), until);
+                        if length > 0 {
+                            model.decisions.push((rank, keys(chain, length), until));
+                        }
+                    }
+                    Step::Pass(time) => now += f64::from(time),
+                    Step::Forget(rank) => {
+                        overlay.forget("a", rank);
+                        overlay.forget("b", None);
+                        model.decisions.retain(|(other, ..)| rank.is_some_and(|rank| rank != *other));
+                    }
+                }
+                let due = model.size() > limit || model.decisions.iter().any(|(.., until)| *until <= now);
+                prop_assert_eq!(overlay.is_due(now), due);
+                overlay.expire(now, held);
+                model.expire(now, limit, held);
+                prop_assert!(!overlay.is_due(now));
+                prop_assert_eq!(
+                    (overlay.len(), overlay.is_empty(), overlay.confirmed, overlay.expired),
+                    (model.size(), model.decisions.is_empty(), model.confirmed, model.expired)
+                );
+                for rank in 0..3 {
+                    let known = model.decisions.iter().any(|(other, ..)| *other == rank);
+                    prop_assert_eq!(overlay.workers().any(|other| other.rank == rank), known);
+                    for chain in 0..3 {
+                        prop_assert_eq!(overlay.depth(&worker(rank), &keys(chain, 6)), model.depth(rank, &keys(chain, 6)));
+                    }
+                }
+            }
+        }
+
+        /// Moments before and after 0 keep their order.
+        #[test]
+        fn moments_keep_their_order(one in any::<f64>(), other in any::<f64>()) {
+            prop_assert_eq!(order(one).cmp(&order(other)), one.total_cmp(&other));
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! The state that lookups read while a writer runs.
+//!
+//! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes
+//! a table or a list that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a
+//! writer (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see that it is being changed, and retry.
+
+use std::cell::UnsafeCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+
+use crate::holders::contexts::Known;
+use crate::holders::holder_sets::{Holders, Word};
+use crate::holders::placements::Placements;
+use crate::memory::hasher::Secret;
+use crate::memory::table::{Table, TableHash};
+use crate::store::members::{Member, Model, Names};
+use crate::store::records::{Memory, chunk_of};
+use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// The state that lookups read.
+#[derive(Debug)]
+pub struct View {
+    /// Heads of runs by their keys.
+    pub heads: Table,
+    /// Blocks that were stored by their keys, which have no place in a run.
+    pub keyed: Table,
+    /// Number of streams that are being restored from snapshots; meanwhile heads can have the keys of linked blocks.
+    pub strangers: usize,
+    /// Where copies can be.
+    pub placements: Placements,
+    /// Streams by number.
+    pub members: Vec<Option<Member>>,
+    /// Their workers.
+    pub names: Arc<Names>,
+    /// Streams whose blocks count: not those that are being cleared.
+    pub visible: Vec<u64>,
+    /// Streams by their model.
+    pub models: HashMap<Option<String>, Model, Secret>,
+    /// Streams matched by rules of groups.
+    pub hybrid: Vec<u64>,
+    /// Streams with uncertain copies: blocks that might be gone.
+    pub uncertain: Vec<u64>,
+    /// Whether there are any.
+    pub has_uncertain_copies: bool,
+    /// Chunks of records that are in use, as of the last time that a writer published them.
+    pub chunks: Vec<Option<Arc<Memory>>>,
+    /// Holders by the number of their set, as of then.
+    pub sets: Vec<Holders>,
+    /// Contexts of blocks, as of then.
+    pub contexts: Known,
+    /// Secret of the tables' hash function.
+    pub secret: Secret,
+}
+
+impl View {
+    /// Creates it empty.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            heads: Table::new(),
+            keyed: Table::new(),
+            strangers: 0,
+            placements: Placements::default(),
+            members: Vec::new(),
+            names: Arc::default(),
+            visible: Vec::new(),
+            models: HashMap::with_hasher(secret),
+            hybrid: Vec::new(),
+            uncertain: Vec::new(),
+            has_uncertain_copies: false,
+            chunks: Vec::new(),
+            sets: Vec::new(),
+            contexts: Known::new(secret),
+            secret,
+        }
+    }
+
+    /// The position of a key in the tables.
+    #[inline]
+    pub fn mixed(&self, key: u64) -> TableHash {
+        TableHash::from(self.secret.place(key))
+    }
+
+    /// The chunk of a record.
+    #[inline]
+    pub fn chunk(&self, number: u32) -> Option<&Memory> {
+        self.chunks.get(chunk_of(number))?.as_deref()
+    }
+
+    /// The holders of a set.
+    #[inline]
+    pub fn words(&self, set: u32) -> &[Word] {
+        self.sets.get(set as usize).map_or(&[], Holders::words)
+    }
+}
+
+/// Prevents false sharing between data that many threads write and data that others read.
+#[repr(align(128))]
+struct Apart<T>(T);
+
+struct Inner<T> {
+    lock: Apart<RwLock<()>>,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: as for an `RwLock<T>`: `&T` is handed to several threads, `&mut T` to one at a time, and the value is dropped by any.
+unsafe impl<T: Send + Sync> Sync for Inner<T> {}
+
+/// A value that its one owner reads without a lock, and changes under one; others read it under that lock.
+pub struct Owner<T>(Arc<Inner<T>>);
+
+/// Reads the value of an owner.
+pub struct Reader<T>(Arc<Inner<T>>);
+
+impl<T> Owner<T> {
+    /// The owner of a value.
+    pub fn new(value: T) -> Self {
+        Self(Arc::new(Inner {
+            lock: Apart(RwLock::new(())),
+            value: UnsafeCell::new(value),
+        }))
+    }
+
+    /// Readers and their lock.
+    pub fn reader(&self) -> Reader<T> {
+        Reader(self.0.clone())
+    }
+
+    /// Changes it, while no reader reads it.
+    #[inline]
+    pub fn change(&mut self) -> Change<'_, T> {
+        Change {
+            _locked: self.0.lock.0.write(),
+            value: &self.0.value,
+        }
+    }
+}
+
+impl<T> Deref for Owner<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: only `Change` has a `&mut` to the value, and borrows the one owner exclusively for as long.
+        unsafe { &*self.0.value.get() }
+    }
+}
+
+impl<T: std::fmt::Debug> std::fmt::Debug for Owner<T> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        (**self).fmt(out)
+    }
+}
+
+impl<T> Reader<T> {
+    /// Reads it, when no writer changes it.
+    #[inline]
+    pub fn read(&self) -> Reading<'_, T> {
+        Reading {
+            _locked: self.0.lock.0.read(),
+            value: &self.0.value,
+        }
+    }
+
+    /// Reads it if no lock has to be waited for.
+    #[inline]
+    pub fn try_read(&self) -> Option<Reading<'_, T>> {
+        Some(Reading {
+            _locked: self.0.lock.0.try_read()?,
+            value: &self.0.value,
+        })
+    }
+}
+
+impl<T> std::fmt::Debug for Reader<T> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("Reader")
+    }
+}
+
+/// A guard for reading.
+pub struct Reading<'a, T> {
+    _locked: RwLockReadGuard<'a, ()>,
+    value: &'a UnsafeCell<T>,
+}
+
+impl<T> Deref for Reading<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is held for reading, and only its holder for writing has a `&mut` to the value.
+        unsafe { &*self.value.get() }
+    }
+}
+
+/// A guard for changing.
+pub struct Change<'a, T> {
+    _locked: RwLockWriteGuard<'a, ()>,
+    value: &'a UnsafeCell<T>,
+}
+
+impl<T> Deref for Change<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: as for `deref_mut`, and `self` is borrowed.
+        unsafe { &*self.value.get() }
+    }
+}
+
+impl<T> DerefMut for Change<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: the lock is held for writing, so no other thread reads, and the one owner, which reads without it, is borrowed
+        // exclusively.
+        unsafe { &mut *self.value.get() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_see_all_of_a_change_or_nothing() {
+        let mut owner = Owner::new((0_u64, 0_u64));
+        let reader = owner.reader();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut last = 0;
+                while last < 1_000 {
+                    let now = reader.read();
+                    assert!(now.0 == now.1 && now.0 >= last);
+                    last = now.0;
+                }
+            });
+            for _ in 0..1_000 {
+                let next = (*owner).0 + 1;
+                let mut change = owner.change();
+                change.0 = next;
+                change.1 = next;
+            }
+        });
+    }
+}

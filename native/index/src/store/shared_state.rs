@@ -1,0 +1,607 @@
+//! The state that all streams share: records of blocks, found by key, and the holders of each.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::groups::cache::GroupLookup;
+use crate::holders::contexts::Contexts;
+use crate::holders::holder_sets::{EMPTY, MAX_STREAMS, Move, Sets};
+use crate::keys::Scheme;
+use crate::limits::Limits;
+use crate::memory::hasher::Secret;
+use crate::memory::table::{Hashes, Table, TableHash};
+use crate::step_counter;
+use crate::store::members::{Member, Model};
+use crate::store::read_view::{Owner, View};
+use crate::store::records::{Records, Row};
+use crate::sync::yielding_lock::Publish;
+
+/// Places of records in the tables of heads and of keys.
+pub struct ByKey<'a>(pub &'a Records, pub Secret);
+
+impl Hashes for ByKey<'_> {
+    #[inline]
+    fn hash_of(&self, record: u32) -> u64 {
+        self.1.place(self.0.word(record))
+    }
+
+    #[inline]
+    fn prefetch(&self, record: u32) {
+        self.0.prefetch_all(record);
+    }
+}
+
+/// Places of records in the table of a stream.
+pub struct ByHash<'a>(pub &'a Records, pub Secret);
+
+impl Hashes for ByHash<'_> {
+    #[inline]
+    fn hash_of(&self, record: u32) -> u64 {
+        self.1.place(self.0.hash(record))
+    }
+
+    #[inline]
+    fn prefetch(&self, record: u32) {
+        self.0.prefetch(record);
+    }
+}
+
+/// The identity of a block, and where it is looked up.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Block {
+    /// The engine's hash.
+    pub hash: u64,
+    /// Its rolling key.
+    pub key: u64,
+    /// Its local hash; not used if it is `keyed`.
+    pub local: u64,
+    /// Number of its context.
+    pub context: u32,
+    /// Whether it was stored by its key.
+    pub keyed: bool,
+    /// Its key, mixed for the tables of records.
+    pub mixed_key: TableHash,
+    /// Its hash, mixed for the table of a stream.
+    pub mixed_hash: TableHash,
+}
+
+/// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
+#[derive(Debug)]
+pub struct SharedState {
+    /// The part that lookups search.
+    pub view: Owner<View>,
+    /// All blocks.
+    pub records: Records,
+    /// The sets of their holders.
+    pub sets: Sets,
+    /// Block sizes and namespaces of blocks.
+    pub contexts: Contexts,
+    /// Heap bytes of all streams, maintained only with a memory limit.
+    pub streams_bytes: usize,
+    /// Secret of the tables' hash function.
+    pub secret: Secret,
+    /// Its bounds.
+    pub limits: Limits,
+}
+
+impl SharedState {
+    /// Creates it empty.
+    pub fn new(limits: Limits) -> Self {
+        Self::with_secret(limits, Secret::new())
+    }
+
+    /// Creates it empty, with tables that are keyed by this secret.
+    pub(crate) fn with_secret(limits: Limits, secret: Secret) -> Self {
+        Self {
+            view: Owner::new(View::new(secret)),
+            records: Records::default(),
+            sets: Sets::new(secret),
+            contexts: Contexts::new(secret),
+            streams_bytes: 0,
+            secret,
+            limits,
+        }
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.records.bytes()
+            + self.view.heads.bytes()
+            + self.view.keyed.bytes()
+            + self.sets.bytes()
+            + self.contexts.bytes()
+            + self.view.members.len() * MEMBER_BYTES
+    }
+
+    /// A key or hash, mixed with the secret of this index, by which tables place it: a peer that chooses values cannot choose places.
+    #[inline]
+    pub fn mixed(&self, value: u64) -> TableHash {
+        TableHash::from(self.secret.place(value))
+    }
+
+    #[inline]
+    fn table(&self, keyed: bool) -> &Table {
+        if keyed { &self.view.keyed } else { &self.view.heads }
+    }
+
+    /// Lists a record by its key.
+    #[inline]
+    fn insert(&mut self, keyed: bool, mixed: TableHash, number: u32) {
+        let hashes = ByKey(&self.records, self.secret);
+        let view = &mut *self.view.change();
+        let table = if keyed { &mut view.keyed } else { &mut view.heads };
+        table.insert(mixed, number, &hashes);
+    }
+
+    /// Whether a head has the key of a block in its context; for a block stored by its key, whether another block stored by its key has it.
+    #[inline]
+    pub fn is_listed(&self, block: &Block) -> bool {
+        let records = &self.records;
+        let same = |number: u32| records.word(number) == block.key && records.context(number) == block.context;
+        self.table(block.keyed).find(block.mixed_key, same).is_some()
+    }
+
+    /// Whether a number is of a head with this key and context.
+    pub fn is_head(&self, number: u32, key: u64, context: u32) -> bool {
+        let records = &self.records;
+        records.is_used(number)
+            && !records.is_linked(number)
+            && records.word(number) == key
+            && records.context(number) == context
+    }
+
+    /// Adds a stream to the holders of a block, which it does not hold yet. Returns the number of the record, and whether it is new.
+    /// `parent` is the record of its parent, if that is known. None if too many records have its key.
+    #[inline]
+    pub fn add_holder(
+        &mut self,
+        block: &Block,
+        parent: Option<u32>,
+        placement: u16,
+        stream: u32,
+        last: &mut Move,
+    ) -> Option<(u32, bool)> {
+        let &Block { key, context, keyed, .. } = block;
+        if let Some(parent) = parent.filter(|_| !keyed)
+            && let Some(next) = self.records.linked_next(parent)
+            && self.records.word(next) == block.local
+            && self.records.context(next) == context
+        {
+            if !self.sets.knows(self.records.set(next), stream) {
+                self.toggle(next, placement, stream, last);
+                return Some((next, false));
+            }
+            self.list(next);
+        }
+        let (records, sets) = (&self.records, &self.sets);
+        let (mut same_key, mut is_twin, mut found) = (0, false, None);
+        self.table(keyed).for_each_match(block.mixed_key, |number| {
+            step_counter::count(1);
+            if records.word(number) == key {
+                same_key += 1;
+                if records.context(number) == context {
+                    is_twin = true;
+                    if !sets.knows(records.set(number), stream) {
+                        found = Some(number);
+                    }
+                }
+            }
+            found.is_none()
+        });
+        if let Some(number) = found {
+            self.toggle(number, placement, stream, last);
+            return Some((number, false));
+        }
+        if same_key >= self.limits.records_per_key {
+            return None;
+        }
+        self.add(block, parent.filter(|_| !keyed), is_twin, placement, stream, last)
+    }
+
+    /// Adds a record that one stream holds.
+    fn add(
+        &mut self,
+        block: &Block,
+        parent: Option<u32>,
+        is_twin: bool,
+        placement: u16,
+        stream: u32,
+        last: &mut Move,
+    ) -> Option<(u32, bool)> {
+        let &Block {
+            hash,
+            key,
+            local,
+            context,
+            keyed,
+            ..
+        } = block;
+        let number = self.records.take(parent, 1)?.first;
+        let set = self.sets.moved(EMPTY, placement, stream, last);
+        self.contexts.add(context, 1);
+        let links =
+            parent.is_some_and(|parent| !is_twin && Records::next(parent) == Some(number) && self.may_link(parent, context));
+        if links {
+            self.records.put_linked(number, local, key, hash, context, set);
+        } else {
+            self.records.put_head(number, key, hash, context, set);
+            self.insert(keyed, block.mixed_key, number);
+        }
+        if is_twin {
+            self.mark_twins(keyed, key, context);
+        }
+        Some((number, true))
+    }
+
+    /// Whether a block in the slot after its parent may be linked to it, if it is the only one of its key.
+    #[inline]
+    pub fn may_link(&self, parent: u32, context: u32) -> bool {
+        self.records.context(parent) == context && !self.records.has_twins(parent)
+    }
+
+    /// Writes a new head into a slot that was taken.
+    #[inline]
+    pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
+        self.records.put_head(number, block.key, block.hash, block.context, set);
+        self.insert(block.keyed, block.mixed_key, number);
+    }
+
+    /// Makes a linked block a head.
+    pub fn list(&mut self, number: u32) {
+        debug_assert!(self.records.is_linked(number));
+        let key = self.records.unlink(number);
+        self.insert(false, self.mixed(key), number);
+    }
+
+    /// Makes the block that is linked to a block a head.
+    #[inline]
+    pub fn list_next(&mut self, number: u32) {
+        if let Some(next) = self.records.linked_next(number) {
+            self.list(next);
+        }
+    }
+
+    /// Marks all records with a key and a context as twins.
+    #[cold]
+    pub fn mark_twins(&mut self, keyed: bool, key: u64, context: u32) {
+        let mut found = Vec::new();
+        self.for_each_twin(keyed, key, |number| found.push(number));
+        for number in found {
+            if self.records.context(number) == context {
+                self.records.twin(number);
+                self.list_next(number);
+            }
+        }
+    }
+
+    /// Visits all records that are listed by a key.
+    pub fn for_each_twin(&self, keyed: bool, key: u64, mut visit: impl FnMut(u32)) {
+        self.table(keyed).for_each_match(self.mixed(key), |number| {
+            if self.records.word(number) == key {
+                visit(number);
+            }
+            true
+        });
+    }
+
+    /// Adds or removes a holder of a block.
+    #[inline]
+    pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
+        let set = self.sets.moved(self.records.set(number), placement, stream, last);
+        self.records.put_set(number, set);
+    }
+
+    /// Removes a block if no stream holds it any more.
+    pub fn sweep(&mut self, number: u32) {
+        if self.records.set(number) == EMPTY {
+            self.forget(number);
+        }
+    }
+
+    /// Removes a block that no stream holds any more.
+    #[inline]
+    pub fn forget(&mut self, number: u32) {
+        self.forget_row(Row::single(number));
+    }
+
+    /// Removes blocks that no stream holds any more.
+    pub fn forget_row(&mut self, row: Row) {
+        let Row { first, length } = row;
+        if length == 0 {
+            return;
+        }
+        self.list_next(first + length - 1);
+        let mut same = (self.records.context(first), 0);
+        for number in first..first + length {
+            if !self.records.is_linked(number) {
+                let context = self.records.context(number);
+                if context != same.0 {
+                    self.contexts.release_all(same.0, same.1);
+                    same = (context, 0);
+                }
+                self.unlist(number, context);
+            }
+            same.1 += 1;
+        }
+        self.records.remove(row);
+        self.contexts.release_all(same.0, same.1);
+    }
+
+    /// Removes a head, or a block that was stored by its key, from its table.
+    fn unlist(&mut self, number: u32, context: u32) {
+        let mixed = self.mixed(self.records.word(number));
+        let hashes = ByKey(&self.records, self.secret);
+        let view = &mut *self.view.change();
+        let table = if self.contexts.get(context).is_keyed() {
+            &mut view.keyed
+        } else {
+            &mut view.heads
+        };
+        table.remove(mixed, number, &hashes);
+    }
+
+    /// All records of the last block of a chain that begins with the first block of a prompt.
+    pub fn ends_of(&self, keys: &[u64]) -> Vec<u32> {
+        let mut found = Vec::new();
+        let Some(&end) = keys.last() else { return found };
+        self.for_each_twin(true, end, |number| found.push(number));
+        // The last head on the way there; a block that is linked to one of several is not a head.
+        let mut heads = Vec::new();
+        for (at, &key) in keys.iter().enumerate().rev() {
+            self.for_each_twin(false, key, |number| heads.push((at, number)));
+            if !heads.is_empty() {
+                break;
+            }
+        }
+        for (at, head) in heads {
+            let follow = |number: u32, at: usize| {
+                let next = self.records.linked_next(number)?;
+                (crate::keys::chained(keys[at - 1], self.records.word(next)) == keys[at]).then_some(next)
+            };
+            found.extend((at + 1..keys.len()).try_fold(head, follow));
+        }
+        found
+    }
+
+    // --- streams
+
+    /// The number that the next stream gets; None if there are too many streams.
+    pub fn vacancy(&self) -> Option<u32> {
+        let free = self
+            .view
+            .members
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.view.members.len());
+        (free < MAX_STREAMS).then_some(free as u32)
+    }
+
+    /// Adds a stream under the number that `vacancy` returned.
+    pub fn join(&mut self, number: u32, member: Member) {
+        self.view.change().join(number, member);
+    }
+
+    /// Assigns streams to the models that `model_of` returns for their sources; for other sources nothing changes.
+    pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
+        self.view.change().relabel(model_of);
+    }
+
+    /// Records that a stream uses this block size.
+    pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
+        self.view.change().use_scheme(number, scheme);
+    }
+
+    /// Removes the schemes of a stream.
+    pub fn drop_schemes(&mut self, number: u32) {
+        self.view.change().drop_schemes(number);
+    }
+
+    /// Sets whether the blocks of a stream count in lookups.
+    pub fn show(&mut self, stream: u32, visible: bool) {
+        set_bit(&mut self.view.change().visible, stream, visible);
+    }
+
+    /// Sets how lookups search the groups of a stream.
+    pub fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) {
+        let former = self.view.change().use_lookup(stream, lookup);
+        drop(former); // readers do not wait for that
+    }
+
+    /// Marks a block of a stream on a placement as uncertain, if it might be gone, or as certain.
+    #[cold]
+    pub fn set_uncertain(&mut self, stream: u32, number: u32, placement: u16, is_uncertain: bool) {
+        self.view.change().set_uncertain(stream, (number, placement), is_uncertain);
+    }
+
+    /// Marks all of a stream's blocks as certain.
+    pub fn mark_all_certain(&mut self, stream: u32) {
+        let is_certain = |member: &Member| member.uncertain.is_empty();
+        if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
+            let uncertain = self.view.change().mark_all_certain(stream);
+            drop(uncertain); // readers do not wait for that
+        }
+    }
+
+    /// Releases the number of a stream, which holds nothing any more.
+    pub fn leave(&mut self, stream: u32) {
+        self.view.change().leave(stream);
+    }
+}
+
+/// Sets and contexts that are published while lookups wait: some tens of microseconds.
+const CHANGES_AT_ONCE: usize = 1_024;
+
+impl Publish for SharedState {
+    #[inline]
+    fn publish(&mut self) {
+        let changes = self.sets.changes() + self.contexts.changes();
+        if self.records.is_moved() || changes > 0 {
+            step_counter::count(changes);
+            let view = &mut *self.view.change();
+            self.records.move_to(&mut view.chunks);
+            self.sets.move_to(&mut view.sets);
+            self.contexts.move_to(&mut view.contexts);
+        }
+        self.records.publish();
+    }
+
+    #[inline]
+    fn is_due(&self) -> bool {
+        self.sets.changes() + self.contexts.changes() > CHANGES_AT_ONCE
+    }
+}
+
+impl View {
+    fn join(&mut self, number: u32, member: Member) {
+        let at = number as usize;
+        if at == self.members.len() {
+            self.members.push(None);
+        }
+        let names = Arc::make_mut(&mut self.names);
+        names.resize(self.members.len(), None);
+        names[at] = Some(member.worker.clone());
+        let words = self.members.len().div_ceil(64);
+        self.visible.resize(words, 0);
+        self.hybrid.resize(words, 0);
+        self.uncertain.resize(words, 0);
+        let model = member.model.clone();
+        self.members[at] = Some(member);
+        self.label(number, model);
+        set_bit(&mut self.visible, number, true);
+    }
+
+    /// Assigns a stream to a model.
+    fn label(&mut self, number: u32, model: Option<String>) {
+        let Some(mut member) = self.members[number as usize].take() else {
+            return;
+        };
+        self.unlabel(number, &member);
+        let (word, schemes) = (number as usize >> 6, &member.schemes);
+        let entry = self.models.entry(model.clone()).or_default();
+        entry.streams.resize(entry.streams.len().max(word + 1), 0);
+        set_bit(&mut entry.streams, number, true);
+        schemes.iter().for_each(|&scheme| entry.count_in(scheme));
+        member.model = model;
+        self.members[number as usize] = Some(member);
+    }
+
+    fn unlabel(&mut self, number: u32, member: &Member) {
+        let Some(entry) = self.models.get_mut(&member.model) else {
+            return;
+        };
+        let word = number as usize >> 6;
+        if entry.streams.get(word).is_none_or(|bits| bits >> (number & 63) & 1 == 0) {
+            return;
+        }
+        set_bit(&mut entry.streams, number, false);
+        member.schemes.iter().for_each(|&scheme| entry.count_out(scheme));
+        if entry.streams.iter().all(|&bits| bits == 0) {
+            self.models.remove(&member.model);
+        }
+    }
+
+    fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
+        for number in 0..self.members.len() {
+            if let Some(member) = &self.members[number]
+                && let Some(model) = model_of(&member.worker.source)
+            {
+                self.label(number as u32, model);
+            }
+        }
+    }
+
+    fn use_scheme(&mut self, number: u32, scheme: Scheme) {
+        if let Some(member) = self.members[number as usize].as_mut() {
+            member.schemes.push(scheme);
+            if let Some(model) = self.models.get_mut(&member.model) {
+                model.count_in(scheme);
+            }
+        }
+    }
+
+    fn drop_schemes(&mut self, number: u32) {
+        if let Some(member) = self.members[number as usize].as_mut() {
+            let schemes = std::mem::take(&mut member.schemes);
+            if let Some(model) = self.models.get_mut(&member.model) {
+                schemes.iter().for_each(|&scheme| model.count_out(scheme));
+            }
+        }
+    }
+
+    fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) -> Option<Arc<GroupLookup>> {
+        set_bit(&mut self.hybrid, stream, lookup.is_some());
+        let member = self.members[stream as usize].as_mut()?;
+        std::mem::replace(&mut member.lookup, lookup)
+    }
+
+    fn set_uncertain(&mut self, stream: u32, block: (u32, u16), is_uncertain: bool) {
+        let Some(member) = self.members[stream as usize].as_mut() else {
+            return;
+        };
+        if is_uncertain {
+            member.uncertain.insert(block);
+        } else {
+            member.uncertain.remove(&block);
+        }
+        let has_uncertain_copies = !member.uncertain.is_empty();
+        self.set_stream_uncertain(stream, has_uncertain_copies);
+    }
+
+    fn set_stream_uncertain(&mut self, stream: u32, is_uncertain: bool) {
+        set_bit(&mut self.uncertain, stream, is_uncertain);
+        self.has_uncertain_copies = is_uncertain || self.uncertain.iter().any(|&bits| bits != 0);
+    }
+
+    fn mark_all_certain(&mut self, stream: u32) -> Option<BTreeSet<(u32, u16)>> {
+        self.set_stream_uncertain(stream, false);
+        self.members[stream as usize]
+            .as_mut()
+            .map(|member| std::mem::take(&mut member.uncertain))
+    }
+
+    fn leave(&mut self, stream: u32) {
+        self.use_lookup(stream, None);
+        self.set_stream_uncertain(stream, false);
+        set_bit(&mut self.visible, stream, false);
+        if let Some(member) = self.members[stream as usize].take() {
+            self.unlabel(stream, &member);
+        }
+        while self.members.last().is_some_and(Option::is_none) {
+            self.members.pop();
+        }
+        let names = Arc::make_mut(&mut self.names);
+        names[stream as usize] = None;
+        names.truncate(self.members.len());
+    }
+}
+
+impl Model {
+    fn count_in(&mut self, scheme: Scheme) {
+        match self.schemes.iter_mut().find(|(known, _)| *known == scheme) {
+            Some((_, users)) => *users += 1,
+            None => self.schemes.push((scheme, 1)),
+        }
+    }
+
+    fn count_out(&mut self, scheme: Scheme) {
+        if let Some(at) = self.schemes.iter().position(|(known, _)| *known == scheme) {
+            self.schemes[at].1 -= 1;
+            if self.schemes[at].1 == 0 {
+                self.schemes.remove(at);
+            }
+        }
+    }
+}
+
+/// Approximate bytes of a member.
+const MEMBER_BYTES: usize = size_of::<Member>() + 64;
+
+/// Sets one bit of a bitmap.
+pub fn set_bit(bits: &mut [u64], at: u32, on: bool) {
+    let (word, bit) = (at as usize >> 6, 1 << (at & 63));
+    if on {
+        bits[word] |= bit;
+    } else {
+        bits[word] &= !bit;
+    }
+}

@@ -1,0 +1,509 @@
+//! The tolerant decoder: reads batches of any form, which `scan` does not accept.
+//!
+//! It reads the envelope first, and then each event by itself, so that an invalid event does not affect the others. Invalid parts become
+//! `Rejected`. Results and reasons equal those of `kvevents.wire.decode_batch`.
+
+mod fields;
+mod normalise;
+mod refusal;
+mod value;
+
+use std::borrow::Cow;
+
+use crate::wire::msgpack::Int;
+use crate::wire::scan::layouts::{INACTIVE, INACTIVE_ARRAY, REMOVED_ARRAY, STORED_ARRAY};
+use crate::wire::scan::{Limits, SECONDS};
+
+use fields::{Fields, FreeFormBudget};
+use refusal::Refusal;
+use value::{NIL, declared, elements, head_of, is_array, is_map, pairs};
+
+use normalise::Normaliser;
+
+pub use normalise::normalised;
+pub use value::Value;
+
+/// Why an event or another part of a batch is rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub enum Reason {
+    Oversized,
+    Malformed,
+    NotABatch,
+    TooManyEvents,
+    TooManyHashes,
+    TooManyFields,
+    TooDeep,
+    UnknownTag,
+    BadField,
+    BadTimestamp,
+    BadRank,
+    /// Too many parts were rejected; this entry represents those that are not listed.
+    More,
+}
+
+impl Reason {
+    /// The word for the reason in metrics and messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Oversized => "oversized",
+            Self::Malformed => "malformed",
+            Self::NotABatch => "not-a-batch",
+            Self::TooManyEvents => "too-many-events",
+            Self::TooManyHashes => "too-many-hashes",
+            Self::TooManyFields => "too-many-fields",
+            Self::TooDeep => "too-deep",
+            Self::UnknownTag => "unknown-tag",
+            Self::BadField => "bad-field",
+            Self::BadTimestamp => "bad-timestamp",
+            Self::BadRank => "bad-rank",
+            Self::More => "more",
+        }
+    }
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(self.as_str())
+    }
+}
+
+/// Bytes of a rejected part that are kept for diagnosis.
+const RAW_KEPT: usize = 256;
+
+/// The rejected parts of a batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rejected {
+    /// Why.
+    pub reason: Reason,
+    /// Why, as text for people. A peer can choose parts of it.
+    pub detail: String,
+    /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
+    pub index: Option<usize>,
+    /// The first bytes of the rejected part.
+    pub raw: Vec<u8>,
+    /// Number of rejections that this entry represents; above 1 only with the reason `More`.
+    pub count: usize,
+}
+
+impl Rejected {
+    /// Whether events are missing because of it; a bad timestamp or rank costs none.
+    pub fn loses_events(&self) -> bool {
+        self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
+    }
+}
+
+/// Token ids of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Token {
+    Single(Int),
+    /// A token and the next one (SGLang under EAGLE).
+    Pair(Box<[Int; 2]>),
+}
+
+/// The state of a sender. Only kvevents sends it, no engine does.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct Heartbeat {
+    /// State digest of the stream after its batch, 32 hexadecimal digits; None if the sender cannot compute it.
+    pub digest: Option<String>,
+    /// Seconds until the next one at most.
+    pub every: f64,
+    pub trust: String,
+    pub reason: String,
+    pub incarnation: u64,
+    /// Digest of the engine's own cache, as `kvevents.events.Heartbeat` defines it.
+    pub attestation: Option<u64>,
+}
+
+/// Hashes of blocks; and if all were sent as digests, these digests, whose last bytes are the hashes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Hashes {
+    pub values: Vec<u64>,
+    pub digests: Option<Vec<Vec<u8>>>,
+}
+
+/// Blocks that were stored; fields as in `kvevents.events.BlockStored`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockStored {
+    pub block_hashes: Hashes,
+    pub parent_block_hash: Option<u64>,
+    pub parent_block_digest: Option<Vec<u8>>,
+    pub token_ids: Vec<Token>,
+    pub block_size: i128,
+    pub lora_id: Option<i128>,
+    pub medium: Option<String>,
+    pub lora_name: Option<String>,
+    /// By block; None for nil.
+    pub extra_keys: Option<Vec<Option<Vec<Value>>>>,
+    pub group_idx: Option<i128>,
+    pub kv_cache_spec_kind: Option<String>,
+    pub kv_cache_spec_sliding_window: Option<i128>,
+    pub locality: Option<String>,
+    pub ownership: Option<String>,
+    pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
+    pub cache_salt: Option<String>,
+    pub origin: Option<String>,
+    pub block_keys: Option<Vec<u64>>,
+    /// The fields of engines that the index does not use, by name (`scan::layouts::unused_fields`); None for those that
+    /// the event does not have.
+    pub unused_fields: Vec<(&'static str, Option<Value>)>,
+    /// Fields that this release does not know, by name, or by position in array events.
+    pub unknown_fields: Vec<(String, Value)>,
+}
+
+/// Blocks that were removed; fields as in `kvevents.events.BlockRemoved`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockRemoved {
+    pub block_hashes: Hashes,
+    pub medium: Option<String>,
+    pub group_idx: Option<i128>,
+    pub locality: Option<String>,
+    pub ownership: Option<String>,
+    pub remaining_copy_counts: Option<Vec<i128>>,
+    pub heartbeat: Option<Heartbeat>,
+    /// As in `BlockStored`.
+    pub unknown_fields: Vec<(String, Value)>,
+}
+
+/// Blocks that no request uses; fields as in `kvevents.events.BlockInactive`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockInactive {
+    pub block_hashes: Hashes,
+    pub medium: Option<String>,
+    pub group_idx: Option<i128>,
+    /// As in `BlockStored`.
+    pub unknown_fields: Vec<(String, Value)>,
+}
+
+/// An event.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Event {
+    Stored(Box<BlockStored>),
+    Removed(Box<BlockRemoved>),
+    /// The cache was cleared: all of it, or the tier and group that `medium` and `group_idx` among these fields name.
+    Cleared(Vec<(String, Value)>),
+    /// Nothing changes.
+    Inactive(Box<BlockInactive>),
+}
+
+impl Event {
+    /// Whether some of its hashes were sent as digests.
+    fn has_digests(&self) -> bool {
+        match self {
+            Self::Stored(stored) => stored.block_hashes.digests.is_some() || stored.parent_block_digest.is_some(),
+            Self::Removed(removed) => removed.block_hashes.digests.is_some(),
+            Self::Inactive(inactive) => inactive.block_hashes.digests.is_some(),
+            Self::Cleared(_) => false,
+        }
+    }
+}
+
+/// A batch.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Batch {
+    /// Seconds since the epoch; 0 if they could not be read.
+    pub ts: f64,
+    /// Data-parallel rank.
+    pub rank: Option<i128>,
+    /// The events that could be read, in their order.
+    pub events: Vec<Event>,
+    /// The rejected events and fields.
+    pub rejected: Vec<Rejected>,
+}
+
+/// The contents of a payload, in the one form that `scan` reads.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Normalised {
+    /// Its events, as `normalised` returns them.
+    pub payload: Vec<u8>,
+    /// The rejected events and fields.
+    pub rejected: Vec<Rejected>,
+    /// The last heartbeat. Its digest covers everything up to the end of the batch, wherever the heartbeat is.
+    pub heartbeat: Option<Heartbeat>,
+    /// Whether any hashes were sent as digests.
+    pub has_digests: bool,
+}
+
+/// Reads a batch in any form. A payload that is not a batch has no events.
+pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
+    let mut events = Vec::new();
+    let batch = read_batch(payload, limits, |event| events.push(event));
+    Batch { events, ..batch }
+}
+
+/// Reads a batch for callers that scan its events: each event is encoded in the one form that `scan` reads, and dropped before the next is
+/// read.
+pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
+    let (mut normaliser, mut heartbeat, mut has_digests) = (Normaliser::default(), None, false);
+    let batch = read_batch(payload, limits, |event| {
+        normaliser.add(&event);
+        has_digests |= event.has_digests();
+        if let Event::Removed(removed) = event {
+            heartbeat = removed.heartbeat.or_else(|| heartbeat.take());
+        }
+    });
+    Normalised {
+        payload: normaliser.finish(),
+        rejected: batch.rejected,
+        heartbeat,
+        has_digests,
+    }
+}
+
+/// Reads everything except the events, which it passes to `take`.
+fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> Batch {
+    let mut batch = Batch::default();
+    let envelope = match checked(payload, limits) {
+        Ok(envelope) => envelope,
+        Err(refusal) => {
+            batch.rejected.push(refusal.rejected(payload, None));
+            return batch;
+        }
+    };
+    let mut more = 0;
+    let mut reject = |refusal: Refusal<'_>, raw, index| {
+        if batch.rejected.len() < limits.max_rejected {
+            batch.rejected.push(refusal.rejected(raw, index));
+        } else {
+            more += 1;
+        }
+    };
+    batch.ts = timestamp(envelope.ts).unwrap_or_else(|| {
+        let words = "is neither seconds nor milliseconds since the epoch";
+        reject(
+            Refusal::for_value(Reason::BadTimestamp, "the timestamp", words),
+            envelope.ts,
+            None,
+        );
+        0.0
+    });
+    batch.rank = if head_of(envelope.rank) == 0xC0 {
+        None
+    } else {
+        let rank = value::integer(envelope.rank);
+        if rank.is_none() {
+            let refusal = Refusal::for_value(Reason::BadRank, "the data-parallel rank", "is not an integer");
+            reject(refusal, envelope.rank, None);
+        }
+        rank
+    };
+    let mut free = FreeFormBudget::new(limits.max_free_form_bytes);
+    for (index, raw) in envelope.events.into_iter().enumerate() {
+        match event(raw, limits, &mut free, false) {
+            Ok(event) => take(event),
+            Err(refusal) => reject(refusal, raw, Some(index)),
+        }
+    }
+    if more > 0 {
+        batch.rejected.push(Rejected {
+            reason: Reason::More,
+            detail: format!("{more} more were set aside"),
+            index: None,
+            raw: Vec::new(),
+            count: more,
+        });
+    }
+    batch
+}
+
+fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
+    let (length, limit) = (payload.len(), limits.max_payload_bytes);
+    if length > limit {
+        let unit = "bytes; the limit max_payload_bytes is";
+        return Err(Refusal::exceeding(Reason::Oversized, "the payload", length, unit, limit));
+    }
+    envelope(payload, limits)
+}
+
+/// A batch with its parts not decoded.
+struct Envelope<'a> {
+    ts: &'a [u8],
+    events: Vec<&'a [u8]>,
+    rank: &'a [u8],
+}
+
+/// Returns the elements of an array; rejects it with the reason `too_many` above `limit`.
+fn bounded_elements<'a>(
+    raw: &'a [u8],
+    what: &'static str,
+    limit: usize,
+    too_many: Reason,
+) -> Result<Vec<&'a [u8]>, Refusal<'a>> {
+    check_length(raw, what, limit, too_many)?;
+    elements(raw).map_err(|reason| Refusal::for_value(reason, what, "is not an array"))
+}
+
+/// The values of a map by their names.
+fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
+    check_length(raw, what, limit, Reason::TooManyFields)?;
+    pairs(raw).map_err(|reason| Refusal::for_value(reason, what, "has a key that is not a string"))
+}
+
+fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reason) -> Result<(), Refusal<'a>> {
+    let count = declared(raw);
+    if count > limit {
+        return Err(Refusal::exceeding(too_many, what, count, "elements; the limit is", limit));
+    }
+    Ok(())
+}
+
+/// The parts of a batch, which is an array of at least 2 elements or a map.
+fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
+    let (head, what) = (head_of(payload), "the batch");
+    let (ts, events, rank) = if is_map(head) {
+        let fields = bounded_pairs(payload, what, limits.max_fields)?;
+        let find = |wanted: &str| fields.iter().find(|(name, _)| *name == wanted).map(|(_, raw)| *raw);
+        let ranks = ["data_parallel_rank", "attn_dp_rank"].map(find);
+        let rank = ranks.into_iter().flatten().find(|raw| head_of(raw) != 0xC0);
+        (find("ts"), find("events"), rank)
+    } else if is_array(head) {
+        let parts = bounded_elements(payload, what, limits.max_fields, Reason::NotABatch)?;
+        (parts.first().copied(), parts.get(1).copied(), parts.get(2).copied())
+    } else {
+        return Err(Refusal::new(Reason::NotABatch, "a batch is an array or a map"));
+    };
+    let events = events.filter(|raw| is_array(head_of(raw)));
+    let (Some(ts), Some(events)) = (ts, events) else {
+        let words = "a batch is [ts, events, ...] or a map with ts and events";
+        return Err(Refusal::new(Reason::NotABatch, words));
+    };
+    Ok(Envelope {
+        ts,
+        events: bounded_elements(events, "the list of events", limits.max_events, Reason::TooManyEvents)?,
+        rank: rank.unwrap_or(NIL),
+    })
+}
+
+/// Seconds since the epoch, also where a peer sends milliseconds (Mooncake RFC #1527).
+fn timestamp(raw: &[u8]) -> Option<f64> {
+    let sent = match value::value(raw, 0, &mut 0).ok()? {
+        Value::Int(value) => value as f64,
+        Value::Float(value) => value,
+        _ => return None,
+    };
+    if SECONDS.contains(&sent) {
+        return Some(sent);
+    }
+    (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
+}
+
+fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapped: bool) -> Result<Event, Refusal<'a>> {
+    let head = head_of(raw);
+    if !is_wrapped && let Some(inner) = value::bin(raw) {
+        // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".
+        let mut event = event(inner, limits, free, true)?;
+        if let Event::Stored(stored) = &mut event
+            && stored.parent_block_hash == Some(0)
+        {
+            stored.parent_block_hash = None;
+        }
+        return Ok(event);
+    }
+    let (tag, fields) = if is_array(head) {
+        array_fields(raw, limits)?
+    } else if is_map(head) {
+        map_fields(raw, limits)?
+    } else {
+        return Err(Refusal::new(Reason::Malformed, "an event is an array or a map"));
+    };
+    let fields = Fields::new(fields, limits, free);
+    match tag {
+        "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
+        "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
+        "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
+        INACTIVE => fields.inactive().map(|inactive| Event::Inactive(Box::new(inactive))),
+        _ => Err(Refusal::unknown_tag(tag)),
+    }
+}
+
+type Named<'a> = Vec<(Cow<'a, str>, &'a [u8])>;
+
+fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>), Refusal<'a>> {
+    let items = bounded_elements(raw, "the event", limits.max_fields, Reason::TooManyFields)?;
+    let tag = tag_of(items.first().copied().unwrap_or(NIL))?;
+    let names: &[&'static str] = match tag {
+        "BlockStored" => STORED_ARRAY,
+        "BlockRemoved" => REMOVED_ARRAY,
+        INACTIVE => INACTIVE_ARRAY,
+        _ => &[],
+    };
+    let name = |at: usize| match names.get(at) {
+        Some(&name) => Cow::Borrowed(name),
+        None => Cow::Owned((at + 1).to_string()),
+    };
+    let fields = items.iter().skip(1).enumerate().map(|(at, raw)| (name(at), *raw));
+    Ok((tag, fields.collect()))
+}
+
+fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>), Refusal<'a>> {
+    let fields = bounded_pairs(raw, "the event", limits.max_fields)?;
+    let find = |wanted: &str| fields.iter().find(|(name, _)| *name == wanted).map(|(_, raw)| *raw);
+    let mooncake = match find("event_type").map(tag_of).transpose()? {
+        Some("stored") => Some("BlockStored"),
+        Some("removed") => Some("BlockRemoved"),
+        Some("cleared") => Some("AllBlocksCleared"),
+        _ => None,
+    };
+    let tag = match mooncake {
+        Some(tag) => tag,
+        None => tag_of(find("type").unwrap_or(NIL))?,
+    };
+    let is_tag = |name: &str| name == "type" || mooncake.is_some() && name == "event_type";
+    let fields = fields.into_iter().filter(|(name, _)| !is_tag(name));
+    let fields = fields.map(|(name, raw)| (Cow::Borrowed(name), raw)).collect();
+    Ok((
+        tag,
+        if mooncake.is_some() {
+            from_mooncake(tag, fields)
+        } else {
+            fields
+        },
+    ))
+}
+
+/// Converts fields of Mooncake RFC #1527: its own names take precedence; the duplicates that its compatibility mode adds are dropped.
+///
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the store does not know them.
+fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
+    let names = [
+        ("seq_hashes", "block_hashes"),
+        ("parent_hash", "parent_block_hash"),
+        ("additional_salt", "cache_salt"),
+    ];
+    for (theirs, ours) in names {
+        if let Some(at) = fields.iter().position(|(name, _)| name == theirs) {
+            let raw = fields.remove(at).1;
+            fields.retain(|(name, _)| name != ours);
+            fields.push((Cow::Borrowed(ours), raw));
+        }
+    }
+    fields.retain(|(_, raw)| head_of(raw) != 0xC0);
+    if tag == "BlockStored" {
+        for (name, raw) in [("token_ids", &[0x90][..]), ("block_size", &[0])] {
+            if fields.iter().all(|(known, _)| known != name) {
+                fields.push((Cow::Borrowed(name), raw));
+            }
+        }
+    }
+    fields
+}
+
+fn tag_of(raw: &[u8]) -> Result<&str, Refusal<'_>> {
+    let text = value::text(raw).ok().flatten();
+    text.ok_or(Refusal::for_value(Reason::UnknownTag, "the event type", "is not a string"))
+}

@@ -1,0 +1,399 @@
+//! MessagePack in any form: what the first bytes declare, how to cut a value into parts, and values of free form.
+
+use std::collections::HashMap;
+
+use crate::step_counter;
+use crate::wire::msgpack::Reader;
+
+use super::Reason;
+
+/// Nil, which replaces a missing field.
+pub(super) const NIL: &[u8] = &[0xC0];
+
+/// A value of free form.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Value {
+    /// Nil.
+    Nil,
+    /// A truth value.
+    Bool(bool),
+    /// From -2^63 to 2^64 - 1.
+    Int(i128),
+    /// A float of either width.
+    Float(f64),
+    /// Text.
+    Text(String),
+    /// A bin.
+    Bytes(Vec<u8>),
+    /// An array.
+    List(Vec<Value>),
+    /// A map of texts; of equal keys the last value, at the position of the first.
+    Map(Vec<(String, Value)>),
+    /// A timestamp: seconds since the epoch, and microseconds.
+    Time(i64, u32),
+    /// Any other extension: its code, and its bytes.
+    Extension(i8, Vec<u8>),
+}
+
+/// The first byte of a value, which determines its type.
+pub(super) fn head_of(raw: &[u8]) -> u8 {
+    raw.first().copied().unwrap_or(0xC0)
+}
+
+pub(super) fn is_array(head: u8) -> bool {
+    matches!(head, 0x90..=0x9F | 0xDC | 0xDD)
+}
+
+pub(super) fn is_map(head: u8) -> bool {
+    matches!(head, 0x80..=0x8F | 0xDE | 0xDF)
+}
+
+/// Returns the number of elements that an array declares, or of pairs that a map declares, even if its header is truncated; 0 for other
+/// values.
+pub(super) fn declared(raw: &[u8]) -> usize {
+    let width = match head_of(raw) {
+        head @ 0x80..=0x9F => return usize::from(head & 0x0F),
+        0xDC | 0xDE => 2,
+        0xDD | 0xDF => 4,
+        _ => 0,
+    };
+    raw.iter()
+        .skip(1)
+        .take(width)
+        .fold(0, |value, &byte| value << 8 | usize::from(byte))
+}
+
+/// Returns the end of the value that begins at `at`, however deeply it is nested.
+fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
+    let mut pending = 1_u64;
+    while pending > 0 {
+        step_counter::count(1);
+        pending -= 1;
+        let head = *data.get(at)?;
+        at += 1;
+        let length = |width: usize| -> Option<usize> {
+            let bytes = data.get(at..at + width)?;
+            Some(bytes.iter().fold(0, |value, &byte| value << 8 | usize::from(byte)))
+        };
+        let (skipped, inside) = match head {
+            0x80..=0x8F => (0, 2 * u64::from(head & 0x0F)),
+            0x90..=0x9F => (0, u64::from(head & 0x0F)),
+            0xA0..=0xBF => (usize::from(head & 0x1F), 0),
+            0xC1 => return None,
+            0xC4 | 0xD9 => (1 + length(1)?, 0),
+            0xC5 | 0xDA => (2 + length(2)?, 0),
+            0xC6 | 0xDB => (4 + length(4)?, 0),
+            0xC7 => (2 + length(1)?, 0),
+            0xC8 => (3 + length(2)?, 0),
+            0xC9 => (5 + length(4)?, 0),
+            0xCC | 0xD0 => (1, 0),
+            0xCD | 0xD1 => (2, 0),
+            0xCA | 0xCE | 0xD2 => (4, 0),
+            0xCB | 0xCF | 0xD3 => (8, 0),
+            0xD4..=0xD8 => (1 + (1 << (head - 0xD4)), 0),
+            0xDC => (2, length(2)? as u64),
+            0xDD => (4, length(4)? as u64),
+            0xDE => (2, 2 * length(2)? as u64),
+            0xDF => (4, 2 * length(4)? as u64),
+            _ => (0, 0),
+        };
+        at += skipped;
+        pending += inside;
+        if at > data.len() {
+            return None;
+        }
+    }
+    Some(at)
+}
+
+/// Iterates over the elements of a complete array.
+pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut parts = Parts::new(raw).ok();
+    (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
+}
+
+/// Cuts the parts after the header of an array or a map into values.
+struct Parts<'a> {
+    raw: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Parts<'a> {
+    fn new(raw: &'a [u8]) -> Result<Self, Reason> {
+        let width = match head_of(raw) {
+            0xDC | 0xDE => 2,
+            0xDD | 0xDF => 4,
+            _ => 0,
+        };
+        if raw.len() < 1 + width {
+            return Err(Reason::Malformed);
+        }
+        Ok(Self { raw, at: 1 + width })
+    }
+
+    fn next(&mut self) -> Result<&'a [u8], Reason> {
+        let end = end_of(self.raw, self.at).ok_or(Reason::Malformed)?;
+        let part = &self.raw[self.at..end];
+        self.at = end;
+        Ok(part)
+    }
+
+    fn end(&self) -> Result<(), Reason> {
+        (self.at == self.raw.len()).then_some(()).ok_or(Reason::Malformed)
+    }
+}
+
+/// The elements of an array.
+pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
+    let mut parts = Parts::new(raw)?;
+    let found = (0..declared(raw)).map(|_| parts.next()).collect::<Result<_, _>>()?;
+    parts.end()?;
+    Ok(found)
+}
+
+/// Largest number of names for which each is compared with all others.
+const FEW_NAMES: usize = 16;
+
+/// The values of a map by their names; of equal names the last value, at the position of the first.
+pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
+    let mut parts = Parts::new(raw)?;
+    let mut found: Vec<(&str, &[u8])> = Vec::new();
+    let mut places = HashMap::new();
+    for _ in 0..declared(raw) {
+        let name = text(parts.next_header()?)?.ok_or(Reason::BadField)?;
+        let value = parts.next()?;
+        let known = if found.len() <= FEW_NAMES {
+            step_counter::count(found.len());
+            found.iter().position(|(known, _)| *known == name)
+        } else {
+            if places.is_empty() {
+                places.extend(found.iter().enumerate().map(|(at, (name, _))| (*name, at)));
+            }
+            let next = found.len();
+            Some(*places.entry(name).or_insert(next)).filter(|&at| at < next)
+        };
+        match known {
+            Some(at) => found[at] = (name, value),
+            None => found.push((name, value)),
+        }
+    }
+    parts.end()?;
+    Ok(found)
+}
+
+impl<'a> Parts<'a> {
+    /// Reads a key. Only a text is read completely: any other type is refused by its header.
+    fn next_header(&mut self) -> Result<&'a [u8], Reason> {
+        let rest = self.raw.get(self.at..).unwrap_or_default();
+        let head = *rest.first().ok_or(Reason::Malformed)?;
+        if is_array(head) || is_map(head) {
+            return Parts::new(rest).and(Err(Reason::BadField));
+        }
+        self.next()
+    }
+}
+
+/// A text; None for another type.
+pub(super) fn text(raw: &[u8]) -> Result<Option<&str>, Reason> {
+    let Some(bytes) = Reader::new(raw, 0).raw_text() else {
+        return Ok(None);
+    };
+    std::str::from_utf8(bytes).map(Some).map_err(|_| Reason::Malformed)
+}
+
+/// An integer; None for another type.
+pub(super) fn integer(raw: &[u8]) -> Option<i128> {
+    Reader::new(raw, 0).int().map(|value| value.as_i128())
+}
+
+/// The contents of a bin; None for another type.
+pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
+    Reader::new(raw, 0).bin()
+}
+
+/// Reads a value of free form with at most `depth` levels of containers, and at most `left` containers.
+pub(super) fn value(raw: &[u8], depth: usize, left: &mut usize) -> Result<Value, Reason> {
+    step_counter::count(1);
+    let head = head_of(raw);
+    if !is_array(head) && !is_map(head) {
+        return scalar(raw);
+    }
+    let inner = depth.checked_sub(1).ok_or(Reason::TooDeep)?;
+    *left = left.checked_sub(1).ok_or(Reason::Oversized)?;
+    if is_map(head) {
+        let fields = pairs(raw)?.into_iter();
+        let read = fields.map(|(name, raw)| Ok((name.to_owned(), value(raw, inner, left)?)));
+        return Ok(Value::Map(read.collect::<Result<_, _>>()?));
+    }
+    Ok(Value::List(
+        items(raw).map(|raw| value(raw, inner, left)).collect::<Result<_, _>>()?,
+    ))
+}
+
+fn scalar(raw: &[u8]) -> Result<Value, Reason> {
+    let mut reader = Reader::new(raw, 0);
+    let found = match head_of(raw) {
+        0xC0 => Some(Value::Nil),
+        head @ (0xC2 | 0xC3) => Some(Value::Bool(head == 0xC3)),
+        0xCA | 0xCB => reader.number().map(Value::Float),
+        0xA0..=0xBF | 0xD9..=0xDB => text(raw)?.map(|text| Value::Text(text.to_owned())),
+        0xC4..=0xC6 => reader.bin().map(|bytes| Value::Bytes(bytes.to_vec())),
+        0xC7..=0xC9 | 0xD4..=0xD8 => extension(raw)?,
+        _ => integer(raw).map(Value::Int),
+    };
+    found.ok_or(Reason::Malformed)
+}
+
+fn extension(raw: &[u8]) -> Result<Option<Value>, Reason> {
+    let header = match head_of(raw) {
+        0xC7 => 2,
+        0xC8 => 3,
+        0xC9 => 5,
+        _ => 1,
+    };
+    let Some((&code, data)) = raw.get(header..).and_then(<[u8]>::split_first) else {
+        return Ok(None);
+    };
+    match code as i8 {
+        -1 => time(data).map(Some),
+        code => Ok(Some(Value::Extension(code, data.to_vec()))),
+    }
+}
+
+/// Seconds of the first moment of the year 1, and of the last one of the year 9999.
+const SECONDS: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
+
+fn time(data: &[u8]) -> Result<Value, Reason> {
+    let number = |bytes: &[u8]| bytes.iter().fold(0_u64, |value, &byte| value << 8 | u64::from(byte));
+    let (seconds, nanos) = match data.len() {
+        4 => (number(data) as i64, 0),
+        8 => ((number(data) & 0x3_FFFF_FFFF) as i64, number(data) >> 34),
+        12 => (number(&data[4..]) as i64, number(&data[..4])),
+        _ => return Err(Reason::BadField),
+    };
+    if nanos >= 1_000_000_000 || !SECONDS.contains(&seconds) {
+        return Err(Reason::BadField);
+    }
+    let micros = (nanos + 500) / 1000;
+    let (seconds, micros) = if micros == 1_000_000 {
+        (seconds + 1, 0)
+    } else {
+        (seconds, micros)
+    };
+    if !SECONDS.contains(&seconds) {
+        return Err(Reason::BadField);
+    }
+    Ok(Value::Time(seconds, micros as u32))
+}
+
+// --- writing
+
+/// Appends the header of an array.
+pub(super) fn write_array(length: usize, out: &mut Vec<u8>) {
+    write_header(length, [0x90, 0xDC], 16, out);
+}
+
+/// Appends the header of a map.
+pub(super) fn write_map(length: usize, out: &mut Vec<u8>) {
+    write_header(length, [0x80, 0xDE], 16, out);
+}
+
+fn write_header(length: usize, [short, long]: [u8; 2], below: usize, out: &mut Vec<u8>) {
+    match length {
+        _ if length < below => out.push(short | length as u8),
+        0..=0xFFFF => {
+            out.push(long);
+            out.extend((length as u16).to_be_bytes());
+        }
+        _ => {
+            out.push(long + 1);
+            out.extend((length as u32).to_be_bytes());
+        }
+    }
+}
+
+/// Appends a text.
+pub(super) fn write_text(text: &str, out: &mut Vec<u8>) {
+    match text.len() {
+        length @ 0..32 => out.push(0xA0 | length as u8),
+        length @ 32..=0xFF => out.extend([0xD9, length as u8]),
+        length => write_header(length, [0, 0xDA], 0, out),
+    }
+    out.extend_from_slice(text.as_bytes());
+}
+
+/// Appends a bin.
+pub(super) fn write_bytes(bytes: &[u8], out: &mut Vec<u8>) {
+    match bytes.len() {
+        length @ 0..=0xFF => out.extend([0xC4, length as u8]),
+        length => write_header(length, [0, 0xC5], 0, out),
+    }
+    out.extend_from_slice(bytes);
+}
+
+/// Appends an integer in its shortest form.
+pub(super) fn write_integer(value: i128, out: &mut Vec<u8>) {
+    let bytes = (value as u64).to_be_bytes();
+    let (head, width) = match value {
+        -0x20..=0x7F => return out.push(value as u8),
+        0x80..=0xFF => (0xCC, 1),
+        0x100..=0xFFFF => (0xCD, 2),
+        0x1_0000..=0xFFFF_FFFF => (0xCE, 4),
+        0x1_0000_0000.. => (0xCF, 8),
+        -0x80.. => (0xD0, 1),
+        -0x8000.. => (0xD1, 2),
+        -0x8000_0000.. => (0xD2, 4),
+        _ => (0xD3, 8),
+    };
+    out.push(head);
+    out.extend_from_slice(&bytes[8 - width..]);
+}
+
+/// Appends a value, as Python's encoder does.
+pub(super) fn write(value: &Value, out: &mut Vec<u8>) {
+    step_counter::count(1);
+    match value {
+        Value::Nil => out.push(0xC0),
+        Value::Bool(value) => out.push(0xC2 | u8::from(*value)),
+        Value::Int(value) => write_integer(*value, out),
+        Value::Float(value) => {
+            out.push(0xCB);
+            out.extend(value.to_be_bytes());
+        }
+        Value::Text(text) => write_text(text, out),
+        Value::Bytes(bytes) => write_bytes(bytes, out),
+        Value::List(items) => {
+            write_array(items.len(), out);
+            items.iter().for_each(|item| write(item, out));
+        }
+        Value::Map(fields) => {
+            write_map(fields.len(), out);
+            for (name, value) in fields {
+                write_text(name, out);
+                write(value, out);
+            }
+        }
+        Value::Time(seconds, micros) => write_time(*seconds, *micros, out),
+        Value::Extension(code, data) => write_extension(*code, data, out),
+    }
+}
+
+fn write_time(seconds: i64, micros: u32, out: &mut Vec<u8>) {
+    let nanos = 1000 * micros;
+    match seconds {
+        0..=0xFFFF_FFFF if nanos == 0 => write_extension(-1, &(seconds as u32).to_be_bytes(), out),
+        0..=0x3_FFFF_FFFF => write_extension(-1, &(u64::from(nanos) << 34 | seconds as u64).to_be_bytes(), out),
+        _ => write_extension(-1, &[&nanos.to_be_bytes()[..], &seconds.to_be_bytes()].concat(), out),
+    }
+}
+
+fn write_extension(code: i8, data: &[u8], out: &mut Vec<u8>) {
+    match data.len() {
+        length @ (1 | 2 | 4 | 8 | 16) => out.push(0xD4 + length.ilog2() as u8),
+        length @ 0..=0xFF => out.extend([0xC7, length as u8]),
+        length => write_header(length, [0, 0xC8], 0, out),
+    }
+    out.push(code as u8);
+    out.extend_from_slice(data);
+}

@@ -1,0 +1,642 @@
+//! Reads a batch of a known shape in one pass.
+//!
+//! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
+//! a payload only if that function would read the same events and reject nothing. Everything unexpected or rare is left to that function.
+
+#[cfg(any(test, feature = "testing"))]
+mod describe;
+mod extra;
+pub(crate) mod layouts;
+mod schema;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::num::NonZeroU32;
+
+use crate::holders::copies::Origin;
+use crate::wire::msgpack::Reader;
+use crate::wire::tokens::{self, Lengths};
+
+#[cfg(any(test, feature = "testing"))]
+pub use describe::{Described, OwnedExtra, OwnedId, describe};
+pub use extra::{Extra, Id, extra_keys};
+pub use schema::{Limits, Schema};
+
+use schema::Layout;
+
+/// The role of an event's field in the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Field {
+    BlockHashes,
+    Parent,
+    TokenIds,
+    BlockSize,
+    LoraId,
+    Medium,
+    LoraName,
+    ExtraKeys,
+    Group,
+    SpecKind,
+    Window,
+    Locality,
+    Ownership,
+    CacheSalt,
+    BlockKeys,
+    Origin,
+    CopyCounts,
+    Lookahead,
+    /// Not used, but it must be text or nil.
+    IgnoredText,
+    /// Not used, but it must be a hash as an integer, or nil.
+    IgnoredHash,
+    /// Not used, but it must be a list of integers or nil.
+    IgnoredInts,
+    /// Not used, but it must be extra keys or nil.
+    IgnoredExtraKeys,
+    /// A field that only Python's events use; any other value than nil is refused.
+    IgnoredNil,
+}
+
+/// The kind of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Kind {
+    Stored,
+    Removed,
+    Cleared,
+    /// Blocks that no request uses; nothing changes.
+    Inactive,
+}
+
+/// A range of bytes of a payload. It never starts at 0, so an `Option` of it has the same size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    start: NonZeroU32,
+    length: u32,
+}
+
+impl Span {
+    #[inline]
+    fn new(start: usize, end: usize) -> Option<Self> {
+        Some(Self {
+            start: NonZeroU32::new(u32::try_from(start).ok()?)?,
+            length: u32::try_from(end - start).ok()?,
+        })
+    }
+
+    /// The bytes of the range in the scanned payload.
+    #[inline]
+    pub fn bytes(self, payload: &[u8]) -> &[u8] {
+        let start = self.start.get() as usize;
+        &payload[start..start + self.length as usize]
+    }
+}
+
+/// Elements of one of the vectors in `Scratch`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Run {
+    pub start: u32,
+    pub length: u32,
+}
+
+impl Run {
+    /// The elements.
+    #[inline]
+    pub fn slice<T>(self, all: &[T]) -> &[T] {
+        &all[self.start as usize..][..self.length as usize]
+    }
+}
+
+/// One event; missing fields are zero, empty or None.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// Its kind.
+    pub kind: Kind,
+    /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
+    pub pairs: bool,
+    /// A token id is negative or exceeds 32 bits; `tokens` has its lowest 32 bits.
+    pub unkeyable: bool,
+    /// The event has keys instead of tokens.
+    pub keyed: bool,
+    /// Range in `Scratch::hashes`.
+    pub hashes: Run,
+    /// Range in `Scratch::tokens`.
+    pub tokens: Run,
+    /// Range of the keys in `Scratch::hashes`; for a removal, of the number of remaining copies of each block.
+    pub keys: Run,
+    /// Whether the blocks of a store are new copies.
+    pub origin: Origin,
+    /// Hash of the block before the first one; None for the root.
+    pub parent: Option<u64>,
+    /// Tokens per block.
+    pub block_size: u64,
+    /// LoRA by number.
+    pub lora_id: Option<i64>,
+    /// KV cache group.
+    pub group: Option<i64>,
+    /// Tokens that a sliding window spans.
+    pub window: Option<i64>,
+    /// Storage medium, UTF-8 like all of the texts.
+    pub medium: Option<Span>,
+    /// LoRA by name.
+    pub lora_name: Option<Span>,
+    /// LOCAL or REMOTE.
+    pub locality: Option<Span>,
+    /// Name of an offloading tier.
+    pub ownership: Option<Span>,
+    /// Kind of attention of the group.
+    pub spec_kind: Option<Span>,
+    /// SGLang's salt.
+    pub cache_salt: Option<Span>,
+    /// Msgpack, to be read with `extra_keys`.
+    pub extra_keys: Option<Span>,
+    /// Msgpack, to be read with `first_ints`: for each block the tokens after it that its hash also covers.
+    pub lookahead: Option<Span>,
+}
+
+impl Event {
+    /// The block size of a store with one key for each hash instead of tokens; None for other events.
+    pub fn size_of_keyed(&self) -> Option<u32> {
+        let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
+        size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
+    }
+
+    #[inline]
+    fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            pairs: false,
+            unkeyable: false,
+            keyed: false,
+            hashes: Run::default(),
+            tokens: Run::default(),
+            keys: Run::default(),
+            origin: Origin::default(),
+            parent: None,
+            block_size: 0,
+            lora_id: None,
+            group: None,
+            window: None,
+            medium: None,
+            lora_name: None,
+            locality: None,
+            ownership: None,
+            spec_kind: None,
+            cache_salt: None,
+            extra_keys: None,
+            lookahead: None,
+        }
+    }
+}
+
+/// Most bytes of a scratch per byte of the largest payload that it has scanned. A hash can be one byte on the wire and is
+/// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
+pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
+
+/// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
+pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
+
+/// The result of a scan; its buffers are reused.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// Hashes of all events, and keys.
+    pub hashes: Vec<u64>,
+    /// Token ids of all events.
+    pub tokens: Vec<u32>,
+    /// The events in their order.
+    pub events: Vec<Event>,
+    /// Seconds since the epoch.
+    pub ts: f64,
+    /// Data-parallel rank.
+    pub rank: Option<i64>,
+    /// Whether any hash was a digest; `hashes` has its last bytes.
+    pub digests: bool,
+    lengths: Lengths,
+}
+
+impl Scratch {
+    /// Removes the contents, and keeps the memory.
+    pub fn clear(&mut self) {
+        self.hashes.clear();
+        self.tokens.clear();
+        self.events.clear();
+        (self.ts, self.rank, self.digests) = (0.0, None, false);
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.hashes.capacity() * size_of::<u64>()
+            + self.tokens.capacity() * size_of::<u32>()
+            + self.events.capacity() * size_of::<Event>()
+    }
+
+    /// Removes the contents, and releases the memory above `SCRATCH_BYTES_KEPT`.
+    pub fn shrink(&mut self) {
+        self.clear();
+        if self.bytes() > SCRATCH_BYTES_KEPT {
+            *self = Self::default();
+        }
+    }
+}
+
+/// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.tolerant`.
+pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
+
+/// Levels of containers in elements of a batch that are not known yet.
+const SKIPPED_NESTING: usize = 8;
+
+/// Reads `payload` into `scratch`. Returns None for a payload that this scanner does not read; the contents of the scratch are then
+/// undefined.
+pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()> {
+    scratch.clear();
+    if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
+        return None;
+    }
+    let mut scanner = Scanner {
+        reader: Reader::new(payload, 0),
+        schema,
+        scratch,
+        free_form_bytes_left: schema.limits.max_free_form_bytes,
+        hashes_at: 0,
+    };
+    scanner.batch().filter(|()| scanner.reader.left() == 0)
+}
+
+/// The integers of the first of several scanned lists, up to the first one that exceeds 32 bits.
+pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
+    let mut reader = Reader::new(raw, 0);
+    let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
+    let int = |_| Some(reader.int()?.bits as u32);
+    found.extend((0..count.unwrap_or(0)).map_while(int));
+}
+
+struct Scanner<'a> {
+    reader: Reader<'a>,
+    schema: &'a Schema,
+    scratch: &'a mut Scratch,
+    free_form_bytes_left: usize,
+    /// Offset of the list of hashes of the last event.
+    hashes_at: usize,
+}
+
+/// First bytes of a list of one 64-bit hash.
+const SINGLE: [u8; 2] = [0x91, 0xCF];
+/// Bytes of that hash.
+const HASH_BYTES: usize = 8;
+
+impl<'a> Scanner<'a> {
+    fn batch(&mut self) -> Option<()> {
+        let parts = self.reader.array()?;
+        if parts < 2 || parts > self.schema.limits.max_fields {
+            return None;
+        }
+        let ts = self.reader.number()?;
+        if !SECONDS.contains(&ts) {
+            return None;
+        }
+        self.scratch.ts = ts;
+        self.events()?;
+        if parts > 2 && !self.reader.nil() {
+            self.scratch.rank = Some(self.reader.int()?.as_i64()?);
+        }
+        for _ in 3..parts {
+            self.reader.skip(SKIPPED_NESTING)?;
+        }
+        Some(())
+    }
+
+    fn events(&mut self) -> Option<()> {
+        let count = self.reader.array()?;
+        if count > self.schema.limits.max_events {
+            return None;
+        }
+        let mut left = count;
+        while left > 0 {
+            let start = self.reader.at;
+            match self.reader.peek()? {
+                0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
+                _ => self.map_event()?,
+            }
+            left -= 1;
+            if self.schema.joins && left > 0 {
+                left -= self.join(start, left);
+            }
+        }
+        Some(())
+    }
+
+    /// Joins up to `left` events to the one that was read from `start` on, if all are removals of one hash that differ in the hash only.
+    /// Returns the number of joined events.
+    fn join(&mut self, start: usize, left: usize) -> usize {
+        let single = self.hashes_at;
+        let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE.len());
+        let Some(event) = self.scratch.events.last_mut() else {
+            return 0;
+        };
+        if event.kind != Kind::Removed || event.keyed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
+            return 0;
+        }
+        let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
+        let mut joined = 0;
+        for next in data[end..].chunks_exact(end - start).take(left) {
+            let (before, rest) = next.split_at(head.len());
+            let Some((hash, behind)) = rest.split_first_chunk::<HASH_BYTES>() else {
+                break;
+            };
+            if before != head || behind != tail {
+                break;
+            }
+            self.scratch.hashes.push(u64::from_be_bytes(*hash));
+            joined += 1;
+        }
+        event.hashes.length += joined as u32;
+        self.reader.at += joined * (end - start);
+        joined
+    }
+
+    fn array_event(&mut self) -> Option<()> {
+        let parts = self.reader.array()?;
+        if parts == 0 || parts > self.schema.limits.max_fields {
+            return None;
+        }
+        let layout = self.tag()?;
+        let fields = layout.array.get(..parts - 1)?;
+        if fields.len() < layout.array_needed {
+            return None;
+        }
+        let mut event = Event::new(layout.kind);
+        for &field in fields {
+            self.field(field, &mut event)?;
+        }
+        self.scratch.events.push(event);
+        Some(())
+    }
+
+    fn map_event(&mut self) -> Option<()> {
+        let pairs = self.reader.map()?;
+        if pairs == 0 || pairs > self.schema.limits.max_fields || !self.reader.rest().starts_with(b"\xA4type") {
+            return None;
+        }
+        self.reader.at += 5;
+        let layout = self.tag()?;
+        let mut event = Event::new(layout.kind);
+        let (mut seen, mut next) = (0_u64, 0);
+        for _ in 1..pairs {
+            let at = self.name(layout, next)?;
+            if seen >> at & 1 != 0 {
+                return None;
+            }
+            seen |= 1 << at;
+            next = at + 1;
+            self.field(layout.names[at].field, &mut event)?;
+        }
+        if seen & layout.needed != layout.needed {
+            return None;
+        }
+        self.scratch.events.push(event);
+        Some(())
+    }
+
+    #[inline]
+    fn tag(&mut self) -> Option<&'a Layout> {
+        let tag = self.reader.raw_text()?;
+        self.schema.layouts.iter().find(|layout| layout.tag.as_bytes() == tag)
+    }
+
+    /// Returns which key of a map event is next; most often it is `expected` or one of the following ones.
+    #[inline]
+    fn name(&mut self, layout: &Layout, expected: usize) -> Option<usize> {
+        let rest = self.reader.rest();
+        let found = |at: &usize| layout.names[*at].starts(rest);
+        let at = (expected..layout.names.len())
+            .find(found)
+            .or_else(|| (0..expected).find(found))?;
+        self.reader.at += layout.names[at].length;
+        Some(at)
+    }
+
+    #[inline]
+    fn field(&mut self, field: Field, event: &mut Event) -> Option<()> {
+        let start = self.reader.at;
+        match field {
+            Field::BlockHashes => {
+                self.hashes_at = start;
+                event.hashes = self.hashes()?;
+            }
+            Field::Parent => event.parent = self.parent()?,
+            Field::TokenIds => self.tokens(event)?,
+            Field::BlockSize => event.block_size = self.size()?,
+            Field::LoraId => event.lora_id = self.integer()?,
+            Field::Group => event.group = self.integer()?,
+            Field::Window => event.window = self.integer()?,
+            Field::Medium => event.medium = self.text()?,
+            Field::LoraName => event.lora_name = self.text()?,
+            Field::Locality => event.locality = self.text()?,
+            Field::Ownership => event.ownership = self.text()?,
+            Field::SpecKind => event.spec_kind = self.text()?,
+            Field::CacheSalt => event.cache_salt = self.text()?,
+            Field::BlockKeys => self.keys(event)?,
+            Field::Origin => event.origin = self.origin()?,
+            Field::CopyCounts => self.copy_counts(event)?,
+            Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
+            Field::IgnoredText => drop(self.text()?),
+            Field::IgnoredHash => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
+            Field::IgnoredInts => self.ints()?,
+            Field::IgnoredExtraKeys => drop(self.extra_keys()?),
+            Field::Lookahead => event.lookahead = self.int_lists()?,
+            Field::IgnoredNil => self.reader.nil().then_some(())?,
+        }
+        if event.kind == Kind::Cleared {
+            // For `decode_batch` these are fields of free form.
+            self.free(self.reader.at - start)?;
+        }
+        Some(())
+    }
+
+    fn free(&mut self, bytes: usize) -> Option<()> {
+        self.free_form_bytes_left = self.free_form_bytes_left.checked_sub(bytes)?;
+        Some(())
+    }
+
+    #[inline]
+    fn hashes(&mut self) -> Option<Run> {
+        let (start, most) = (self.scratch.hashes.len(), self.schema.limits.max_hashes);
+        if most > 0
+            && let Some([0x91, 0xCF | 0xD3, bytes @ ..]) = self.reader.rest().first_chunk::<{ 2 + HASH_BYTES }>()
+        {
+            self.scratch.hashes.push(u64::from_be_bytes(*bytes));
+            self.reader.at += 2 + HASH_BYTES;
+            return Some(Run {
+                start: start as u32,
+                length: 1,
+            });
+        }
+        self.list_of_hashes(start)
+    }
+
+    fn list_of_hashes(&mut self, start: usize) -> Option<Run> {
+        let count = self.reader.array()?;
+        if count > self.schema.limits.max_hashes {
+            return None;
+        }
+        self.scratch.hashes.reserve(count);
+        let quick = self.reader.rest().as_chunks::<{ 1 + HASH_BYTES }>().0.iter().take(count);
+        let quick = quick.map_while(|chunk| match chunk {
+            [0xCF | 0xD3, bytes @ ..] => Some(u64::from_be_bytes(*bytes)),
+            _ => None,
+        });
+        self.scratch.hashes.extend(quick);
+        let done = self.scratch.hashes.len() - start;
+        self.reader.at += done * (1 + HASH_BYTES);
+        for _ in done..count {
+            let hash = self.hash()?;
+            self.scratch.hashes.push(hash);
+        }
+        Some(Run {
+            start: start as u32,
+            length: count as u32,
+        })
+    }
+
+    /// An integer modulo 2^64, or the last 8 bytes of a digest.
+    #[inline]
+    fn hash(&mut self) -> Option<u64> {
+        if let Some([0xCF | 0xD3, bytes @ ..]) = self.reader.rest().first_chunk::<9>() {
+            self.reader.at += 9;
+            return Some(u64::from_be_bytes(*bytes));
+        }
+        if matches!(self.reader.peek()?, 0xC4..=0xC6) {
+            self.scratch.digests = true;
+            return Some(u64::from_be_bytes(*self.reader.bin()?.last_chunk()?));
+        }
+        Some(self.reader.int()?.bits)
+    }
+
+    /// Reads keys, which are like hashes but never digests.
+    fn keys(&mut self, event: &mut Event) -> Option<()> {
+        if self.reader.nil() {
+            return Some(());
+        }
+        let digests = std::mem::take(&mut self.scratch.digests);
+        (event.keys, event.keyed) = (self.hashes()?, true);
+        let none = !std::mem::replace(&mut self.scratch.digests, digests);
+        none.then_some(())
+    }
+
+    /// An unknown word counts as a missing field.
+    fn origin(&mut self) -> Option<Origin> {
+        if self.reader.nil() {
+            return Some(Origin::Unstated);
+        }
+        Some(match self.reader.text_bytes()? {
+            b"NEW" => Origin::New,
+            b"REUSED" => Origin::Reused,
+            _ => Origin::Unstated,
+        })
+    }
+
+    /// How many copies of each block a removal leaves.
+    fn copy_counts(&mut self, event: &mut Event) -> Option<()> {
+        if self.reader.nil() {
+            return Some(());
+        }
+        let (start, count) = (self.scratch.hashes.len(), self.reader.array()?);
+        if count > self.schema.limits.max_hashes {
+            return None;
+        }
+        for _ in 0..count {
+            let left = self.size()?;
+            self.scratch.hashes.push(left);
+        }
+        (event.keys, event.keyed) = (
+            Run {
+                start: start as u32,
+                length: count as u32,
+            },
+            true,
+        );
+        Some(())
+    }
+
+    #[inline]
+    fn parent(&mut self) -> Option<Option<u64>> {
+        if self.reader.nil() {
+            Some(None)
+        } else {
+            self.hash().map(Some)
+        }
+    }
+
+    #[inline]
+    fn tokens(&mut self, event: &mut Event) -> Option<()> {
+        let (count, start) = (self.reader.array()?, self.scratch.tokens.len());
+        let found = tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)?;
+        event.tokens = Run {
+            start: start as u32,
+            length: (self.scratch.tokens.len() - start) as u32,
+        };
+        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
+        Some(())
+    }
+
+    #[inline]
+    fn size(&mut self) -> Option<u64> {
+        let size = self.reader.int()?;
+        (!size.negative).then_some(size.bits)
+    }
+
+    #[inline]
+    fn integer(&mut self) -> Option<Option<i64>> {
+        if self.reader.nil() {
+            Some(None)
+        } else {
+            self.reader.int()?.as_i64().map(Some)
+        }
+    }
+
+    #[inline]
+    fn text(&mut self) -> Option<Option<Span>> {
+        if self.reader.nil() {
+            return Some(None);
+        }
+        let length = self.reader.text_bytes()?.len();
+        Some(Some(Span::new(self.reader.at - length, self.reader.at)?))
+    }
+
+    fn extra_keys(&mut self) -> Option<Option<Span>> {
+        if self.reader.nil() {
+            return Some(None);
+        }
+        let start = self.reader.at;
+        extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| ())?;
+        self.free(self.reader.at - start)?;
+        Some(Some(Span::new(start, self.reader.at)?))
+    }
+
+    fn ints(&mut self) -> Option<()> {
+        if !self.reader.nil() {
+            for _ in 0..self.reader.array()? {
+                self.reader.int()?;
+            }
+        }
+        Some(())
+    }
+
+    fn int_lists(&mut self) -> Option<Option<Span>> {
+        if self.reader.nil() {
+            return Some(None);
+        }
+        let (start, lists) = (self.reader.at, self.reader.array()?);
+        if lists > self.schema.limits.max_hashes {
+            return None;
+        }
+        for _ in 0..lists {
+            for _ in 0..self.reader.array()? {
+                self.reader.int()?;
+            }
+        }
+        Some(Some(Span::new(start, self.reader.at)?))
+    }
+}

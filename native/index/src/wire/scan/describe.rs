@@ -1,0 +1,105 @@
+//! Scanned events with owned values, for tests that compare them with those of another decoder.
+
+use crate::holders::copies::Origin;
+
+use super::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
+
+/// `Id` with owned values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum OwnedId {
+    Int(i128),
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+/// `Extra` with owned values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum OwnedExtra {
+    Text(String),
+    Pair(OwnedId, i64),
+    Int(i128),
+    Bytes(Vec<u8>),
+}
+
+impl From<Extra<'_>> for OwnedExtra {
+    fn from(extra: Extra<'_>) -> Self {
+        match extra {
+            Extra::Text(text) => Self::Text(text.into()),
+            Extra::Int(value) => Self::Int(value),
+            Extra::Bytes(bytes) => Self::Bytes(bytes.into()),
+            Extra::Pair(Id::Int(value), offset) => Self::Pair(OwnedId::Int(value), offset),
+            Extra::Pair(Id::Text(text), offset) => Self::Pair(OwnedId::Text(text.into()), offset),
+            Extra::Pair(Id::Bytes(bytes), offset) => Self::Pair(OwnedId::Bytes(bytes.into()), offset),
+        }
+    }
+}
+
+/// `Event` with owned values; fields as there.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub struct Described {
+    pub kind: Kind,
+    pub hashes: Vec<u64>,
+    pub parent: Option<u64>,
+    pub tokens: Vec<u32>,
+    pub pairs: bool,
+    pub unkeyable: bool,
+    pub keys: Option<Vec<u64>>,
+    pub origin: Origin,
+    pub block_size: u64,
+    pub lora_id: Option<i64>,
+    pub group: Option<i64>,
+    pub window: Option<i64>,
+    pub medium: Option<String>,
+    pub lora_name: Option<String>,
+    pub locality: Option<String>,
+    pub ownership: Option<String>,
+    pub spec_kind: Option<String>,
+    pub cache_salt: Option<String>,
+    /// Block and extra key, in order; None when nil.
+    pub extra_keys: Option<Vec<(usize, OwnedExtra)>>,
+}
+
+/// Returns the batch as `scan` reads it; None if `scan` refuses it.
+pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
+    let mut scratch = Scratch::default();
+    scan(payload, schema, &mut scratch)?;
+    Some(
+        scratch
+            .events
+            .iter()
+            .map(|event| described(event, payload, &scratch))
+            .collect(),
+    )
+}
+
+fn described(event: &Event, payload: &[u8], scratch: &Scratch) -> Described {
+    let text = |span: Option<Span>| span.map(|span| String::from_utf8_lossy(span.bytes(payload)).into_owned());
+    Described {
+        kind: event.kind,
+        hashes: event.hashes.slice(&scratch.hashes).to_vec(),
+        parent: event.parent,
+        tokens: event.tokens.slice(&scratch.tokens).to_vec(),
+        pairs: event.pairs,
+        unkeyable: event.unkeyable,
+        origin: event.origin,
+        keys: event.keyed.then(|| event.keys.slice(&scratch.hashes).to_vec()),
+        block_size: event.block_size,
+        lora_id: event.lora_id,
+        group: event.group,
+        window: event.window,
+        medium: text(event.medium),
+        lora_name: text(event.lora_name),
+        locality: text(event.locality),
+        ownership: text(event.ownership),
+        spec_kind: text(event.spec_kind),
+        cache_salt: text(event.cache_salt),
+        extra_keys: event.extra_keys.map(|span| {
+            let mut found = Vec::new();
+            let _ = extra_keys(span.bytes(payload), |block, extra| found.push((block, extra.into())));
+            found
+        }),
+    }
+}

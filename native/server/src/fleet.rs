@@ -1,0 +1,364 @@
+//! The routing table: the control plane's description of the fleet, as one immutable value.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use kvevents_index::keys;
+use kvevents_index::store::members::Worker as Stream;
+use kvevents_index::{Index, Scope as IndexScope};
+use parking_lot::RwLock;
+use serde::{Deserialize, Serialize};
+
+/// Most scopes whose candidates are cached, since clients can name any LoRA and salt.
+const MAX_REMEMBERED: usize = 256;
+
+/// A LoRA by its name, or by its number for engines whose events have no name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
+#[serde(untagged)]
+pub enum Lora {
+    /// Its number.
+    Id(i64),
+    /// Its name.
+    Name(String),
+}
+
+/// The scope of prompts: equal tokens of two scopes never match.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
+pub struct Scope {
+    /// Name of the model.
+    pub model: String,
+    /// Tenant.
+    pub tenant: String,
+    /// Routing group.
+    pub group: String,
+    /// LoRA of the prompt; for a worker, the LoRA that its events do not contain.
+    pub lora: Option<Lora>,
+    /// Cache salt, in the same way.
+    pub salt: Option<String>,
+}
+
+impl Scope {
+    fn fleet(&self) -> Fleet {
+        (self.model.clone(), self.tenant.clone(), self.group.clone())
+    }
+
+    fn is_same_fleet(&self, other: &Self) -> bool {
+        self.model == other.model && self.tenant == other.tenant && self.group == other.group
+    }
+
+    /// Whether a worker of this scope can hold blocks of a prompt.
+    pub(crate) fn admits(&self, prompt: &Self) -> bool {
+        self.is_same_fleet(prompt)
+            && (self.lora.is_none() || self.lora == prompt.lora)
+            && (self.salt.is_none() || self.salt == prompt.salt)
+    }
+}
+
+/// Model, tenant and routing group.
+type Fleet = (String, String, String);
+
+/// State of a worker's stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub(crate) enum State {
+    Connecting,
+    Replaying,
+    Exact,
+    Degraded,
+    Stale,
+}
+
+impl State {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Connecting => "CONNECTING",
+            Self::Replaying => "REPLAYING",
+            Self::Exact => "EXACT",
+            Self::Degraded => "DEGRADED",
+            Self::Stale => "STALE",
+        }
+    }
+}
+
+/// The trust in a worker's part of an answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Trust {
+    pub(crate) state: State,
+    pub(crate) reason: String,
+    pub(crate) reason_codes: Vec<String>,
+    /// Whether the engine's own cache was the same at the newest attestation.
+    pub(crate) attested: bool,
+}
+
+/// One rank of an engine.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Worker {
+    /// Its source name in the index.
+    pub(crate) source: String,
+    pub(crate) rank: i64,
+    pub(crate) instance: String,
+    pub(crate) scope: Scope,
+    /// The model that the index knows its stream by.
+    label: String,
+    pub(crate) trust: Trust,
+    /// Whether a worker is left out of answers to clients that might not look at trust.
+    pub(crate) is_hidden: bool,
+    pub(crate) distance: u8,
+    /// Tokens per block that it was registered with.
+    pub(crate) block_size: Option<u64>,
+    /// Tiers from which its engine announces no removals.
+    #[serde(default)]
+    pub(crate) stores_only: Vec<String>,
+    /// The trust in an answer that has blocks of it which might be gone.
+    #[serde(skip)]
+    pub(crate) trust_if_uncertain: Option<Trust>,
+    /// The instance's name as JSON.
+    #[serde(skip)]
+    pub(crate) json_name: String,
+    /// A number that workers of one instance name share.
+    #[serde(skip)]
+    pub(crate) instance_number: u32,
+}
+
+/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.reasons` has the same.
+const UNCERTAIN: (&str, &str) = (
+    "uncertain-copies",
+    "some of these blocks were announced several times and removed less often, so they might be gone",
+);
+
+impl Trust {
+    /// Returns the trust in an answer that has blocks which might be gone.
+    fn if_uncertain(&self) -> Self {
+        let (code, sentence) = UNCERTAIN;
+        let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });
+        Self {
+            state: if is_exact { State::Degraded } else { self.state },
+            reason: format!("{}{separator}{sentence}", self.reason),
+            reason_codes: self.reason_codes.iter().cloned().chain([code.to_owned()]).collect(),
+            attested: false,
+        }
+    }
+}
+
+impl Worker {
+    /// Returns the trust in an answer about the worker; all of its blocks certainly exist if the flag is set.
+    pub(crate) fn trust_in(&self, is_certain: bool) -> &Trust {
+        match &self.trust_if_uncertain {
+            Some(trust) if !is_certain => trust,
+            _ => &self.trust,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct TableMessage {
+    has_failed: bool,
+    workers: Vec<Worker>,
+    /// Tokens per block, the smallest first, by fleet.
+    block_sizes: Vec<(String, String, String, Vec<u32>)>,
+    /// Models that have a LoRA, by its name, tenant and group.
+    bases: Vec<(String, String, String, Vec<String>)>,
+}
+
+/// The namespaces in which a prompt of one scope is looked up, and the workers that can hold it.
+#[derive(Debug)]
+pub(crate) struct Candidates {
+    /// The scope, with a model that is served.
+    pub(crate) scope: Scope,
+    /// Scopes of the index.
+    pub(crate) within: Vec<IndexScope>,
+    /// Places of workers in the table.
+    pub(crate) workers: Vec<u32>,
+    /// The workers among them that are not EXACT.
+    pub(crate) inexact: Vec<u32>,
+    pub(crate) block_sizes: Vec<u32>,
+}
+
+/// A description of the fleet.
+#[derive(Debug)]
+pub struct Table {
+    pub(crate) index: Arc<Index>,
+    has_failed: bool,
+    pub(crate) workers: Vec<Worker>,
+    places: HashMap<Stream, u32>,
+    labels: HashMap<Scope, String>,
+    fleets: HashSet<Fleet>,
+    block_sizes: HashMap<Fleet, Vec<u32>>,
+    bases: HashMap<Fleet, Vec<String>>,
+    remembered: RwLock<HashMap<Scope, Arc<Candidates>>>,
+}
+
+impl Table {
+    /// Reads the table from the control plane's JSON; it is answered from `index`.
+    ///
+    /// # Errors
+    /// If the JSON has another shape.
+    pub fn read(json: &[u8], index: Arc<Index>) -> Result<Self, serde_json::Error> {
+        let mut message: TableMessage = serde_json::from_slice(json)?;
+        let mut numbers = HashMap::new();
+        let (mut places, mut labels) = (HashMap::new(), HashMap::new());
+        for (place, worker) in message.workers.iter_mut().enumerate() {
+            worker.trust_if_uncertain = Some(worker.trust.if_uncertain());
+            worker.json_name = serde_json::to_string(&worker.instance)?;
+            let next = numbers.len() as u32;
+            worker.instance_number = *numbers.entry(worker.instance.clone()).or_insert(next);
+            let stream = Stream {
+                source: worker.source.clone(),
+                rank: worker.rank,
+            };
+            places.insert(stream, place as u32);
+            labels.insert(worker.scope.clone(), worker.label.clone());
+        }
+        let by_fleet = |(model, tenant, group, of)| ((model, tenant, group), of);
+        Ok(Self {
+            index,
+            has_failed: message.has_failed,
+            fleets: message.workers.iter().map(|worker| worker.scope.fleet()).collect(),
+            workers: message.workers,
+            places,
+            labels,
+            block_sizes: message.block_sizes.into_iter().map(by_fleet).collect(),
+            bases: message
+                .bases
+                .into_iter()
+                .map(|(adapter, tenant, group, of)| ((adapter, tenant, group), of))
+                .collect(),
+            remembered: RwLock::default(),
+        })
+    }
+
+    /// The worker of a stream.
+    pub(crate) fn place(&self, stream: &Stream) -> Option<u32> {
+        self.places.get(stream).copied()
+    }
+
+    /// Returns where prompts of a scope are looked up. None for an error, which the control plane reports.
+    pub(crate) fn candidates(&self, scope: &Scope) -> Option<Arc<Candidates>> {
+        if self.has_failed || self.index.is_damaged() {
+            return None;
+        }
+        if let Some(found) = self.remembered.read().get(scope) {
+            return Some(found.clone());
+        }
+        let found = Arc::new(self.find(self.resolve_model(scope)?)?);
+        let mut remembered = self.remembered.write();
+        if remembered.len() >= MAX_REMEMBERED {
+            remembered.clear();
+        }
+        remembered.insert(scope.clone(), found.clone());
+        Some(found)
+    }
+
+    /// The scope with the base model if its model is an adapter's name. None if several models have that adapter.
+    fn resolve_model(&self, scope: &Scope) -> Option<Scope> {
+        let fleet = scope.fleet();
+        let is_adapter = match &scope.lora {
+            None => true,
+            Some(Lora::Name(name)) => *name == scope.model,
+            Some(Lora::Id(_)) => false,
+        };
+        match self.bases.get(&fleet).map_or(&[][..], Vec::as_slice) {
+            [] => Some(scope.clone()),
+            _ if !is_adapter || self.fleets.contains(&fleet) => Some(scope.clone()),
+            [base] => Some(Scope {
+                model: base.clone(),
+                lora: Some(Lora::Name(scope.model.clone())),
+                ..scope.clone()
+            }),
+            _ => None,
+        }
+    }
+
+    fn find(&self, scope: Scope) -> Option<Candidates> {
+        if !self.fleets.contains(&scope.fleet()) {
+            return None;
+        }
+        let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
+        let mut within = Vec::new();
+        // Workers whose events name their LoRA and salt have neither here: the keys hold them.
+        for own_lora in distinct(scope.lora.clone()) {
+            for own_salt in distinct(scope.salt.clone()) {
+                let view = Scope {
+                    lora: own_lora.clone(),
+                    salt: own_salt.clone(),
+                    ..scope.clone()
+                };
+                if let Some(label) = self.labels.get(&view) {
+                    within.push(IndexScope {
+                        model: Some(label.clone()),
+                        lora: if own_lora.is_none() { lora } else { 0 },
+                        salt: if own_salt.is_none() { salt } else { 0 },
+                        items: Vec::new(),
+                    });
+                }
+            }
+        }
+        let places = 0..self.workers.len() as u32;
+        let workers: Vec<u32> = places.filter(|&place| self.worker(place).scope.admits(&scope)).collect();
+        let is_inexact = |place: &u32| self.worker(*place).trust.state != State::Exact;
+        Some(Candidates {
+            within,
+            inexact: workers.iter().copied().filter(is_inexact).collect(),
+            workers,
+            block_sizes: self.block_sizes.get(&scope.fleet()).cloned().unwrap_or_default(),
+            scope,
+        })
+    }
+
+    /// The worker at a place.
+    pub(crate) fn worker(&self, place: u32) -> &Worker {
+        &self.workers[place as usize]
+    }
+
+    /// Adds a speculative entry: for some seconds the worker counts as holding the prompt.
+    pub(crate) fn expect(&self, place: u32, prompt: &Scope, tokens: &[u32], seconds: f64) {
+        let worker = self.worker(place);
+        let stream = Stream {
+            source: worker.source.clone(),
+            rank: worker.rank,
+        };
+        let own = &worker.scope;
+        let scope = IndexScope {
+            model: Some(worker.label.clone()),
+            lora: if own.lora.is_none() {
+                lora_seed(prompt.lora.as_ref())
+            } else {
+                0
+            },
+            salt: if own.salt.is_none() {
+                salt_seed(prompt.salt.as_deref())
+            } else {
+                0
+            },
+            items: Vec::new(),
+        };
+        let now = monotonic();
+        self.index.speculate(&stream, tokens, &scope, now, now + seconds);
+    }
+}
+
+/// None, and the value if it is present.
+fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
+    let given = value.map(Some);
+    std::iter::once(None).chain(given)
+}
+
+fn lora_seed(lora: Option<&Lora>) -> u64 {
+    match lora {
+        None => 0,
+        Some(Lora::Name(name)) => keys::lora_name(name.as_bytes()),
+        Some(Lora::Id(id)) => keys::lora_id(*id),
+    }
+}
+
+fn salt_seed(salt: Option<&str>) -> u64 {
+    salt.map_or(0, |salt| keys::salt(salt.as_bytes()))
+}
+
+/// Seconds of the clock by which expectations end: Python's `time.monotonic`.
+pub(crate) fn monotonic() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a valid `timespec`, which the call fills.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
