@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from benchmarks.measures import cpu_seconds_of_threads
 from benchmarks.processes import Peer, receive_line, send_line
-from tools.nats_process import one_server
+from tools.nats_servers import nats_server
 
 CAPACITY: Final = 4_000
 """Blocks of an engine's cache, which is full."""
@@ -46,7 +46,7 @@ class Load(NamedTuple):
 def write(contender: str, *numbers: int) -> dict[str, float]:
     """Return batches per second until the last one is acknowledged, and CPU per batch of the process and of the server."""
     load = Load(*numbers)
-    with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, nats_server(Path(folder)) as server, ExitStack() as stack:
         if contender == "ours":
             source = stack.enter_context(Peer("bridging.source", *load))
             writer = stack.enter_context(Peer("bridging.bridge", server.url, source.receive(), *load))
@@ -56,7 +56,7 @@ def write(contender: str, *numbers: int) -> dict[str, float]:
         else:
             source = writer = stack.enter_context(Peer("bridging.client", server.url, *load))
             writer.receive()
-        pids = writer.pid, server.pid
+        pids = writer.pid, server.process.pid
         before, began = [cpu_seconds_of_threads(pid) for pid in pids], time.monotonic()
         source.send("go")
         ended = writer.receive()

@@ -7,7 +7,6 @@ and prints what it returns.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -92,15 +91,6 @@ def run(function: str, *arguments: object) -> dict[str, Any]:
         finally:
             alarm.cancel()
     return result
-
-
-def free_ports(count: int) -> list[int]:
-    """Return TCP ports that no process uses now."""
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def main(function: str, *arguments: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from benchmarks.contenders import CONTENDERS, Contender, Publisher
 from benchmarks.measures import percentile
-from benchmarks.processes import Peer, free_ports
+from benchmarks.processes import Peer
+from tools.ports import reserve_port
 
 POOL: Final = 500
 """Distinct batches, published in turn."""
@@ -56,7 +57,7 @@ def _timed(publish: Callable[[Any], None], batches: list[Any], into: list[int]) 
 
 def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
     """Each `publish` of bursts of `BURST`, back to back, from an empty queue that takes a hundred times as many."""
-    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
+    contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
     times: list[int] = []
     with Peer("peers.count", port) as peer:
@@ -74,7 +75,7 @@ def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
 
 def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, float]:
     """Each `publish` at a steady pace, from a thread that sleeps in between as a scheduler waits for its step."""
-    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
+    contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     times: list[int] = []
     with Peer("peers.count", port) as peer:
@@ -91,7 +92,7 @@ def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, fl
 
 def flow(name: str, blocks: int, count: int) -> dict[str, float]:
     """Batches per second to one process that only receives, and this process's CPU time, all threads, for each."""
-    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
+    contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     with Peer("peers.count", port) as peer:
         probes = _connected(contender, publisher, peer)
@@ -106,7 +107,7 @@ def flow(name: str, blocks: int, count: int) -> dict[str, float]:
 
 def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, float]:
     """One request for a full buffer from readers of three paces, while live batches go on to another process."""
-    contender, (port, replay_port) = CONTENDERS[name], free_ports(2)
+    contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     feed(contender, publisher, pool, count)
     while contender.waiting(publisher):

@@ -17,7 +17,8 @@ from typing import Any, Final
 import zmq
 
 from benchmarks.measures import cpu_seconds_of_threads, percentile
-from benchmarks.processes import Peer, free_ports, receive_line, send_line
+from benchmarks.processes import Peer, receive_line, send_line
+from tools.ports import reserve_port
 
 CAPACITY: Final = 4_000
 """Blocks of the engine's cache."""
@@ -33,7 +34,7 @@ _STAMP: Final = struct.Struct(">d")
 def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
     """Return batches per second, CPU of what is between per batch, and at a steady pace the time from sending to receiving."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        port, out, replay = free_ports(3)
+        port, out, replay = (reserve_port() for _ in range(3))
         source = stack.enter_context(Peer("relaying.source", port, blocks))
         credit_port = source.receive()
         more = [replay, str(Path(folder, "journal"))] if contender == "ours" else []

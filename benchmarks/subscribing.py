@@ -6,7 +6,8 @@ import time
 
 import zmq
 
-from benchmarks.processes import Peer, free_ports
+from benchmarks.processes import Peer
+from tools.ports import reserve_port
 
 
 def bare(port: int, count: int) -> tuple[float, float]:
@@ -51,7 +52,7 @@ def ours(port: int, count: int) -> tuple[float, float]:
 
 def read(contender: str, blocks: int, count: int) -> dict[str, float]:
     """Batches per second of a sender that does nothing else, and this process's CPU time, all threads, for each."""
-    (port,) = free_ports(1)
+    port = reserve_port()
     with Peer("peers.blast", port, blocks, count) as sender:
         sender.receive()
         wall, cpu = {"bare": bare, "ours": ours}[contender](port, count)
@@ -63,7 +64,7 @@ def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
     from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
     from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 
-    port, replay_port = free_ports(2)
+    port, replay_port = reserve_port(), reserve_port()
     with Peer("peers.engine", contender, port, replay_port, blocks, count) as engine:
         engine.receive()
         endpoints = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")

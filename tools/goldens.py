@@ -18,10 +18,10 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from benchmarks.processes import free_ports
 from kvevents.wire import encode_seq
 from kvevents.wire.dialects import Dialect, dialect_for
 from tools import released
+from tools.ports import reserve_port
 from tools.released import CHECKOUT
 
 GOLDENS: Final = CHECKOUT / "tests" / "data" / "dialects.jsonl"
@@ -71,7 +71,7 @@ def _built(types: Any, event: Fields) -> Any:
 
 def _sent(types: Any, events: list[Any], rank: int) -> Fields:
     """What a consumer receives of batch `SEQ` from the release's publisher, live and by replay, as the row has it."""
-    port, replay_port = free_ports(2)
+    port, replay_port = reserve_port(), reserve_port()
     ends = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
     publisher = types.ZmqEventPublisher(rank, *(f"tcp://*:{int(end.rpartition(':')[2]) - rank}" for end in ends), topic=TOPIC)
     with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as replay:

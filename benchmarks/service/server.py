@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks import measures
-from benchmarks.processes import free_ports
 from benchmarks.service.workers import Endpoints
 from benchmarks.workload import BLOCK_SIZE
+from tools.ports import reserve_port
 from tools.released import CHECKOUT, dynamo
 
 MODEL: Final = "m"
@@ -42,7 +42,7 @@ class Server:
     """A service without configuration on a port of its own, which has answered `/health`; a context manager."""
 
     def __init__(self, contender: str) -> None:
-        (self.port,) = free_ports(1)
+        self.port = reserve_port()
         command = _command(contender, self.port)
         began = time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process

@@ -22,11 +22,12 @@ from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.registration import Registration
 from kvevents.zeromq.keys import Curve
-from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
-from ports import reserve_port
 from publisher_cases import ANY, batch, run_publisher
 from service_cases import wait_for, write
+from tools.nats_servers import NatsServer, nats_server
+from tools.ports import reserve_port
 
 pytestmark = needs_nats
 

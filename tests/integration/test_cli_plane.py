@@ -19,10 +19,11 @@ from kvevents.plane.records import VERSION as PAGE_VERSION
 from kvevents.plane.records import Page, encode_page
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
 from kvevents.plane.status import BRIDGE_SCAN_PAGES, format_partitions
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at, run_bridge
 from service_cases import engine, serving, wait_for
 from service_replica_cases import watch_of
+from tools.nats_servers import NatsServer
 
 pytestmark = needs_nats
 

@@ -19,10 +19,10 @@ from cli_cases import Program, run
 from kvevents.cli.options import engine
 from kvevents.cli.relay import HINT_SECONDS, RelayStatusLogger
 from kvevents.stream import DegradedReason, Source, Trust
-from ports import reserve_port
 from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
+from tools.ports import reserve_port
 
 KILLS = 5
 

@@ -16,7 +16,7 @@ from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
 from kvevents.wire import live_frames
 from kvevents.zeromq import handshake as zmtp
-from ports import LOOPBACK
+from tools.ports import LOOPBACK
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 

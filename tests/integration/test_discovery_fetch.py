@@ -19,7 +19,7 @@ from discovery_fetch_cases import Engine
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient
 from kvevents.service.discovery.provider import BaseUrl, EngineQueryError
-from ports import reserve_port
+from tools.ports import reserve_port
 
 
 @pytest.fixture

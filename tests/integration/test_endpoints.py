@@ -12,7 +12,6 @@ from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, po
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.zeromq.keys import Curve
-from ports import reserve_port
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
@@ -29,6 +28,7 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     subscribe,
     wait_until,
 )
+from tools.ports import reserve_port
 
 Context = zmq.Context[Socket]
 

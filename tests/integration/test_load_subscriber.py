@@ -21,7 +21,7 @@ from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
 from load_cases import RECORDED, LoadServer
-from ports import reserve_port
+from tools.ports import reserve_port
 
 WORKER = ("a", 0)
 DEADLINE = 60.0

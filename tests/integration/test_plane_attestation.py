@@ -13,10 +13,11 @@ from attestation_cases import AttestingEngine
 from kvevents.events import AllBlocksCleared, BlockRemoved
 from kvevents.plane.bridge import Watch
 from kvevents.service.registration import Registration
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at, run_bridge
 from relay_cases import block
 from service_cases import Service, serving, wait_for
+from tools.nats_servers import NatsServer
 
 pytestmark = needs_nats
 

@@ -18,10 +18,11 @@ from kvevents.plane.partition_state import StreamLeft
 from kvevents.plane.records import FragmentRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Gap, RawBatch, Reset, Source
-from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
 from publisher_cases import batch, hold_publisher
 from service_cases import wait_for
+from tools.nats_servers import NatsServer, nats_server
 
 pytestmark = needs_nats
 

@@ -18,11 +18,12 @@ from bridge_cases import PublishingEngine, wait_until_complete
 from clock_cases import ServersClock, needs_clocks
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.registration import Registration
-from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
+from nats_cases import needs_nats
 from plane_cases import SECONDS, Log, ThreadRunner, run_bridge
 from plane_lease_cases import Clock, bucket
 from service_cases import MODEL, wait_for
 from service_replica_digest_cases import ReplicaRunner
+from tools.nats_servers import NatsServer, nats_cluster, nats_server
 
 pytestmark = [needs_nats, needs_clocks]
 HOUR = 3600

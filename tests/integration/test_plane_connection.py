@@ -24,9 +24,10 @@ from kvevents.plane.connection import close, connect, open_client, require_jetst
 from kvevents.plane.nats_client import PlaneClient
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
+from nats_cases import needs_nats
 from nats_logins import Key, Operator
-from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
-from ports import reserve_port
+from tools.nats_servers import NatsServer, nats_cluster, nats_server
+from tools.ports import reserve_port
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
 """The client reconnects almost at once, so that no test waits for a pause."""

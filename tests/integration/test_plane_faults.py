@@ -19,7 +19,8 @@ from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client
 from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
 from kvevents.plane.settings import PlaneSettings
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_cases import needs_nats
+from tools.nats_servers import NatsServer, nats_server
 
 ROOM = 64 << 10
 KINDS = {

@@ -13,12 +13,13 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Record, TrustRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Trust
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, ThreadRunner, plane_at, run_bridge
 from plane_subscriber_cases import make_message, subscriber
 from service_cases import engine, wait_for
 from service_replica_cases import watch_of
 from service_replica_digest_cases import ReplicaRunner
+from tools.nats_servers import NatsServer
 
 
 @needs_nats

@@ -12,7 +12,8 @@ from bridge_cases import run_with_jetstream
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
 from kvevents.plane.settings import PlaneSettings
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
+from tools.nats_servers import NatsServer
 
 pytestmark = needs_nats
 

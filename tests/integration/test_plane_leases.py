@@ -21,9 +21,10 @@ from kvevents.plane import leases
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import LEASE_SECONDS
 from kvevents.plane.leases import Lease, LeaseHolder, LeaseTimers
-from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at
 from plane_lease_cases import KEY, Bucket, Clock, bucket
+from tools.nats_servers import NatsServer, nats_cluster, nats_server
 
 pytestmark = needs_nats
 

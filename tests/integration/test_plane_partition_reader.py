@@ -33,8 +33,9 @@ from kvevents.plane.records import (
     history_header,
 )
 from kvevents.plane.settings import PlaneSettings, ReaderLimits
-from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, plane_at
+from tools.nats_servers import NatsServer, nats_server
 
 pytestmark = needs_nats
 

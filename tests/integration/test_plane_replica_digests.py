@@ -14,8 +14,9 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
 from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
 from kvevents.plane.status import PlaneView, inspect_plane
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at
+from tools.nats_servers import NatsServer
 
 STREAMS = 20_000
 LARGE_NAME = "default\x1fdefault\x1fengine-with-a-name-as-pods-have-them-7d4b9c6f5-%05d"

@@ -26,11 +26,12 @@ from kvevents.plane.nats_client import PlaneClient
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import decode_page
 from kvevents.plane.settings import PlaneSettings
+from nats_cases import needs_nats
 from nats_logins import Key, Operator
-from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import SECONDS, run_bridge
 from service_cases import MODEL, Service, engine, serving, wait_for
 from service_replica_cases import watch_of
+from tools.nats_servers import NatsServer, nats_server
 
 pytestmark = needs_nats
 DEPLOY: Final = paths.ROOT / "deploy" / "nats"

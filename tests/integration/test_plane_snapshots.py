@@ -25,8 +25,9 @@ from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, SnapshotBody, Snaps
 from kvevents.service.consistency_check import ConsistencyCheck
 from kvevents.service.index_build import Snapshotter
 from kvevents.stream import Batch, DegradedReason
-from nats_servers import nats_server, needs_nats
+from nats_cases import needs_nats
 from plane_cases import plane_at
+from tools.nats_servers import nats_server
 
 pytestmark = needs_nats
 SMALL = 32 << 10

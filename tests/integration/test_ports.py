@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import ports
-from ports import reserve_port, reserve_ports
+import paths
+from tools.ports import reserve_port, reserve_ports
 
 
 def evaluate_in_another_process(expression: str) -> str:
     """Return the output of another process that evaluates `expression` and ends."""
-    code = f"import sys; sys.path.insert(0, {str(Path(ports.__file__).parent)!r}); import ports; print({expression})"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    command = [sys.executable, "-c", f"from tools import ports; print({expression})"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=paths.ROOT).stdout.strip()
 
 
 def test_a_port_that_one_process_has_chosen_is_not_given_to_another() -> None:

@@ -14,10 +14,11 @@ from certificate_cases import make_certificates
 from kvevents.plane.layout import Layout
 from kvevents.plane.records import ResetRecord
 from kvevents.plane.snapshots import Snapshots
-from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at, run_bridge
 from service_cases import engine, engines, serving, wait_for
 from service_replica_cases import watch_of
+from tools.nats_servers import NatsServer, nats_server
 
 pytestmark = needs_nats
 T = TypeVar("T")

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
-from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import ThreadRunner, plane_at, run_bridge
 from service_cases import engine, wait_for
 from service_replica_cases import watch_of
 from service_replica_digest_cases import ReplicaRunner
+from tools.nats_servers import NatsServer
 
 pytestmark = needs_nats
 READER = ReaderLimits(digest_pages=2)

@@ -16,7 +16,6 @@ from random import Random
 import pytest
 
 from cli_cases import run
-from ports import reserve_port
 from service_cases import (
     BLOCK,
     COMMAND,
@@ -32,6 +31,7 @@ from service_cases import (
     wait_for,
     write,
 )
+from tools.ports import reserve_port
 
 FLAGS = ("--snapshot-seconds", "0.2")
 

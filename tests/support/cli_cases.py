@@ -21,7 +21,7 @@ from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.playlist import Tape
-from ports import reserve_port
+from tools.ports import reserve_port
 
 KVEVENTS = (sys.executable, "-m", "kvevents")
 

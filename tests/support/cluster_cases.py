@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from cli_cases import SECONDS, Program
-from ports import reserve_ports
+from tools.ports import reserve_ports
 
 PORTS: Final[tuple[int, ...]] = (*range(5557, 5570), *range(6557, 6570), 8090, *range(9464, 9467))
 """The ports that manifests, examples and tests name."""

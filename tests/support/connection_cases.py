@@ -28,7 +28,7 @@ from kvevents.wire import (
     replay_end_frames,
 )
 from kvevents.zeromq import handshake as zmtp
-from ports import LOOPBACK, reserve_port
+from tools.ports import LOOPBACK, reserve_port
 
 DEADLINE: Final = 60.0
 """Seconds after which a test fails."""

@@ -10,8 +10,8 @@ from typing import Any
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
 from kvevents.plane.leases import Lease, LeaseHolder
-from nats_servers import NatsServer
 from plane_cases import plane_at
+from tools.nats_servers import NatsServer
 
 KEY = "lease.snapshot.7"
 LONG = 3600.0

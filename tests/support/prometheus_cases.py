@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from cli_cases import SECONDS, Program
-from ports import reserve_port
 from service_cases import wait_for
+from tools.ports import reserve_port
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus") or "", shutil.which("promtool") or ""
 

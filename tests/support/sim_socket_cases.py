@@ -9,7 +9,7 @@ from typing import Any
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
-from ports import reserve_port
+from tools.ports import reserve_port
 
 TWO_RANKS = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)
 

@@ -27,7 +27,8 @@ from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, 
 from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
 from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
 from kvevents.publisher import EventPublisher
-from nats_servers import nats_server, needs_nats
+from nats_cases import needs_nats
+from tools.nats_servers import nats_server
 
 DEPLOY: Final = ROOT / "deploy"
 EXAMPLE: Final = CHART / "examples" / "engine-with-relay.yaml"

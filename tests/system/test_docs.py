@@ -31,8 +31,8 @@ from kvevents.plane import records, snapshots
 from kvevents.relay import journal_format
 from kvevents.stream import TRANSITIONS, Checkpoint
 from kvevents.wire import encode_batch
-from ports import reserve_port
 from service_cases import engine, prompt
+from tools.ports import reserve_port
 
 DOCS = paths.ROOT / "docs"
 README = DOCS.parent / "README.md"

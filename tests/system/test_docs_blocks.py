@@ -28,9 +28,9 @@ from doc_blocks import SHELLS, Block, CommandRunner, ShellCommand, blocks_of, co
 from kvevents.sim.costs import PRESETS
 from kvevents.sim.workloads import SAMPLE
 from nats_logins import Operator
-from nats_servers import nats_server
-from ports import reserve_port
 from service_cases import Engine, engine, prompt, serving
+from tools.nats_servers import nats_server
+from tools.ports import reserve_port
 
 DOCS = paths.ROOT / "docs"
 

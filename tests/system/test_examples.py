@@ -25,8 +25,9 @@ from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by nam
 from kvevents.engines.plugin import VARIABLE, EngineSettings, read_settings
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import encode_batch
-from nats_servers import nats_server, needs_nats
-from ports import reserve_port
+from nats_cases import needs_nats
+from tools.nats_servers import nats_server
+from tools.ports import reserve_port
 
 EXAMPLES = paths.ROOT / "examples"
 

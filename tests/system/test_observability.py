@@ -29,10 +29,10 @@ from kvevents.wire import encode_batch
 from load_cases import load_server
 from metrics_reference import exported, read_documented
 from observability_cases import Kit, Samples, find_metrics, parse_samples
-from ports import reserve_port
 from prometheus_cases import PROMTOOL, Prometheus, needs_prometheus, run_prometheus
 from publisher_cases import ANY
 from service_cases import Service, serving, wait_for
+from tools.ports import reserve_port
 
 KIT = Kit("grafana-dashboard.json", "prometheus-rules", "runbook")
 MODEL = "tiny"

@@ -28,10 +28,11 @@ from kvevents.plane.records import ResetRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset
-from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
+from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
 from publisher_cases import batch
 from service_cases import wait_for
+from tools.nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server
 
 pytestmark = needs_nats
 PARTITION_BYTES = 1 << 20

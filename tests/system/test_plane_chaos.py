@@ -7,7 +7,7 @@ import pytest
 from kvevents.events import KVEventBatch
 from kvevents.plane.records import VERSION, BatchRecord, GapRecord, IncarnationRecord, Page, Record
 from kvevents.wire import encode_batch
-from nats_servers import needs_nats
+from nats_cases import needs_nats
 from tests.system.chaos.truth import EMPTY, Claim, Key, stamp
 from tests.system.plane_chaos.audit import Audit
 from tests.system.plane_chaos.judging import check_claims, judge

@@ -14,11 +14,12 @@ import pytest
 
 from cli_cases import SECONDS, Program
 from metrics_reference import exported, read_documented
-from nats_servers import nats_server, needs_nats
+from nats_cases import needs_nats
 from observability_cases import Kit, Samples, find_metrics, parse_samples
-from ports import reserve_port
 from prometheus_cases import Prometheus, needs_prometheus, run_prometheus
 from service_cases import MODEL, Service, engine, serving, wait_for
+from tools.nats_servers import nats_server
+from tools.ports import reserve_port
 
 pytestmark = needs_nats
 KIT = Kit("grafana-plane.json", "plane-rules", "plane-runbook")

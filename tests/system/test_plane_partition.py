@@ -19,11 +19,12 @@ from kvevents.plane.layout import Layout
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
-from nats_servers import NatsCluster, nats_cluster, needs_nats
+from nats_cases import needs_nats
 from network_namespaces import Network, needs_networks, network
 from plane_cases import Log, ThreadRunner
 from service_cases import MODEL, wait_for
 from service_replica_digest_cases import ReplicaRunner
+from tools.nats_servers import NatsCluster, nats_cluster
 
 pytestmark = [needs_nats, needs_networks, pytest.mark.timeout(400)]
 SERVERS = NatsCluster.NAMES

@@ -22,8 +22,8 @@ from cli_cases import Program
 from cli_record_cases import serving as publishing_at
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from ports import reserve_port
 from publisher_cases import ANY, run_publisher
+from tools.ports import reserve_port
 
 pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's"),

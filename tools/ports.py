@@ -1,4 +1,4 @@
-"""Ports for servers that need a fixed port."""
+"""Ports for servers that need a fixed port, in tests, benchmarks and programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PORTS: Final = range(15_000, 32_000)
 """Ports below the ephemeral ones: while a server is down, no outgoing connection gets its port. A client that retries a local
 ephemeral port could even connect to itself."""
 _CHOICE: Final = random.SystemRandom()
-_LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-test-ports-{os.getuid()}").open("ab")  # noqa: SIM115
+_LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-ports-{os.getuid()}").open("ab")  # noqa: SIM115
 """A process locks byte N of this file for port N until it ends, because tests run in several processes, and a test starts its
 servers some time after it has chosen their ports. The file stays open, since closing it would release the locks."""
 _leased: Final[set[int]] = set()

