@@ -12,31 +12,21 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main, sim_compare
-from kvevents.cli.sim_compare import (
-    DEFAULT_REQUESTS,
-    WorkerError,
-    WorkloadOptions,
-    add_fleet,
-    add_workload,
-    progress_bars,
-    read_fleet,
-    read_workload,
-    run_policies,
-)
+from kvevents.cli.sim_compare import WorkerError, add_simulation, progress_bars, read_simulation, run_policies
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.results import Comparison, Disagreement
-from kvevents.sim.settings import FleetSettings
+from kvevents.sim.settings import DEFAULT_REQUESTS, SimulationSettings
 from kvevents.sim.simulated_fleet import Progress
+from kvevents.sim.workloads import WORKLOADS, WorkloadName
 from sim_cases import growing_conversations
 from sim_report_cases import result
 
@@ -157,7 +147,9 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
         (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
-        (["--workload", "chat", "--trace-speed", "2"], r"trace_speed needs a trace; .*"),
+        (["--workload", "chat", "--trace-speed", "2"], r".*trace_speed needs a trace; .*"),
+        (["--rate", "0"], r"--rate: rate is 0.0; it must be above 0"),
+        (["--trace-speed", "inf"], r"--trace-speed: trace_speed is inf; it must be above 0"),
         (
             ["--max-num-batched-tokens", "1"],
             r"--max-num-batched-tokens: max_num_batched_tokens is 1; it must be at least max_num_seqs.*",
@@ -188,8 +180,7 @@ def test_invalid_settings_are_reported_in_one_sentence(
         ["--block-size", "0"],
         ["--seed", "-1"],
         ["--event-delay", "nan"],
-        ["--rate", "0"],
-        ["--trace-speed", "inf"],
+        ["--rate", "x"],
         ["--rate", "1", "--trace-speed", "2"],
         ["--trace", "x", "--workload", "chat"],
         ["--jobs", "none"],
@@ -226,9 +217,9 @@ def no_progress(_policy: str, _now: Progress) -> None:
     pass
 
 
-@pytest.fixture(name="traffic")
-def traffic_of_the_trace(trace: Path) -> WorkloadOptions:
-    return WorkloadOptions(trace=str(trace), requests=3)
+@pytest.fixture(name="settings")
+def settings_of_a_small_run(trace: Path) -> SimulationSettings:
+    return SimulationSettings(engines=2, blocks=400, trace=str(trace), requests=3)
 
 
 @pytest.fixture(name="no_child_left", autouse=True)
@@ -237,35 +228,36 @@ def assert_no_child_is_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
-FLEET = FleetSettings(engines=2, blocks=400)
 TWO = ["random", "round-robin"]
 
 
-def kill_itself(_pipe: Connection, policy: str, *_: object) -> None:
+def kill_itself(_number: int, policy: str, _settings: SimulationSettings) -> None:
     """Kill the process for `round-robin`, as the kernel does if it is out of memory; the others wait."""
     if policy == "round-robin":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
-def test_a_killed_process_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_reported_and_ends_the_others(
+    settings: SimulationSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sim_compare, "_run_in_child", kill_itself)
-    with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
-        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=no_progress)
+    with pytest.raises(WorkerError, match="a process was killed before its simulation was done"):
+        run_policies(TWO, settings, jobs=2, on_progress=no_progress)
 
 
 def test_an_error_in_a_child_process_is_raised_in_the_parent(salted: Path) -> None:
-    settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
+    settings = SimulationSettings(engines=1, blocks=400, dialect="vllm-0.10.2", trace=str(salted))
     for jobs in (1, 2):
         with pytest.raises(ConfigError, match="has no field for salts"):
-            run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=no_progress)
+            run_policies(TWO, settings, jobs=jobs, on_progress=no_progress)
 
 
-def test_more_policies_than_jobs_are_all_simulated(traffic: WorkloadOptions) -> None:
+def test_more_policies_than_jobs_are_all_simulated(settings: SimulationSettings) -> None:
     """All policies report progress, and the results have the order of the given policies."""
     ended: dict[str, Progress] = {}
     policies = ["round-robin", "random", "least-loaded"]
-    found = run_policies(policies, FLEET, traffic, jobs=2, on_progress=ended.__setitem__)
+    found = run_policies(policies, settings, jobs=2, on_progress=ended.__setitem__)
     assert [one.policy for one in found] == policies == sorted(ended, key=policies.index)
     assert all(progress.finished == 3 for progress in ended.values())
 
@@ -274,9 +266,9 @@ def raise_interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_ends_every_process(traffic: WorkloadOptions) -> None:
+def test_an_interrupt_ends_every_process(settings: SimulationSettings) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=raise_interrupt)
+        run_policies(TWO, settings, jobs=2, on_progress=raise_interrupt)
 
 
 def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,37 +309,35 @@ def test_progress_bars_are_shown_on_terminals_only(
 # --- options
 
 
-def parse_options(*args: str) -> Any:
+def parse_options(*args: str) -> SimulationSettings:
     parser = ArgumentParser()
-    add_fleet(parser)
-    add_workload(parser)
-    return parser.parse_args(args)
+    add_simulation(parser)
+    return read_simulation(parser.parse_args(args))
 
 
 def test_every_setting_of_a_fleet_is_an_option() -> None:
-    assert read_fleet(parse_options()) == FleetSettings()
+    assert parse_options() == SimulationSettings()
     words = "--ranks 2 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9 --dialect vllm-0.24"
-    assert read_fleet(parse_options(*words.split())) == FleetSettings(
+    assert parse_options(*words.split()) == SimulationSettings(
         ranks=2, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9, dialect="vllm-0.24"
     )
 
 
 def test_the_workload_follows_the_options(trace: Path) -> None:
     """A trace is used to its end by default; `count` returns the number of requests that `generate` yields."""
-    chosen = read_workload(parse_options("--trace", str(trace), "--trace-speed", "3"))
+    chosen = parse_options("--trace", str(trace), "--trace-speed", "3")
     times = [request.at for request in chosen.generate()]
     assert chosen.count() == len(times) == REQUESTS
     assert times[-1] == pytest.approx(0.15 * (REQUESTS - 1) / 3)
-    assert read_workload(parse_options("--trace", str(trace), "--requests", "7")).count() == 7
-    assert read_workload(parse_options("--workload", "agents")).count() == DEFAULT_REQUESTS
-    fast = list(
-        read_workload(parse_options("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).generate()
-    )
+    assert parse_options("--trace", str(trace), "--requests", "7").count() == 7
+    assert parse_options("--workload", "agents").count() == DEFAULT_REQUESTS
+    fast = list(parse_options("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2").generate())
     assert len(fast) == 100
     assert 1 < fast[-1].at < 4
-    assert read_workload(parse_options()).count() == 1_000  # the packaged sample
+    assert parse_options().count() == 1_000  # the packaged sample
     with pytest.raises(ConfigError, match="use one of them"):
-        WorkloadOptions(trace="x", workload="chat")
+        SimulationSettings(trace="x", workload="chat")
+    assert get_args(WorkloadName) == tuple(WORKLOADS)
 
 
 def test_other_commands_do_not_load_the_simulation() -> None:

@@ -17,13 +17,10 @@ from kvevents.errors import MissingDependencyError
 from kvevents.sim.report import page
 from kvevents.sim.report_text import COLUMNS, cells, report_settings, rows, span, summary, traffic_text
 from kvevents.sim.results import Comparison, Disagreement, Distribution, PolicyResult
-from kvevents.sim.settings import FleetSettings
+from kvevents.sim.settings import FleetSettings, SimulationSettings
 from sim_report_cases import result
 
-SETTINGS = report_settings(
-    FleetSettings(engines=2, blocks=1_000), {"trace": None, "workload": "chat", "requests": 300, "rate": 2.0}
-)
-DIFFERENCE = Disagreement("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
+SETTINGS = report_settings(SimulationSettings(engines=2, blocks=1_000, workload="chat", requests=300, rate=2.0))
 
 
 def make_unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
@@ -198,14 +195,14 @@ def test_the_table_is_aligned_in_columns(figures: list[tuple[float, float]]) -> 
 
 def test_settings_show_the_values_in_use() -> None:
     """The number of blocks comes from the preset and is shown as a number, with the source of the preset's figures."""
-    found = report_settings(FleetSettings(), {"workload": "trace"})
+    found = report_settings(FleetSettings(), workload="trace")
     assert found["blocks"] == FleetSettings().size.blocks
     assert "roofline" in str(found["cost_source"])
 
 
 def test_a_line_shows_the_request_and_its_worker() -> None:
     assert traffic_text(SETTINGS) == "2 engines, qwen3-32b-2xh100, 300 requests of chat, 2 requests a second, seed 0"
-    one = report_settings(FleetSettings(engines=1, ranks=4, seed=7), {"trace": "t.jsonl", "requests": 1, "trace_speed": 2.0})
+    one = report_settings(SimulationSettings(engines=1, ranks=4, seed=7, trace="t.jsonl", requests=1, trace_speed=2.0))
     assert traffic_text(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
 
 

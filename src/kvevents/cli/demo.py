@@ -9,8 +9,8 @@ from typing import Final
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import positive_int
-from kvevents.cli.sim_compare import positive, report_disagreements
+from kvevents.cli.options import factor, positive_int
+from kvevents.cli.sim_compare import report_disagreements
 from kvevents.cli.sim_run import note_delay
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.network import parse_faults
@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-scale",
-        type=positive("a factor"),
+        type=factor,
         default=TIME_SCALE,
         metavar="FACTOR",
         help="seconds of the fleet in one second (default: %(default)g)",

@@ -114,6 +114,11 @@ def rate(text: str) -> float:
     return number(text, "a number of batches per second above 0")
 
 
+def factor(text: str) -> float:
+    """Return a factor above 0."""
+    return number(text, "a factor above 0")
+
+
 def positive_int(text: str) -> int:
     """Return a whole number above 0."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:

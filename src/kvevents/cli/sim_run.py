@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,18 +14,9 @@ import msgspec
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
+from kvevents.cli.options import add_output, add_wait_for_subscriber, factor, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.process import StopSignal
-from kvevents.cli.sim_compare import (
-    WorkloadOptions,
-    add_fleet,
-    add_workload,
-    positive,
-    print_comparison,
-    read_fleet,
-    read_workload,
-    report_disagreements,
-)
+from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
@@ -35,6 +24,7 @@ from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
 from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
+from kvevents.sim.settings import SimulationSettings
 from kvevents.text_format import duration, percentage, plural
 
 if TYPE_CHECKING:
@@ -79,11 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}",
     )
     parser.add_argument(
-        "--time-scale",
-        type=positive("a factor"),
-        default=1.0,
-        metavar="F",
-        help="simulated seconds per second (default: %(default)g)",
+        "--time-scale", type=factor, default=1.0, metavar="F", help="simulated seconds per second (default: %(default)g)"
     )
     parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
     parser.add_argument(
@@ -104,8 +90,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default="sim", help="model in that file (default: %(default)s)")
     add_wait_for_subscriber(parser)
     add_output(parser, "one JSON object at the end")
-    add_workload(parser)
-    add_fleet(parser, without=("event_delay",))  # sockets have their own delay
+    add_simulation(parser, without=("event_delay",))  # sockets have their own delay
 
 
 def run(args: Namespace) -> int:
@@ -113,9 +98,9 @@ def run(args: Namespace) -> int:
     console = Console()
     if not args.model.isprintable():
         raise ConfigError(f"invalid --model {args.model!r}: expected printable characters")
-    settings, workload, faults = read_fleet(args), read_workload(args), parse_faults(args.faults)
-    is_finite = args.requests is not None or args.trace is not None
-    workload.count()  # reports errors in the workload before any socket is opened
+    settings, faults = read_simulation(args), parse_faults(args.faults)
+    is_finite = settings.requests is not None or settings.trace is not None
+    settings.count()  # reports errors in the workload before any socket is opened
     with (
         StopSignal() as stop,
         LiveFleet(
@@ -133,10 +118,9 @@ def run(args: Namespace) -> int:
                 if stop.requested or (args.duration is not None and time.monotonic() - began >= args.duration):
                     fleet.stop()
 
-            result = fleet.run(workload.generate() if is_finite else _repeat(workload), look=poll)
+            result = fleet.run(settings.generate() if is_finite else _repeat(settings), look=poll)
         live = LiveResult(
-            settings=report_settings(settings, msgspec.structs.asdict(workload))
-            | {"time_scale": args.time_scale, "faults": args.faults},
+            settings=report_settings(settings, time_scale=args.time_scale, faults=args.faults),
             policies=[result],
             streams=fleet.streams(),
             faults=dict(fleet.injected),
@@ -161,12 +145,12 @@ def note_delay(behind: float, console: Console) -> None:
         )
 
 
-def _repeat(workload: WorkloadOptions) -> Iterator[Request]:
+def _repeat(settings: SimulationSettings) -> Iterator[Request]:
     """Yield the requests of a workload again and again; a generator gets another seed each time."""
-    start, seed = 0.0, workload.seed
+    start, seed = 0.0, settings.seed
     while True:
         last = 0.0
-        for request in msgspec.structs.replace(workload, seed=seed).generate():
+        for request in msgspec.structs.replace(settings, seed=seed).generate():
             last = request.at
             yield replace(request, at=start + request.at)
         start += last + ROUND_PAUSE
@@ -257,13 +241,14 @@ def live_view(
     try:
         from rich.console import Console as RichConsole  # noqa: PLC0415 - optional package
         from rich.live import Live  # noqa: PLC0415 - as above
+
+        terminal = RichConsole(stderr=True)
     except ImportError:
+        terminal = None
+    if terminal is None or not terminal.is_interactive:
         yield _limit_rate(lambda: console.note(fleet_line(fleet)), timing.line_seconds)
         return
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield _limit_rate(lambda: console.note(fleet_line(fleet)), timing.line_seconds)
-        return
-    with Live(console=RichConsole(stderr=True), auto_refresh=False, transient=True) as live:
+    with Live(console=terminal, auto_refresh=False, transient=True) as live:
         yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), timing.frame_seconds)
 
 

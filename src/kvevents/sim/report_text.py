@@ -147,10 +147,9 @@ def _audit_text(results: Sequence[PolicyResult]) -> str:
 ReportSettings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
-def report_settings(fleet: FleetSettings, traffic: ReportSettings) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of a fleet and its requests, with the real number of blocks and the source of the costs."""
-    found = msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source}
-    return found | dict(traffic)
+def report_settings(fleet: FleetSettings, **more: str | float | bool | None) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of a fleet, with the real number of blocks, the source of the costs, and `more`."""
+    return msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source} | more
 
 
 def traffic_text(settings: ReportSettings) -> str:

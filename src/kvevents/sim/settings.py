@@ -1,17 +1,20 @@
-"""Settings of a fleet, for code and for the options of `kvevents sim`."""
+"""Settings of a fleet and of the requests to it, for code and for the options of `kvevents sim`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.settings import Name, Positive, Range, Settings, Unit
+from kvevents.settings import FilePath, Name, Positive, Range, Settings, Unit
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.requests import Request
 from kvevents.sim.simulated_engine import StepLimits
+from kvevents.sim.workloads import WorkloadName, rescaled, workload
 from kvevents.wire import Dialect, resolve_dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
@@ -124,3 +127,46 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"{wire} has no field for salts: leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
         if request.lora is not None and "lora_name" not in wire.stored_fields:
             raise ConfigError(f"{wire} has no field for LoRA names: leave them out, or use vllm-0.14 or sglang-0.5.22 or later")
+
+
+DEFAULT_REQUESTS: Final = 1_000
+"""Requests of a generated workload, which has no end."""
+
+
+class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
+    """A fleet and the requests that are sent to it. Raises `ConfigError` for a contradiction, too."""
+
+    trace: FilePath | None = None
+    """Trace with one JSON object per line, in Mooncake's or our own format; compressed if its name ends in .gz."""
+    workload: WorkloadName = "trace"
+    """Kind of requests; trace is the packaged sample unless --trace is given."""
+    requests: Positive | None = None
+    """Number of requests (default: all of a trace, or 1,000 generated ones)."""
+    rate: Annotated[float, Range(is_open=True)] | None = None
+    """Mean requests per second; a trace keeps its bursts (default: that of the workload)."""
+    trace_speed: Annotated[float, Range(is_open=True)] | None = None
+    """Factor by which the times of a trace are divided, so that 2 is twice as fast (default: 1)."""
+
+    def __post_init__(self) -> None:
+        FleetSettings.__post_init__(self)
+        if self.trace_speed is not None and self.workload != "trace":
+            raise ConfigError(f"trace_speed needs a trace; use a rate for the requests per second of {self.workload}")
+        if self.trace is not None and self.workload != "trace":
+            raise ConfigError(f"{self.trace} is a trace, and {self.workload} generates requests; use one of them")
+
+    def generate(self) -> Iterator[Request]:
+        """Return the requests, which are the same at each call. Raises `ConfigError`; iterating raises `WorkloadError`."""
+        limit = self.requests or (sys.maxsize if self.workload == "trace" else DEFAULT_REQUESTS)
+        file = {} if self.trace is None else {"path": self.trace}
+        found = workload(self.workload, requests=limit, seed=self.seed, rate=self.rate, **file)
+        return found if self.trace_speed is None else rescaled(found, self.trace_speed)
+
+    def count(self) -> int:
+        """Return the number of requests, which reads and checks a trace. Raises `ConfigError` and `WorkloadError`."""
+        requests = self.generate()
+        if self.workload != "trace":
+            return self.requests or DEFAULT_REQUESTS
+        count = sum(1 for _ in requests)
+        if not count:
+            raise ConfigError(f"{self.trace} has no requests; expected one JSON object per line, in Mooncake's format")
+        return count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 from kvevents.errors import ConfigError
 from kvevents.recording import StrPath
@@ -30,6 +30,7 @@ __all__ = [
     "Trace",
     "Traffic",
     "Workload",
+    "WorkloadName",
     "arrivals",
     "from_recording",
     "make_sample",
@@ -97,6 +98,7 @@ class Workload(Protocol):
         ...
 
 
+WorkloadName: TypeAlias = Literal["trace", "chat", "agents", "shared-prompts", "llm-d"]
 WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
     {"trace": Trace, "chat": Chat, "agents": Agents, "shared-prompts": SharedPrompts, "llm-d": LlmD}
 )
