@@ -66,5 +66,5 @@ def test_agents_end_at_the_context_limit() -> None:
     [("kinds", 0), ("turns", 0), ("delegating", 1.5), ("helpers", 0), ("helper_turns", 0), ("popularity", -1)],
 )
 def test_the_error_for_an_invalid_setting_names_it(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^invalid {name} "):
+    with pytest.raises(ConfigError, match=f"^{name} is "):
         Agents(**{name: value})  # type: ignore[arg-type]

@@ -56,5 +56,5 @@ def test_conversations_end_at_the_context_limit() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("apps", 0), ("turns", 0.5), ("context", 0), ("preamble", -1), ("popularity", -1)])
 def test_the_error_for_an_invalid_setting_names_it(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^invalid {name} "):
+    with pytest.raises(ConfigError, match=f"^{name} is "):
         Chat(**{name: value})  # type: ignore[arg-type]

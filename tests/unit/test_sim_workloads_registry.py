@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,8 +53,8 @@ def test_a_workload_has_at_most_the_requested_number_of_requests() -> None:
 def test_settings_are_the_fields_of_a_frozen_class() -> None:
     assert {"rate", "arrivals", "lora_share", "turns"} <= set(settings_of("chat"))
     assert {request.lora for request in workload("chat", requests=50, lora_share=1.0, loras=1)} == {"lora-0"}
-    with pytest.raises(FrozenInstanceError):
-        WORKLOADS["chat"]().rate = 3  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="immutable"):
+        WORKLOADS["chat"]().rate = 3  # type: ignore[misc]
 
 
 def test_the_guide_of_workloads_is_correct(tmp_path: Path) -> None:
@@ -78,8 +77,8 @@ def test_the_guide_of_workloads_is_correct(tmp_path: Path) -> None:
         ({"name": "chatter"}, "unknown workload 'chatter': expected trace, chat, agents, shared-prompts, llm-d"),
         ({"name": "chat", "requests": -1}, "invalid requests -1"),
         ({"name": "chat", "turn": 3}, "unknown setting turn of workload chat: expected rate, arrivals"),
-        ({"name": "chat", "rate": 0}, "invalid rate 0"),
-        ({"name": "trace", "rate": 0}, "invalid rate 0"),
+        ({"name": "chat", "rate": 0}, "rate is 0"),
+        ({"name": "trace", "rate": 0}, "rate is 0"),
     ],
 )
 def test_invalid_names_and_settings_raise(call: dict[str, object], message: str) -> None:

@@ -51,7 +51,7 @@ def test_a_trace_without_duration_keeps_its_times_at_any_rate(tmp_path: Path, ti
 
 
 def test_invalid_settings_raise() -> None:
-    with pytest.raises(ConfigError, match="invalid rate -1"):
+    with pytest.raises(ConfigError, match="rate is -1"):
         Trace(rate=-1)
     with pytest.raises(WorkloadError, match="cannot read"):
         list(Trace(path="/none").requests())

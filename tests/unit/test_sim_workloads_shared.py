@@ -51,7 +51,7 @@ def test_each_user_of_the_llm_d_workload_is_a_session() -> None:
 
 @pytest.mark.parametrize("name", ["groups", "users", "system", "question", "output"])
 def test_the_error_for_an_invalid_setting_names_it(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^invalid {name} 0"):
+    with pytest.raises(ConfigError, match=f"^{name} is 0"):
         LlmD(**{name: 0})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^invalid prompts 0"):
+    with pytest.raises(ConfigError, match=r"^prompts is 0"):
         SharedPrompts(prompts=0)

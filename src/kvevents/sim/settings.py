@@ -14,6 +14,7 @@ from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.requests import Request
 from kvevents.sim.simulated_engine import StepLimits
+from kvevents.sim.workload_generators import AboveZero
 from kvevents.sim.workloads import WorkloadName, rescaled, workload
 from kvevents.wire import Dialect, resolve_dialect
 
@@ -142,9 +143,9 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
     """Kind of requests; trace is the packaged sample unless --trace is given."""
     requests: Positive | None = None
     """Number of requests (default: all of a trace, or 1,000 generated ones)."""
-    rate: Annotated[float, Range(is_open=True)] | None = None
+    rate: AboveZero | None = None
     """Mean requests per second; a trace keeps its bursts (default: that of the workload)."""
-    trace_speed: Annotated[float, Range(is_open=True)] | None = None
+    trace_speed: AboveZero | None = None
     """Factor by which the times of a trace are divided, so that 2 is twice as fast (default: 1)."""
 
     def __post_init__(self) -> None:

@@ -9,16 +9,16 @@ sessions begin as fast as the rate requires, and think times are the drawn ones 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, count, cycle, repeat
 from random import Random
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
+from kvevents.settings import Positive, Range, Settings
 from kvevents.sim.requests import Drawn, Request, Text
 
 DrawGap: TypeAlias = Callable[[float, float, Random], float]
@@ -78,8 +78,13 @@ MAX_WAITING: Final = 100_000
 think times of 30 s has about 30,000."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+Share: TypeAlias = Annotated[float, Range(0, 1)]
+AboveZero: TypeAlias = Annotated[float, Range(is_open=True)]
+MeanTurns: TypeAlias = Annotated[float, Range(1)]
+ZipfExponent: TypeAlias = Annotated[float, Range()]
+
+
+class Lengths(Settings, frozen=True):
     """A clipped lognormal distribution of token counts or seconds. Raises `ConfigError`."""
 
     median: float
@@ -129,33 +134,23 @@ class TrafficSession(NamedTuple):
     salt: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic(ABC):
+class Traffic(Settings, frozen=True, kw_only=True):
     """Settings of all generated workloads. Raises `ConfigError`."""
 
-    rate: float = 10.0
+    rate: AboveZero = 10.0
     """Requests per second of the whole fleet."""
     arrivals: str = "poisson"
     """A name in `ARRIVALS`."""
-    variation: float = 2.0
+    variation: AboveZero = 2.0
     """Standard deviation of the gaps divided by their mean, for `bursty` arrivals."""
-    lora_share: float = 0.0
+    lora_share: Share = 0.0
     """Share of sessions that use a LoRA adapter, 0 to 1."""
-    loras: int = 4
+    loras: Positive = 4
     """Number of adapters."""
-    salted_share: float = 0.0
+    salted_share: Share = 0.0
     """Share of sessions whose tenants use a cache salt, 0 to 1."""
-    salts: int = 8
+    salts: Positive = 8
     """Number of tenants with a cache salt."""
-
-    def __post_init__(self) -> None:
-        if self.arrivals not in ARRIVALS:
-            raise ConfigError(f"unknown arrivals {self.arrivals!r}: expected {', '.join(ARRIVALS)}")
-        for name in ("lora_share", "salted_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"invalid {name} {getattr(self, name)}: expected a share from 0 to 1")
-        self._check_at_least_one("loras", "salts")
-        self._check_above_zero("rate", "variation")
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield requests without end, in the order of their times. Equal seeds give equal requests."""
@@ -163,9 +158,9 @@ class Traffic(ABC):
         times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - as above
         return schedule(times, self.sessions(random))
 
-    @abstractmethod
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield sessions without end, in the order of their beginnings."""
+        raise NotImplementedError
 
     def tenant(self, random: Random) -> tuple[str | None, str | None]:
         """Draw the LoRA and the salt of a session."""
@@ -174,17 +169,6 @@ class Traffic(ABC):
             f"lora-{random.randrange(self.loras)}" if lora < self.lora_share else None,
             f"tenant-{random.randrange(self.salts)}" if salt < self.salted_share else None,
         )
-
-    def _check_at_least_one(self, *names: str) -> None:
-        self._check_each(names, lambda value: value >= 1, "at least 1")
-
-    def _check_above_zero(self, *names: str) -> None:
-        self._check_each(names, lambda value: 0 < value < math.inf, "a finite number above 0")
-
-    def _check_each(self, names: Iterable[str], fits: Callable[[float], bool], what: str) -> None:
-        for name in names:
-            if not fits(getattr(self, name)):
-                raise ConfigError(f"invalid {name} {getattr(self, name)}: expected {what}")
 
 
 def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
@@ -223,24 +207,18 @@ def zipf(count: int, exponent: float) -> list[float]:
     return list(accumulate(1 / place**exponent for place in range(1, count + 1)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedPrompts(Traffic):
+class SharedPrompts(Traffic, frozen=True, kw_only=True):
     """Single questions of many users, each after one of a few long system prompts with Zipf popularity."""
 
-    prompts: int = 32
+    prompts: Positive = 32
     """Number of system prompts."""
-    popularity: float = 1.0
+    popularity: ZipfExponent = 1.0
     """Zipf exponent of the system prompts: 0 makes all equally popular."""
-    users: int = 1_000
+    users: Positive = 1_000
     """Number of users. Each has one system prompt, and all ask equally often."""
-    system: Lengths = field(default=Lengths(3_000, 0.6, 500, 16_000))
-    question: Lengths = field(default=Lengths(150, 1.0, 4, 4_000))
-    answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_at_least_one("prompts", "users")
-        self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
+    system: Lengths = Lengths(3_000, 0.6, 500, 16_000)
+    question: Lengths = Lengths(150, 1.0, 4, 4_000)
+    answer: Lengths = Lengths(350, 0.6, 1, 2_000)
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`. A session is one question, named after the user."""
@@ -255,8 +233,7 @@ class SharedPrompts(Traffic):
             yield TrafficSession(f"user-{user}", iter((turn,)), lora, salt)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlmD(Traffic):
+class LlmD(Traffic, frozen=True, kw_only=True):
     """The shape of llm-d's published benchmark: 150 groups, each with a system prompt of its own and five users.
 
     "KV-Cache Wins You Can See" (https://llm-d.ai/blog/kvcache-wins-you-can-see) and the report behind it: eight pods of
@@ -266,18 +243,14 @@ class LlmD(Traffic):
     the caches. Like inference-perf, it repeats its 750 prompts in one shuffled order.
     """
 
-    rate: float = 20.0
-    groups: int = 150
-    users: int = 5
+    rate: AboveZero = 20.0
+    groups: Positive = 150
+    users: Positive = 5
     """Number of prompts of each group."""
-    system: int = 6_000
-    question: int = 1_200
+    system: Positive = 6_000
+    question: Positive = 1_200
     """Tokens of a question; a user always asks the same one."""
-    output: int = 1_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_at_least_one("groups", "users", "system", "question", "output")
+    output: Positive = 1_000
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`. A session is one question, named after the user."""
@@ -292,8 +265,7 @@ class LlmD(Traffic):
             yield TrafficSession(name, iter((Turn(prompt, writer.write(self.output), None),)), lora, salt)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agents(Traffic):
+class Agents(Traffic, frozen=True, kw_only=True):
     """Agents of several kinds, each with a long prompt of tool schemas. Each turn appends a call and its result.
 
     Prompts are about a hundred times as long as answers, as Manus reports of its agents ("Context Engineering for AI Agents",
@@ -301,34 +273,28 @@ class Agents(Traffic):
     they are assumed to be done, with their reports appended. The other defaults are guesses.
     """
 
-    kinds: int = 4
-    popularity: float = 1.0
+    kinds: Positive = 4
+    popularity: ZipfExponent = 1.0
     """Zipf exponent of the kinds: 0 makes all equally popular."""
-    schema: Lengths = field(default=Lengths(8_000, 0.5, 1_000, 30_000))
+    schema: Lengths = Lengths(8_000, 0.5, 1_000, 30_000)
     """Tokens of the instructions and tool schemas of a kind."""
-    task: Lengths = field(default=Lengths(400, 1.0, 20, 10_000))
-    call: Lengths = field(default=Lengths(160, 0.8, 10, 4_000))
+    task: Lengths = Lengths(400, 1.0, 20, 10_000)
+    call: Lengths = Lengths(160, 0.8, 10, 4_000)
     """Tokens of an answer: reasoning and tool call."""
-    result: Lengths = field(default=Lengths(500, 1.2, 20, 12_000))
+    result: Lengths = Lengths(500, 1.2, 20, 12_000)
     """Tokens of a tool's result or a sub-agent's report."""
-    turns: float = 20.0
+    turns: MeanTurns = 20.0
     """Mean number of turns."""
-    tool: Lengths = field(default=Lengths(2, 1.0, 1, 120))
+    tool: Lengths = Lengths(2, 1.0, 1, 120)
     """Seconds that a tool takes."""
-    delegating: float = 0.05
+    delegating: Share = 0.05
     """Share of turns that start sub-agents, 0 to 1."""
-    helpers: int = 3
+    helpers: Positive = 3
     """Largest number of sub-agents of one turn; the smallest is 1."""
-    helper_turns: float = 6.0
+    helper_turns: MeanTurns = 6.0
     """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
-    context: int = 128_000
+    context: Positive = 128_000
     """Largest prompt in tokens; an agent ends before a longer one."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_at_least_one("kinds", "turns", "helpers", "helper_turns", "context")
-        self._check_each(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
-        self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""
@@ -387,8 +353,7 @@ class _Agent:
         return self.settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * call.median)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chat(Traffic):
+class Chat(Traffic, frozen=True, kw_only=True):
     """Conversations with several apps, each with its system prompt. A prompt is the one before, its answer and new text.
 
     The mean number of turns is between WildChat's 2.5 (arXiv:2405.01470) and ShareChat's 4.6 (arXiv:2512.17843: 660,000 in
@@ -396,25 +361,20 @@ class Chat(Traffic):
     times, system prompts and lengths of user messages are guesses.
     """
 
-    apps: int = 8
-    popularity: float = 1.0
+    apps: Positive = 8
+    popularity: ZipfExponent = 1.0
     """Zipf exponent of the apps: 0 makes all equally popular."""
-    preamble: int = 0
+    preamble: Annotated[int, Range()] = 0
     """Tokens of a common beginning of all system prompts, for example an operator's rules."""
-    system: Lengths = field(default=Lengths(1_200, 0.7, 100, 8_000))
-    user: Lengths = field(default=Lengths(120, 1.2, 4, 8_000))
-    answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
-    turns: float = 4.0
+    system: Lengths = Lengths(1_200, 0.7, 100, 8_000)
+    user: Lengths = Lengths(120, 1.2, 4, 8_000)
+    answer: Lengths = Lengths(350, 0.6, 1, 2_000)
+    turns: MeanTurns = 4.0
     """Mean number of turns."""
-    think: Lengths = field(default=Lengths(20, 1.0, 1, 600))
+    think: Lengths = Lengths(20, 1.0, 1, 600)
     """Think time: seconds from the end of an answer to the next turn."""
-    context: int = 32_768
+    context: Positive = 32_768
     """Largest prompt in tokens; a conversation ends before a longer one."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_at_least_one("apps", "turns", "context")
-        self._check_each(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""

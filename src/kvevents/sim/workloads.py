@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.recording import StrPath
+from kvevents.settings import Settings
 from kvevents.sim.requests import Request
-from kvevents.sim.workload_generators import ARRIVALS, Agents, Chat, Lengths, LlmD, SharedPrompts, Traffic, arrivals, rescaled
+from kvevents.sim.workload_generators import (
+    ARRIVALS,
+    AboveZero,
+    Agents,
+    Chat,
+    Lengths,
+    LlmD,
+    SharedPrompts,
+    Traffic,
+    arrivals,
+    rescaled,
+)
 from kvevents.sim.workload_recordings import RecordedRequests, from_recording
 from kvevents.sim.workload_traces import MooncakeRow, mooncake_rows, read_trace, write_rows, write_trace
 
@@ -29,7 +40,6 @@ __all__ = [
     "SharedPrompts",
     "Trace",
     "Traffic",
-    "Workload",
     "WorkloadName",
     "arrivals",
     "from_recording",
@@ -65,17 +75,12 @@ def make_sample() -> Iterator[MooncakeRow]:
     return mooncake_rows(islice(chat.requests(SAMPLE_SEED), SAMPLE_REQUESTS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
+class Trace(Settings, frozen=True, kw_only=True):
     """The workload of a trace file with its own times. It ends with the file. Raises `ConfigError`."""
 
     path: StrPath = SAMPLE
-    rate: float | None = None
+    rate: AboveZero | None = None
     """Requests per second. All times are scaled by one factor, so bursts remain. None keeps the trace's times."""
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"invalid rate {self.rate}: expected a finite number above 0, or None for the times of the trace")
 
     def requests(self, seed: int = 0) -> Iterator[Request]:  # noqa: ARG002 - part of `Workload`; a trace has no random part
         """Yield the requests; the seed has no effect. With a `rate` the file is read twice. Raises `WorkloadError`."""
@@ -90,16 +95,8 @@ class Trace:
         return (count - 1) / (last - first) if last > first else alone
 
 
-class Workload(Protocol):
-    """A frozen dataclass of settings that generates requests."""
-
-    def requests(self, seed: int = 0) -> Iterator[Request]:
-        """Yield requests in the order of their times. Equal seeds give equal requests."""
-        ...
-
-
 WorkloadName: TypeAlias = Literal["trace", "chat", "agents", "shared-prompts", "llm-d"]
-WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
+WORKLOADS: Final[Mapping[str, type[Trace | Traffic]]] = MappingProxyType(
     {"trace": Trace, "chat": Chat, "agents": Agents, "shared-prompts": SharedPrompts, "llm-d": LlmD}
 )
 """Workload classes by name; their fields are the settings."""
@@ -127,4 +124,4 @@ def workload(
 
 def settings_of(name: str) -> list[str]:
     """Return the names of a workload's settings."""
-    return [field.name for field in fields(cast("Any", WORKLOADS[name]))]
+    return list(WORKLOADS[name].__struct_fields__)
