@@ -18,7 +18,7 @@ import pytest
 from cli_cases import ProcessResult, Program
 from kvevents.cli import main, sim_run
 from kvevents.cli.console import Console
-from kvevents.cli.sim_run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
+from kvevents.cli.sim_run import MAX_ROWS, fleet_line, fleet_table, live_view, streams_line
 from kvevents.client.service_client import worker_name
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.network import HIGHEST_PORT
@@ -126,10 +126,11 @@ def test_without_rich_and_a_terminal_progress_is_printed_as_lines(monkeypatch: p
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sim_run, "LINE_SECONDS", 0.0)
     notes = io.StringIO()
     with (
         open_fleet(engines=2, pace=20) as fleet,
-        live_view(fleet, Console(notes=notes), ViewTiming(line_seconds=0.0)) as show,
+        live_view(fleet, Console(notes=notes)) as show,
     ):
         fleet.run(conversations(4, rate=10))
         for _ in range(3):
@@ -307,7 +308,8 @@ def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     fleet: Any = type("Fleet", (), {"name": "mine"})()
     console: Any = None
-    with live_view(fleet, console, ViewTiming(frame_seconds=0.0)) as show:
+    monkeypatch.setattr(sim_run, "FRAME_SECONDS", 0.0)
+    with live_view(fleet, console) as show:
         show()
     assert shown == ["mine"]
     with live_view(fleet, console, quiet=True) as show:

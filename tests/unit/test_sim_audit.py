@@ -220,12 +220,11 @@ def test_an_index_with_wrong_answers_is_detected() -> None:
 
 
 def test_lookups_in_a_stream_that_is_not_exact_are_unproven() -> None:
-    """They count as neither agreement nor disagreement; those that differ have a separate counter."""
+    """They count as neither agreement nor disagreement, also if they differ."""
     stream = record_small_stream()
     stream.batches[0] = []
     audit = stream.make_audit(exact=False)
     assert run_audit(audit, make_deliveries(stream.batches)) == (0, 0, 4)
-    assert audit.counts.wrong_unproven == 1
     assert audit.counts.examples == []
 
 

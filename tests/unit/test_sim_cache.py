@@ -370,16 +370,16 @@ def test_host_memory_holds_the_beginning_of_a_prompt_that_is_too_long_for_it() -
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (CacheSize(0, 1), "blocks"),
-        (CacheSize(1, 0), "block_size"),
-        (CacheSize(1, 1, -1), "host_blocks"),
-        (CacheSize(1, 1, 0, 1), "window"),
-        (CacheSize(1, 1, 1, 8), "window"),
+        ((0, 1), "blocks"),
+        ((1, 0), "block_size"),
+        ((1, 1, -1), "host_blocks"),
+        ((1, 1, 0, 1), "window"),
+        ((1, 1, 1, 8), "window"),
     ],
 )
-def test_an_invalid_size_is_refused(size: CacheSize, names: str) -> None:
+def test_an_invalid_size_is_refused(size: tuple[int, ...], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
-        PrefixCache(size)
+        CacheSize(*size)
 
 
 @given(st.one_of(SIZES, HYBRID, TIERED), st.integers(1, 80))

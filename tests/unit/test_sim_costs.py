@@ -103,9 +103,9 @@ def test_a_cost_model_is_read_from_a_file(tmp_path: Path) -> None:
         ('{"step": 1}', "token"),
         ('{"step": "a", "token": 1}', "step"),
         ('{"step": 1, "token": 1, "tokens": 2}', "tokens"),
-        ('{"step": -1, "token": 1}', "invalid step -1.* of a cost model"),
+        ('{"step": -1, "token": 1}', "step is -1"),
         ('{"step": 0, "token": 0}', "no time would pass"),
-        ('{"step": 1, "token": 1, "cache_tokens": 0}', "invalid cache_tokens 0"),
+        ('{"step": 1, "token": 1, "cache_tokens": 0}', "cache_tokens is 0"),
     ],
 )
 def test_the_error_for_an_invalid_file_names_the_file_and_the_field(tmp_path: Path, text: str, message: str) -> None:
@@ -126,5 +126,5 @@ def test_a_missing_preset_or_file_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["step", "token", "pair", "weights", "context", "reload"])
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
 def test_a_coefficient_must_be_a_finite_number_of_seconds(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^invalid {name} .* of a cost model"):
+    with pytest.raises(ConfigError, match=f"^{name} is "):
         CostModel(**{"step": 1.0, "token": 1.0, name: value})  # type: ignore[arg-type]

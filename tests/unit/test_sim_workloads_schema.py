@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, PlainReader, plain_row
+from kvevents.sim.workload_traces import ANSWERS, plain_request, plain_row
 
 
 def read(line: str, number: int = 1) -> Request:
-    return PlainReader().request(line.encode(), number)
+    return plain_request(line.encode(), number)
 
 
 def test_a_line_with_only_the_required_keys_is_read() -> None:
@@ -25,7 +25,7 @@ def test_a_line_with_all_keys_is_read() -> None:
         ' "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}'
     )
     assert request == Request(0.0, Text([(2**64 - 1, 600)]) + Text.of([1, 2]), Text([(9, 30)]), "u7", "adapter-a", "tenant-1")
-    assert PlainReader().request(msgspec.json.encode(plain_row(request)), 1) == request
+    assert plain_request(msgspec.json.encode(plain_row(request)), 1) == request
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Part, Span
+from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.routing import POLICIES
 from kvevents.sim.report import check_matplotlib, page
-from kvevents.sim.report_text import Cell, report_settings, rows, summary, traffic_text
+from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings, SimulationSettings
 from kvevents.sim.simulated_fleet import Progress, simulate
@@ -179,7 +179,7 @@ def run(args: Namespace) -> int:
     comparison = Comparison(settings=report_settings(settings, requests=total), policies=results)
     print_comparison(comparison, console, json=args.output == "json")
     if args.html is not None:
-        _write(args.html, page(comparison))
+        write_text(args.html, page(comparison))
         console.note(f"wrote {args.html}")
     return FAILED if report_disagreements(results, console) else OK
 
@@ -192,17 +192,9 @@ def print_comparison(comparison: Comparison, console: Console, *, json: bool) ->
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
     console.line(Span("  ".join(cell.text for cell in head).rstrip(), "dim"))
-    for line in lines:
-        console.line(*_style_row(line))
+    for name, *figures in lines:
+        console.line(Span(name.text, "name"), *(Span(f"  {cell.text}", "good" if cell.best else "plain") for cell in figures))
     console.line(summary(comparison))
-
-
-def _style_row(line: list[Cell]) -> list[Part]:
-    name, *figures = line
-    parts: list[Part] = [Span(name.text, "name")]
-    for cell in figures:
-        parts += ["  ", Span(cell.text, "good" if cell.best else "plain")]
-    return parts
 
 
 def report_disagreements(results: list[PolicyResult], console: Console) -> int:
@@ -231,7 +223,8 @@ def _check_writable(file: Path) -> None:
         raise ConfigError(f"cannot write {file}: the directory {file.parent} does not exist")
 
 
-def _write(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a file. Raises `ConfigError`."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -6,7 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,7 @@ from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output, add_wait_for_subscriber, factor, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.process import StopSignal
-from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
+from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements, write_text
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
@@ -181,10 +181,7 @@ def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, blo
         # Strings and numbers of JSON are valid TOML.
         lines = [f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in values.items()]
         text += "\n[[sources]]\n" + "".join(lines)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+    write_text(file, text)
 
 
 def _wait_for_subscriber(fleet: LiveFleet, seconds: float | None) -> None:
@@ -213,24 +210,14 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 # --- progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewTiming:
-    """How often `live_view` prints."""
-
-    line_seconds: float = 5.0
-    """Time between two lines of progress without a terminal."""
-    frame_seconds: float = 0.25
-    """Time between two updates of the table on a terminal."""
+LINE_SECONDS: Final = 5.0
+"""Time between two lines of progress without a terminal."""
+FRAME_SECONDS: Final = 0.25
+"""Time between two updates of the table on a terminal."""
 
 
 @contextmanager
-def live_view(
-    fleet: LiveFleet,
-    console: Console,
-    timing: ViewTiming = ViewTiming(),
-    *,
-    quiet: bool = False,
-) -> Iterator[Callable[[], None]]:
+def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """Show the fleet: a table on a terminal with the package rich, else a line at intervals; nothing if `quiet`.
 
     The yielded function updates the view if it is due, so it can be called often.
@@ -246,10 +233,10 @@ def live_view(
     except ImportError:
         terminal = None
     if terminal is None or not terminal.is_interactive:
-        yield _limit_rate(lambda: console.note(fleet_line(fleet)), timing.line_seconds)
+        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
         return
     with Live(console=terminal, auto_refresh=False, transient=True) as live:
-        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), timing.frame_seconds)
+        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
 
 
 def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:

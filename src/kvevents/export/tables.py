@@ -18,6 +18,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 from kvevents.errors import ConfigError, RecordingError
 from kvevents.recording import StrPath
 from kvevents.recording_streams import DEFAULT_ORDERING_LIMITS, OrderingLimits
+from kvevents.settings import Positive, Settings
 
 _FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
@@ -120,24 +121,18 @@ _TYPES: Final[dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ExportLimits:
-    """Limits of an export. The table `workers` counts what exceeds the last two."""
+class ExportLimits(Settings, frozen=True, kw_only=True):
+    """Limits of an export. Raises `ConfigError`. The table `workers` counts what exceeds the last two."""
 
-    rows: int = 1 << 16
+    rows: Positive = 1 << 16
     """Rows of a table that are collected before they are written as a row group; about 50 MB of Python objects."""
-    tokens: int = 1 << 20
+    tokens: Positive = 1 << 20
     """Token ids that are collected, if they are exported: rows are long with them."""
     ordering: OrderingLimits = DEFAULT_ORDERING_LIMITS
     """Batches that wait for a missing one."""
-    resident_blocks: int = 4_000_000
+    resident_blocks: Positive = 4_000_000
     """Blocks of one export that are resident at the same time, about 700 bytes each. Beyond it, the oldest blocks of the worker
     that stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "tokens", "resident_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"invalid {name} {getattr(self, name)}: expected at least 1")
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.settings import Positive, Range, Settings
 from kvevents.sim.pool import NULL, BlockTable, Pool
 from kvevents.sim.requests import Sequence
 
@@ -46,17 +47,22 @@ EVENT_STYLES: Final = {
 """Event styles by engine."""
 
 
-class CacheSize(NamedTuple):
-    """Size of an engine's cache."""
+class CacheSize(Settings, frozen=True):
+    """Size of an engine's cache. Raises `ConfigError`."""
 
-    blocks: int
+    blocks: Positive
     """Blocks on the GPU, of all groups together."""
-    block_size: int
+    block_size: Positive
     """Tokens of a block."""
-    host_blocks: int = 0
+    host_blocks: Annotated[int, Range()] = 0
     """Blocks in host memory; 0 for none."""
-    window: int | None = None
+    window: Annotated[int, Range(2)] | None = None
     """Tokens of the sliding window of a second group; None for full attention alone."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.window is not None and self.host_blocks:
+            raise ConfigError("a sliding window and host memory together are not modelled; leave one out")
 
 
 class CachedPrefix(NamedTuple):
@@ -75,7 +81,6 @@ class PrefixCache:
     """The blocks of one engine. Changes are collected in order until `take_events`."""
 
     def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, event_style: EventStyle = EVENT_STYLES["vllm"]) -> None:
-        check_size(size)
         self.size: Final = size
         self.pool: Final = Pool(size.blocks)
         self._changes: Final[list[Change]] = []
@@ -386,14 +391,3 @@ def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, .
     if start == 0 and sequence.salt is not None:
         keys[0] = (*lora, sequence.salt)
     return keys
-
-
-def check_size(size: CacheSize) -> None:
-    """Raise `ConfigError` for an invalid size."""
-    for name, least in (("blocks", 1), ("block_size", 1), ("host_blocks", 0)):
-        if getattr(size, name) < least:
-            raise ConfigError(f"{name} is {getattr(size, name)}; it must be at least {least}")
-    if size.window is not None and size.window < 2:
-        raise ConfigError(f"the sliding window is {size.window} tokens; it must be at least 2, or None")
-    if size.window is not None and size.host_blocks:
-        raise ConfigError("a sliding window and host memory together are not modelled; leave one out")

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from kvevents.errors import ConfigError
+from kvevents.settings import Positive, Range, Settings
 
 COMPUTE_SHARE: Final = 0.5
 """Share of the data sheet's dense BF16 rate that prefill reaches."""
@@ -62,39 +63,37 @@ class Model:
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
-class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+Cost: TypeAlias = Annotated[float, Range()]
+
+
+class CostModel(Settings, frozen=True, kw_only=True):
     """The duration of a step, and the size of an engine's cache.
 
     A step takes `step + max(token x tokens + pair x pairs, weights + context x tokens attended to)`. All coefficients are in
-    seconds and at least 0. Raises `ConfigError` for other values.
+    seconds and at least 0. Raises `ConfigError` for other values, and if no time would pass.
     """
 
-    step: float
+    step: Cost
     """Seconds of each step."""
-    token: float
+    token: Cost
     """Seconds for each computed token."""
-    pair: float = 0.0
+    pair: Cost = 0.0
     """Seconds for each pair of a computed token and one that it attends to."""
-    weights: float = 0.0
+    weights: Cost = 0.0
     """Seconds for reading the weights once."""
-    context: float = 0.0
+    context: Cost = 0.0
     """Seconds for each cached token that is read."""
-    reload: float = 0.0
+    reload: Cost = 0.0
     """Seconds for each token that is loaded from host memory."""
-    cache_tokens: int = 262_144
+    cache_tokens: Positive = 262_144
     """Tokens that fit in the GPUs' cache."""
     source: str = "of your own"
     """Source of these figures."""
 
     def __post_init__(self) -> None:
-        for name in ("step", "token", "pair", "weights", "context", "reload"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"invalid {name} {value} of a cost model: expected seconds, at least 0")
+        Settings.__post_init__(self)
         if self.step + self.token <= 0:
             raise ConfigError("a cost model needs seconds for a step or for a token; without them no time would pass")
-        if self.cache_tokens < 1:
-            raise ConfigError(f"invalid cache_tokens {self.cache_tokens}: expected the cache's capacity in tokens, at least 1")
 
     def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
         """Return the duration of a step in seconds.

@@ -121,10 +121,6 @@ class Sockets:
         """Return the number of subscribers of the worker that has the fewest."""
         return min(publisher.stats().subscribers for publisher in self._publishers.values())
 
-    def dropped(self) -> int:
-        """Return how many batches the publishers of the current incarnations dropped."""
-        return sum(sum(publisher.stats().dropped.values()) for publisher in self._publishers.values())
-
     # --- the end
 
     def __enter__(self) -> Self:
@@ -231,21 +227,13 @@ def _fault(text: str) -> RequestedFault:
     if kind is None:
         known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
         raise ConfigError(f"unknown fault {name!r}: expected {known}")
-    return RequestedFault(name, _share(name, amount) if kind.share else _seconds(name, amount))
-
-
-def _share(name: str, text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if found is None or float(found[1]) > 100:
-        raise ConfigError(f"invalid fault '{name}:{text}': expected a share from 0% to 100%, for example {name}:1%")
-    return float(found[1]) / 100
-
-
-def _seconds(name: str, text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(f"invalid fault '{name}:{text}': expected a duration above 0, for example {name}:60s")
-    return float(found[1]) * _UNITS[found[2]]
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%|ms|s|m|h)", amount)
+    number = float(found[1]) if found is not None and (found[2] == "%") == kind.share else -1.0
+    if kind.share and not 0 <= number <= 100:
+        raise ConfigError(f"invalid fault '{text}': expected a share from 0% to 100%, for example {name}:1%")
+    if not kind.share and number <= 0:
+        raise ConfigError(f"invalid fault '{text}': expected a duration above 0, for example {name}:60s")
+    return RequestedFault(name, number / 100 if found is None or kind.share else number * _UNITS[found[2]])
 
 
 def begin_faults(fleet: FaultTarget) -> None:
@@ -257,27 +245,21 @@ def begin_faults(fleet: FaultTarget) -> None:
                 kind.lasting(live, fault.amount, fleet.settings.seed + place)
         else:
             random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
-            _RecurringFault(fleet, fault, random).plan()
+            _plan(fleet, fault, random)
 
 
-class _RecurringFault:
-    """A fault that is injected into one engine after the other."""
+def _plan(fleet: FaultTarget, fault: RequestedFault, random: Random) -> None:
+    """Inject a recurring fault into one engine after the other."""
+    workers = _forever_shuffled(list(fleet.fleet.workers), random)
+    inject = KINDS[fault.kind].inject
+    assert inject is not None  # noqa: S101 - faults that recur have one
 
-    def __init__(self, fleet: FaultTarget, fault: RequestedFault, random: Random) -> None:
-        self._fleet = fleet
-        self._fault = fault
-        self._workers = _forever_shuffled(list(fleet.fleet.workers), random)
+    def act() -> None:
+        if not fleet.fleet.done:
+            fleet.injected[fault.kind] += inject(fleet, next(workers))
+            fleet.after(fault.amount, act)
 
-    def plan(self) -> None:
-        self._fleet.after(self._fault.amount, self._inject)
-
-    def _inject(self) -> None:
-        if self._fleet.fleet.done:
-            return
-        inject = KINDS[self._fault.kind].inject
-        assert inject is not None  # noqa: S101 - faults that recur have one
-        self._fleet.injected[self._fault.kind] += inject(self._fleet, next(self._workers))
-        self.plan()
+    fleet.after(fault.amount, act)
 
 
 def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]:
@@ -324,19 +306,16 @@ def _resume(fleet: FaultTarget, worker: Worker) -> None:
         proxy.resume()
 
 
-def _drop(live: FaultProxy, share: float, seed: int) -> None:
-    live.drop(share, seed=seed)
-
-
-def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
-    live.delay(seconds)
-
-
 KINDS: Final = {
     "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
     "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
-    "drop": FaultKind("1%", "1% of the live batches are lost in the network", True, lasting=_drop),
-    "delay": FaultKind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
+    "drop": FaultKind(
+        "1%",
+        "1% of the live batches are lost in the network",
+        True,
+        lasting=lambda live, share, seed: live.drop(share, seed=seed),
+    ),
+    "delay": FaultKind("20ms", "live batches arrive 20 ms later", False, lasting=lambda live, seconds, _: live.delay(seconds)),
     "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
     "stall": FaultKind(
         "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall

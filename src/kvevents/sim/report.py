@@ -45,9 +45,6 @@ $table
 </table>
 <p>Times to the first token (TTFT) are in seconds. The best of a column is marked with *.</p>
 $figures
-<h2>Comparison of index and engines</h2>
-<p>Each lookup of a prompt in an engine's cache was compared with an index built from the events up to it.</p>
-$audit
 <h2>Settings</h2>
 <p>The fleet is simulated. Its engines cache, schedule and announce by the rules of vLLM, and their events go through the wire
 format of the dialect below. The cost model gives the duration of a step; no GPU is used.</p>
@@ -79,7 +76,6 @@ def page(comparison: Comparison) -> str:
         traffic=_text(traffic_text(comparison.settings)),
         table="\n".join([_row("th", *head), *(_row("td", *line) for line in lines)]),
         figures="\n".join(_images(comparison.policies)),
-        audit="\n".join(f"<p>{_text(line)}</p>" for result in comparison.policies for line in _audit(result)),
         settings="\n".join(_row("td", _text(name), _text(value)) for name, value in settings.items()),
         version=_text(version()),
     )
@@ -96,24 +92,6 @@ def _text(value: object) -> str:
 def _printable(text: str) -> str:
     """Return the text with unprintable characters as escape sequences."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
-def _audit(result: PolicyResult) -> Iterator[str]:
-    text = (
-        f"{result.policy}: {result.checked:,} compared, {result.disagreements:,} differed,"
-        f" {result.unproven:,} could not be compared"
-    )
-    if result.predicted_tokens:
-        text += (
-            f"; {result.predicted_tokens:,} cached tokens were predicted when requests were routed,"
-            f" and {result.overpredictions:,} requests found fewer than predicted"
-        )
-    yield f"{text}; {result.batches:,} batches with {result.events:,} events."
-    for one in result.examples:
-        yield (
-            f"{one.source}/{one.rank}, incarnation {one.incarnation}, batch {one.seq}, event {one.position}:"
-            f" of {one.prompt:,} tokens the engine found {one.cached:,}, the index {one.indexed:,}."
-        )
 
 
 # --- figures

@@ -211,26 +211,16 @@ def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyRes
     return lambda result: value(result) if result.prompt_tokens else None
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.3f}"
-
-
-def _format_whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 COLUMNS: Final = (
-    ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), _seconds, "least"),
-    ReportColumn("p90", _ttft(lambda ttft: ttft.p90), _seconds, "least"),
-    ReportColumn("p99", _ttft(lambda ttft: ttft.p99), _seconds, "least"),
+    ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
+    ReportColumn("p90", _ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
+    ReportColumn("p99", _ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
     ReportColumn("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
-    ReportColumn(
-        "tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"
-    ),
-    ReportColumn("imbalance", _if_looked_up(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
-    ReportColumn("preemptions", lambda result: result.preemptions, _format_whole, "least"),
-    ReportColumn("checked", lambda result: result.checked, _format_whole),
-    ReportColumn("disagreements", lambda result: result.disagreements, _format_whole),
+    ReportColumn("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
+    ReportColumn("imbalance", _if_looked_up(lambda result: result.imbalance), "{:.2f}".format, "least"),
+    ReportColumn("preemptions", lambda result: result.preemptions, "{:,.0f}".format, "least"),
+    ReportColumn("checked", lambda result: result.checked, "{:,.0f}".format),
+    ReportColumn("disagreements", lambda result: result.disagreements, "{:,.0f}".format),
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.index import PrefixIndex
 from kvevents.routing import Worker
@@ -64,6 +65,10 @@ class FleetSample(Struct, frozen=True):
     """Tokens of the prompts that were admitted since the previous sample."""
     cached_tokens: int
     """Tokens of these prompts that were found in caches."""
+
+    def add_tokens(self, prompt: int, cached: int) -> FleetSample:
+        """Return the sample with the tokens of the interval before as well."""
+        return replace(self, prompt_tokens=self.prompt_tokens + prompt, cached_tokens=self.cached_tokens + cached)
 
 
 class Disagreement(Struct, frozen=True):
@@ -324,18 +329,5 @@ class Sampler:
 
     def _merge_pairs(self) -> None:
         pairs = zip(self.taken[::2], self.taken[1::2], strict=True)
-        self.taken[:] = [_merge_samples(first, second) for first, second in pairs]
+        self.taken[:] = [second.add_tokens(first.prompt_tokens, first.cached_tokens) for first, second in pairs]
         self.interval *= 2
-
-
-def _merge_samples(first: FleetSample, second: FleetSample) -> FleetSample:
-    """Return the later sample, with the tokens of both intervals."""
-    return FleetSample(
-        second.at,
-        second.running,
-        second.waiting,
-        second.blocks,
-        second.unique,
-        first.prompt_tokens + second.prompt_tokens,
-        first.cached_tokens + second.cached_tokens,
-    )

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.settings import FilePath, Name, Positive, Range, Settings, Unit
-from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
+from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.requests import Request
 from kvevents.sim.simulated_engine import StepLimits
@@ -77,9 +77,8 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         room = self.costs.cache_tokens
         if self.blocks is None and self.block_size > room:
             raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
-        check_size(self.size)
+        _ = self.size, self.step_limits  # checks them
         self._check_dialect(self.wire)
-        StepLimits(self.max_num_seqs, self.max_num_batched_tokens)
 
     def _check_dialect(self, wire: Dialect) -> None:
         """Raise `ConfigError` if the dialect cannot express the events of the engines."""

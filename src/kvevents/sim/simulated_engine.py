@@ -14,28 +14,27 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
+from kvevents.settings import Positive, Settings
 from kvevents.sim.cache import EVENT_STYLES, CachedPrefix, CacheSize, EventStyle, PrefixCache
 from kvevents.sim.costs import CostModel
 from kvevents.sim.requests import Request, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Limits of one step. Raises `ConfigError` below 1."""
+class StepLimits(Settings, frozen=True):
+    """Limits of one step. Raises `ConfigError`."""
 
-    max_num_seqs: int = 256
+    max_num_seqs: Positive = 256
     """Sequences that run side by side (vLLM's `--max-num-seqs`)."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Positive = 8192
     """Tokens that one step computes (vLLM's `--max-num-batched-tokens`, its default for a server on an H100)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        Settings.__post_init__(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, which is "
@@ -177,7 +176,7 @@ class SimulatedEngine:
     def end(self) -> StepResult:
         """Finish the step and return its results."""
         step, self._step = self._step, StepResult()
-        for order, job in sorted(self._ending.pop(self._number, ()), key=_by_order):
+        for order, job in sorted(self._ending.pop(self._number, ()), key=itemgetter(0)):
             if job.order == order:
                 self._stop_decoding(job, self._number + 1)
                 self._finish(job, step)
@@ -194,7 +193,7 @@ class SimulatedEngine:
     def _decode(self, work: _Work) -> bool:
         """Schedule a token of every decoding sequence. Return whether a job was preempted."""
         preempted = False
-        for order, job in sorted(self._due.pop(self._number, ()), key=_by_order):
+        for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
                 continue  # preempted since
             sequence = _sequence_of(job)
@@ -212,7 +211,7 @@ class SimulatedEngine:
     def _make_room(self, job: Job, tokens: int) -> bool:
         """Preempt the jobs admitted last until `job` has room. Return False if it was preempted itself."""
         while True:
-            victim = max((*self._decoding, *self._prefilling), key=_order_of)
+            victim = max((*self._decoding, *self._prefilling), key=attrgetter("order"))
             self._preempt(victim)
             if victim is job:
                 return False
@@ -358,11 +357,3 @@ class _Work:
 def _sequence_of(job: Job) -> Sequence:
     assert job.sequence is not None  # noqa: S101 - made when the job was admitted
     return job.sequence
-
-
-def _by_order(entry: tuple[int, Job]) -> int:
-    return entry[0]
-
-
-def _order_of(job: Job) -> int:
-    return job.order

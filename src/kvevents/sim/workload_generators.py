@@ -25,20 +25,13 @@ DrawGap: TypeAlias = Callable[[float, float, Random], float]
 """Returns the seconds to the next arrival for a mean gap, a coefficient of variation and a random generator."""
 
 
-def _constant(mean: float, _variation: float, _random: Random) -> float:
-    return mean
-
-
-def _poisson(mean: float, _variation: float, random: Random) -> float:
-    return random.expovariate(1 / mean)
-
-
-def _bursty(mean: float, variation: float, random: Random) -> float:
-    shape = 1 / variation**2
-    return random.gammavariate(shape, mean / shape)
-
-
-ARRIVALS: Final[Mapping[str, DrawGap]] = MappingProxyType({"constant": _constant, "poisson": _poisson, "bursty": _bursty})
+ARRIVALS: Final[Mapping[str, DrawGap]] = MappingProxyType(
+    {
+        "constant": lambda mean, _variation, _random: mean,
+        "poisson": lambda mean, _variation, random: random.expovariate(1 / mean),
+        "bursty": lambda mean, variation, random: random.gammavariate(1 / variation**2, mean / (1 / variation**2)),
+    }
+)
 """Arrival processes by name. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps
 of a gamma distribution; a coefficient of variation above 1 makes bursts (1 is `poisson`), like `burstiness` of
 `vllm bench serve` (`1 / variation**2`)."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Final, Protocol
+from typing import IO, Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -187,15 +187,12 @@ class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 DECODER: Final = msgspec.json.Decoder(PlainRow)
 
 
-class PlainReader:
-    """Converts lines to requests."""
-
-    def request(self, line: bytes, number: int) -> Request:
-        """Return the request of line `number`. Raises `ValueError`."""
-        row = DECODER.decode(line)
-        prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
-        output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(ANSWERS + number, row.output_tokens),))
-        return Request(row.at, prompt, output, row.session, row.lora, row.salt)
+def plain_request(line: bytes, number: int) -> Request:
+    """Return the request of line `number`. Raises `ValueError`."""
+    row = DECODER.decode(line)
+    prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
+    output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(ANSWERS + number, row.output_tokens),))
+    return Request(row.at, prompt, output, row.session, row.lora, row.salt)
 
 
 def plain_row(request: Request) -> PlainRow:
@@ -228,11 +225,11 @@ MAX_LINE_BYTES: Final = 32 * 1024 * 1024
 """Longest line that is read. It has room for a prompt of three million token ids."""
 
 
-class _Reader(Protocol):
-    def request(self, line: bytes, number: int) -> Request: ...
-
-
-_FORMATS: Final[Mapping[str, Callable[[], _Reader]]] = {"hash_ids": MooncakeReader, "at": PlainReader}
+_Reader: TypeAlias = Callable[[bytes, int], Request]
+_FORMATS: Final[Mapping[str, Callable[[], _Reader]]] = {
+    "hash_ids": lambda: MooncakeReader().request,
+    "at": lambda: plain_request,
+}
 """Readers by the key that only lines of their format have."""
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.json.Encoder()
@@ -280,7 +277,7 @@ def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
     for number, line in _lines(path, max_line_bytes):
         try:
             keys = _KEYS.decode(line)
-            request = _reader(keys, readers).request(line, number)
+            request = _reader(keys, readers)(line, number)
             last = _in_order(request.at, last)
         except (msgspec.DecodeError, ValueError) as error:
             expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (the format of kvevents)"
