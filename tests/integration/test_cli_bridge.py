@@ -379,8 +379,7 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *MODEL_AND_WORKER], 1, "partition_bytes is 1"),
         (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *MODEL_AND_WORKER], 1, "invalid plane name 'a b'"),
         (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *MODEL_AND_WORKER], 1, "invalid bridge name ''"),
-        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "-1", *MODEL_AND_WORKER], 2, "seconds"),
-        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "4000", *MODEL_AND_WORKER], 1, "standby_seconds is 4000"),
+        (["--nats", "nats://127.0.0.1:1", "--dead-seconds", "-1", *MODEL_AND_WORKER], 2, "seconds"),
         (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *MODEL_AND_WORKER], 1, "cannot read /no/such"),
         (
             ["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *MODEL_AND_WORKER],

@@ -82,7 +82,7 @@ def test_a_lagging_bridge_can_still_report_that_its_engine_is_stale() -> None:
 
 
 def test_the_lag_of_a_partition_is_the_age_of_its_oldest_due_record() -> None:
-    """A record that is held back on purpose, as by a standby bridge, does not count as lag."""
+    """A record that is held back on purpose, as a gap that another bridge may fill, does not count as lag."""
     builder = PageBuilder(PartitionState(), "bridge", 1 << 20, "life")
     builder.resync(("engine", 0))
     assert builder.lag(100.0) == 0.0

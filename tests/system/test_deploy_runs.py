@@ -110,7 +110,7 @@ def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: C
         settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
     objects = render_chart(*settings)
     relays = render_relays(settings, cluster.folder)
-    bridge = containers_of_workload(objects, "plane-kvevents-bridge-active")["bridge"]
+    bridge = containers_of_workload(objects, "plane-kvevents-bridge")["bridge"]
     replica = containers_of_workload(objects, "plane-kvevents-replica")["replica"]
     [config] = [each["data"]["bridge.toml"] for each in objects if each["kind"] == "ConfigMap"]
     cluster.write("/etc/kvevents/config/bridge.toml", config)

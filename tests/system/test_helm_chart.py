@@ -27,7 +27,6 @@ MODEL: Final = "engines.model=llama"
 EVERYTHING: Final = (
     MODEL,
     "engines.blockSize=16",
-    "bridge.standby=1",
     "bridge.login.secretName=bridge",
     "bridge.login.nkey=bridge.nk",
     "bridge.login.inboxPrefix=_INBOX_bridge",
@@ -154,19 +153,6 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
     assert dns.stores_only == ("cpu", "disk")
 
 
-@needs_helm
-def test_one_bridge_can_be_a_standby() -> None:
-    objects = render_chart(*EVERYTHING)
-    args = {
-        kind: find_object(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0][
-            "args"
-        ]
-        for kind in ("active", "standby")
-    }
-    assert [arg for arg in args["standby"] if arg not in args["active"]] == ["--standby-delay=2"]
-    assert "--bridge-name=$(POD_NAME)" in args["active"]
-
-
 # --- what a cluster requires of pods-----------------------------------------------------------------------------------------
 
 
@@ -216,7 +202,7 @@ def test_replicas_have_probes_and_are_evicted_one_at_a_time() -> None:
         matching = [
             pod for pod in pods_of(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         ]
-        assert len(matching) == {"bridge": 2, "replica": 1}[part]
+        assert len(matching) == 1
     service = find_object(objects, "Service", "plane-kvevents-replica")["spec"]
     assert service["selector"].items() <= replica["metadata"]["labels"].items()
 

@@ -368,24 +368,6 @@ def test_invalid_bytes_decode_to_no_page() -> None:
         assert decode_page(data) is None
 
 
-def test_a_held_back_batch_is_dropped_as_soon_as_another_bridge_has_written_it() -> None:
-    """A standby bridge queues only records that other bridges have not written yet, however long it would wait."""
-    partition = Partition()
-    reserve = new_builder("reserve")
-    records: list[StreamRecord] = [JoinRecord(*KEY, b""), *map(batch_record, range(10))]
-    for record in records:
-        reserve.enqueue(record, due=1000.0)
-    assert reserve.build(0.0, 0.0) is None
-    assert reserve.queued_records == 11
-    write(partition, new_builder("active", JoinRecord(*KEY, b""), *map(batch_record, range(8))))
-    partition.read(reserve)
-    assert reserve.build(0.0, 0.0) is None
-    assert (reserve.queued_records, reserve.next_due()) == (2, 1000.0)
-    assert write(partition, reserve, now=1000.0)
-    assert batch_numbers(partition.state()[1]) == list(range(10))
-    assert (reserve.queued_records, reserve.queued_bytes) == (0, 0)
-
-
 def test_after_a_gap_in_the_log_every_reader_begins_with_new_incarnations() -> None:
     """Their numbers are above all earlier ones, so readers that had read everything end in the same state."""
     partition = Partition()

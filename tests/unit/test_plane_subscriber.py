@@ -175,7 +175,7 @@ def test_the_blocks_of_a_stream_that_leaves_are_removed_even_if_it_joins_again_a
 
 
 CLEAR = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
-HEARTBEATS = (HeartbeatRecord("bridge", 1.0, 0.0), HeartbeatRecord("reserve", 1.0, 0.0))
+HEARTBEATS = (HeartbeatRecord("bridge", 1.0, 0.0), HeartbeatRecord("other", 1.0, 0.0))
 
 
 def trust_record(bridge: str, trust: str) -> TrustRecord:
@@ -195,7 +195,7 @@ def subscriber_of_exact_stream() -> LogSubscriber:
                 *HEARTBEATS,
                 first,
                 trust_record("bridge", "EXACT"),
-                trust_record("reserve", "EXACT"),
+                trust_record("other", "EXACT"),
             )
         ],
     )

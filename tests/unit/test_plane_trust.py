@@ -415,7 +415,7 @@ def test_a_snapshot_over_several_pages_is_not_exact_before_its_end(
 def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, is_new: bool, replica_restarts: bool) -> int:
     """Write the snapshot and return its number of pages. After each page, check that a replica that is EXACT is right.
 
-    A standby bridge, which writes nothing of the snapshot, has reported that the stream is EXACT.
+    Another bridge, which writes nothing of the snapshot, has reported that the stream is EXACT.
     """
     pages: list[Page] = []
     reader = LogReader()
@@ -428,8 +428,8 @@ def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, i
         assert not reader.is_exact() or reader.index.digest(KEY) in sent.digests, len(pages)
 
     def heartbeat_event(*records: Record) -> None:
-        """Write a heartbeat of the standby bridge."""
-        page = Page(VERSION, "reserve", 0.0, [*records, HeartbeatRecord("reserve", 3600.0, 0.0)])
+        """Write a heartbeat of the other bridge."""
+        page = Page(VERSION, "other", 0.0, [*records, HeartbeatRecord("other", 3600.0, 0.0)])
         builder.apply(len(pages) + 1, page)
         append(page)
 
@@ -437,7 +437,7 @@ def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, i
     heartbeat_event(
         JoinRecord(*KEY, b""),
         BatchRecord(*KEY, 0, 0, False, sent.first),
-        TrustRecord(*KEY, "reserve", Trust.EXACT.name, "", {}),
+        TrustRecord(*KEY, "other", Trust.EXACT.name, "", {}),
     )
     builder = builder_at_log_end(bridge, pages, sent.parts, is_new=False)
     while builder.next_due() is not None:

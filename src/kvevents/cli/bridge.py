@@ -50,7 +50,7 @@ DESCRIPTION: Final = (
 EXAMPLES: Final = """\
   kvevents bridge --nats nats://10.0.0.3:4222 --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
   kvevents bridge --nats nats://10.0.0.3:4222 --nats nats://10.0.0.4:4222 --copies 3 --config fleet.toml --metrics-port 9464
-  kvevents bridge --nats tls://10.0.0.3:4222 --creds bridge.creds --bridge-name b2 --standby-delay 2 --config fleet.toml
+  kvevents bridge --nats tls://10.0.0.3:4222 --creds bridge.creds --bridge-name b2 --config fleet.toml
 """
 
 POLL_SECONDS: Final = 0.5
@@ -96,7 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(plane, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes")
     settings.add(plane, *LOGIN_SETTINGS)
     add_sources(parser.add_argument_group("engines that the bridge subscribes to"), settings)
-    settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.standby_seconds", "bridge.dead_seconds")
+    settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.dead_seconds")
     operators = parser.add_argument_group("metrics and logs")
     settings.add(operators, "bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")
     add_log_options(operators)
@@ -200,10 +200,7 @@ class BridgeProcess:
     async def _discover(self) -> None:
         await self.bridge.ready.wait()
         settings, partitions = self._config.bridge, len(self.bridge.status().partitions)
-        standby = f", as a standby after {settings.standby_seconds:g} s" if settings.standby_seconds else ""
-        log.info(
-            "bridge %r writes to the %d partitions of plane %r%s", settings.name, partitions, self._config.plane.name, standby
-        )
+        log.info("bridge %r writes to the %d partitions of plane %r", settings.name, partitions, self._config.plane.name)
         await self._discovery.run()
 
     async def _log_state(self) -> None:

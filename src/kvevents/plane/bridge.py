@@ -13,9 +13,8 @@ engines can replay everything that a bridge has in memory.
 - *Name*: in the log each process is a bridge of its own, `NAME#RANDOM`, so two bridges of the same name do not overwrite each
   other's reports. Each sees the other's heartbeats and reports the conflict. The reports of a process count until its
   heartbeats are missing.
-- *Standby*: a bridge with `standby_seconds` writes only what no other bridge has written after that time.
-- *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. An active bridge also removes an engine
-  that no bridge has claimed for `unclaimed_seconds` (`membership`). A bridge withdraws its reports about engines that it no
+- *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. A bridge also removes an engine that no
+  bridge has claimed for `unclaimed_seconds` (`membership`). A bridge withdraws its reports about engines that it no
   longer follows.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
 """
@@ -97,7 +96,7 @@ class BridgeStatus(NamedTuple):
     suspicion: str
     """Why the bridge suspects its own network; empty if it does not."""
     unclaimed: int
-    """Engines in the log that no bridge claims; 0 in a standby, which does not check."""
+    """Engines in the log that no bridge claims."""
     failure: str
     """The error that ended the thread that follows the engines."""
     name_conflict: str = ""
@@ -234,8 +233,6 @@ class Bridge:
 
     async def _drain(self) -> None:
         await asyncio.to_thread(self._reader.stop)
-        if self.settings.standby_seconds:
-            return
         while any(partition.builder.queued_records for partition in self._partitions):  # noqa: ASYNC110 - many tasks
             await asyncio.sleep(POLL_SECONDS)
 
@@ -332,7 +329,7 @@ class Bridge:
         return self._partitions[self._layout.partition_of(key[0])]
 
     def _enqueue(self, partition: PartitionWriter, record: StreamRecord, delay: float = 0.0) -> None:
-        partition.enqueue(record, asyncio.get_running_loop().time() + self.settings.standby_seconds + delay)
+        partition.enqueue(record, asyncio.get_running_loop().time() + delay)
 
     # --- events of partitions (`kvevents.plane.partition_writer.PartitionObserver`)
 
@@ -408,7 +405,7 @@ class Bridge:
                 raise PlaneError(f"the thread that follows the engines has failed: {self._reader.failure!r}", fault="closed")
             self._write_heartbeats(now)
             self._check_engines(now)
-            if now >= unclaimed_check_at and not settings.standby_seconds:
+            if now >= unclaimed_check_at:
                 unclaimed_check_at = now + min(MAX_UNCLAIMED_CHECK_SECONDS, settings.unclaimed_seconds / 4)
                 self._check_unclaimed(now)
             self._pause_and_resume()

@@ -278,8 +278,6 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     name: Name = msgspec.field(default_factory=socket.gethostname)
     """Name of this bridge for operators (default: the host name); each bridge needs its own."""
-    standby_seconds: Annotated[float, "--standby-delay", Unit.SECONDS, Range(0, 3600)] = 0.0
-    """Be a standby: write only records that no other bridge has written after this many seconds."""
     dead_seconds: Seconds = 30.0
     """Drop an engine from the log after this many seconds without a connection to any bridge."""
     unclaimed_seconds: Seconds = 600.0

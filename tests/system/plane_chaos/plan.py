@@ -67,7 +67,6 @@ TRAITS: Final[dict[str, Trait]] = {
     "small max_payload": Trait(0.15),
     "small max_pending": Trait(0.15),
     "small partitions": Trait(0.1),
-    "bridge in reserve": Trait(0.3),
     "clock jumps": Trait(0.2),
     "heartbeats": Trait(0.4),
     "compaction": Trait(0.5),

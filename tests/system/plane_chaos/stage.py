@@ -200,11 +200,9 @@ class Stage:
             leg, registration = each.legs[number], self.registration(place)
             source = replace(registration.source(), endpoint=leg.endpoint, replay_endpoint=leg.replay_endpoint)
             watches.append(Watch(source, msgspec.json.encode(registration)))
-        reserve = number == 1 and "bridge in reserve" in self.plan.traits
         settings = BridgeSettings(
             plane=self.plane,
             name=f"b{number}",
-            standby_seconds=0.4 if reserve else 0.0,
             dead_seconds=DEAD_SECONDS,
             heartbeat_seconds=0.3,
         )
