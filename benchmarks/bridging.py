@@ -107,7 +107,7 @@ def source(*numbers: int) -> None:
 
 def bridge(url: str, port: int, *numbers: int) -> None:
     """Run our bridge until it has written all batches."""
-    from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
+    from kvevents.cli.signals import configure_threads  # noqa: PLC0415 - as above
 
     configure_threads()
     asyncio.run(_bridge(url, port, Load(*numbers)))

@@ -165,7 +165,7 @@ def test_a_name_of_a_module_has_one_meaning_in_all_crates() -> None:
 NATIVE = {
     Path("routing/policies.py"),
     Path("service/data_plane.py"),
-    Path("service/follower.py"),
+    Path("service/fleet/follower.py"),
     Path("service/selection.py"),
 }
 """Modules that import the native module, besides those of the index."""

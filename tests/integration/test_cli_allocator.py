@@ -1,4 +1,4 @@
-"""`kvevents.cli.process` returns free memory to the system."""
+"""`kvevents.cli.signals` returns free memory to the system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.cli.process import trimming_memory
+from kvevents.cli.signals import trimming_memory
 
 BURST = """
 import os, sys
 from pathlib import Path
 from threading import Event
-from kvevents.cli import process
+from kvevents.cli import signals as process
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -63,7 +63,7 @@ def test_trimming_leaves_the_memory_that_a_process_wants_to_keep(monkeypatch: py
         trimmed.set()
         return 0
 
-    monkeypatch.setattr("kvevents.cli.process._malloc_trim", lambda: trim)
+    monkeypatch.setattr("kvevents.cli.signals._malloc_trim", lambda: trim)
     with trimming_memory(0.001, keep=64 << 20):
         assert trimmed.wait(20)
     assert set(pads) == {64 << 20}

@@ -20,7 +20,7 @@ from cli_cases import ProcessResult, Program, run
 from kvevents.cli.bridge import StateLogger, encode_registration
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from kvevents.zeromq.keys import Curve
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at

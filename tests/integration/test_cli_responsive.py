@@ -11,7 +11,7 @@ import pytest
 
 from kvevents.cli import bridge, process
 from kvevents.cli.program import main
-from kvevents.service import server
+from kvevents.service import process as server
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import Finding, SourceTable, Template
-from kvevents.service.registration import Scope
+from kvevents.service.fleet.registration import Scope
 
 
 def vllm_rank(endpoint: str | None, replay: str | None = None, **fields: Any) -> dict[str, Any]:

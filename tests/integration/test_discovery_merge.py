@@ -18,7 +18,7 @@ from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
 from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable
 from kvevents.service.discovery.runner import MergedFindings, ProviderRunner, merge_findings
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 
 
 def registration(instance: str, port: int = 1, *, tenant: str = "default", topic: str = "") -> Registration:

@@ -18,8 +18,8 @@ from kvevents.routing import LoadSettings, LoadSource, LoadSubscriber
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import MAX_METRICS_BYTES
 from kvevents.service.discovery.engines import parse_server_info
-from kvevents.service.fleet import Fleet
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.registration import Registration
 from load_cases import RECORDED, LoadServer
 from tools.ports import reserve_port
 

@@ -20,8 +20,8 @@ import pytest
 import kvevents
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.registration import Registration
-from kvevents.service.server import data_plane_settings
+from kvevents.service.fleet.registration import Registration
+from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
 from kvevents.stream import Batch, Source, StreamLimits, Trust
@@ -148,10 +148,10 @@ def test_few_python_modules_prepare_queries_and_none_answers_them(in_threads: Pa
     assert asyncio.run(serve()) == 200
     assert in_test.names[:6] == [
         "service/data_plane.py",
-        "service/registration.py",
-        "service/member.py",
+        "service/fleet/registration.py",
+        "service/fleet/member.py",
         "routing/weights.py",
-        "service/fleet.py",
+        "service/fleet/fleet.py",
         "service/service.py",
     ], "the last module writes the responses to health probes"
     assert in_threads.names == []

@@ -22,8 +22,8 @@ from kvevents.plane.partition_state import PartitionState, StreamState
 from kvevents.plane.records import StreamKey
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, SnapshotBody, SnapshotInfo, Snapshots, capture
-from kvevents.service.consistency_check import ConsistencyCheck
-from kvevents.service.index_build import Snapshotter
+from kvevents.service.replica.build import Snapshotter
+from kvevents.service.replica.consistency_check import ConsistencyCheck
 from kvevents.stream import Batch, DegradedReason
 from nats_cases import needs_nats
 from plane_cases import plane_at

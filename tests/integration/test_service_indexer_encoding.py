@@ -7,9 +7,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.service.fleet.member import Member, MemberMatch
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.indexer_api import dynamo, mooncake
-from kvevents.service.member import Member, MemberMatch
-from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6) | st.sampled_from(

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service.exposition import STATES, exposition
-from kvevents.service.member import Member
+from kvevents.service.fleet.faults import SourceFault
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.metrics import Histogram, labels
-from kvevents.service.reasons import SourceFault
-from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import FleetTiming, ServiceSettings
 from kvevents.stream import DegradedReason, RawBatch, Trust

@@ -13,7 +13,7 @@ import pytest
 from kvevents.client.reasons import Reason
 from kvevents.errors import ConfigError
 from kvevents.service.exposition import exposition
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
 from kvevents.service.state_store import StateStore
@@ -98,7 +98,7 @@ def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> Non
     state_store.close()
     clock = Clock()
     with make_service(clock, state_dir=str(tmp_path / "state")) as service:
-        service._register_remembered()
+        service.registrations.restore(print)
         assert not service.fleet.members
         clock.now += 3_600
         assert not readiness(service)[0]

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from kvevents.service import selection as selecting
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.http import v1
 from kvevents.service.http.app import App
 from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
-from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings
 from service_cases import serving, write

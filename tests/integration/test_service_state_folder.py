@@ -10,7 +10,7 @@ from pathlib import Path
 from stat import S_IMODE
 
 from kvevents.index import PrefixIndex
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint
 from service_cases import DEADLINE, Client, engine, serving, wait_for

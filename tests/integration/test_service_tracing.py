@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.app import MAX_PATH, App, find_tracer
-from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
 from kvevents.stream import RawBatch

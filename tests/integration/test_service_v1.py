@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
-from kvevents.service.event_bus import MAX_QUEUED, EventBus, LossEvent
+from kvevents.service.fleet.event_bus import MAX_QUEUED, EventBus, LossEvent
 from service_cases import BLOCK, Engine, EventStream, Service, engine, engines, hex_keys, prompt, serving, wait_for, write
 
 NUMBERS = count(1)

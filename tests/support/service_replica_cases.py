@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvevents.plane.bridge import Watch
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from service_cases import MODEL, Engine
 
 

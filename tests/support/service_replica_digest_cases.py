@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from kvevents.index import PrefixIndex
 from kvevents.plane.settings import PlaneSettings
-from kvevents.service.fleet import Fleet
-from kvevents.service.replica import Replica
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from service_cases import confirm
 

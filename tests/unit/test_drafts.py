@@ -10,7 +10,7 @@ from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
 from kvevents.service.discovery.provider import RankEndpoint, Template
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Registration, check_same_engine
+from kvevents.service.fleet.registration import Registration, check_same_engine
 from kvevents.stream import Batch
 
 

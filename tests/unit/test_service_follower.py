@@ -9,9 +9,9 @@ from typing import cast
 from kvevents.events import BlockRemoved
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.plane.log_subscriber import LogSubscriber
-from kvevents.service.fleet import Fleet
-from kvevents.service.follower import Follower, IndexSink
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.follower import Follower, IndexSink
+from kvevents.service.fleet.registration import Registration
 from kvevents.stream import RawBatch, RawDelivery, StreamLimits
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport

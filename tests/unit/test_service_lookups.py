@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.thread_pools import run_inline
 from kvevents.service.lookups import MAX_UNCOUNTED, Lookups
-from kvevents.service.registration import Scope
 
 SCOPE = Scope("m", "default", "default", None, None)
 PROMPT = list(range(32))

@@ -14,8 +14,8 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.snapshots import SnapshotInfo, Snapshots
-from kvevents.service import index_build
-from kvevents.service.index_build import IndexBuild
+from kvevents.service.replica import build as index_build
+from kvevents.service.replica.build import IndexBuild
 
 pytest.importorskip("nats")
 LATE = PlaneError("snapshot newest was not read within 300 s", fault="timeout")

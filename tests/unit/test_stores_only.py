@@ -11,7 +11,7 @@ from kvevents.events import MEDIUM_CPU
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 from kvevents.service.discovery.provider import parse_table
-from kvevents.service.member import Member
+from kvevents.service.fleet.member import Member
 from kvevents.service.settings import DnsTable
 from kvevents.settings import convert
 from kvevents.stream import RawBatch

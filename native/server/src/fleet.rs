@@ -120,7 +120,7 @@ pub(crate) struct Worker {
     pub(crate) instance_number: u32,
 }
 
-/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.reasons` has the same.
+/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.fleet.faults` has the same.
 const UNCERTAIN: (&str, &str) = (
     "uncertain-copies",
     "some of these blocks were announced several times and removed less often, so they might be gone",

@@ -17,7 +17,6 @@ import msgspec
 from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.process import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.cli.settings_parser import (
     LOGIN_SETTINGS,
     SHARED_FLAGS,
@@ -27,13 +26,14 @@ from kvevents.cli.settings_parser import (
     add_sources,
     read_sources,
 )
+from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import EngineSources
 from kvevents.settings import Host, Port, Seconds
 from kvevents.stream import Checkpoint, DegradedReason

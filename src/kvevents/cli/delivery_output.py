@@ -17,7 +17,7 @@ import msgspec
 
 from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import Console, Part, Span, Style
-from kvevents.cli.process import StopSignal
+from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber

@@ -21,7 +21,7 @@ from kvevents.cli.options import (
     read_curve,
     service_url,
 )
-from kvevents.cli.process import StopSignal
+from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.engine_checks import Engine, EngineChecks
 from kvevents.diagnosis.findings import CheckResult, Severity, worst
 from kvevents.diagnosis.service_checks import ServiceChecks

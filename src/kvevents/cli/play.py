@@ -11,7 +11,7 @@ from typing import Final, Literal
 from kvevents.cli.command import INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_publisher, no_subscriber, positive_int, rate
-from kvevents.cli.process import StopSignal, sleep_until_signal
+from kvevents.cli.signals import StopSignal, sleep_until_signal
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer

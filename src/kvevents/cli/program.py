@@ -22,7 +22,7 @@ from kvevents.cli.command import (
     CommandParser,
 )
 from kvevents.cli.console import Console, Span
-from kvevents.cli.process import signals_interrupt
+from kvevents.cli.signals import signals_interrupt
 from kvevents.errors import KVEventsError
 from kvevents.package_metadata import version
 

@@ -14,7 +14,7 @@ import msgspec
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
-from kvevents.cli.process import StopSignal, sleep_until_signal
+from kvevents.cli.signals import StopSignal, sleep_until_signal
 from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch

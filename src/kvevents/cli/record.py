@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
-from kvevents.cli.process import StopSignal
+from kvevents.cli.signals import StopSignal
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source

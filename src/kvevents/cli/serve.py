@@ -8,9 +8,9 @@ from typing import Final
 
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.process import add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SHARED_FLAGS, SettingsParser, add_check, add_sources, read_sources
-from kvevents.service import server
+from kvevents.cli.signals import add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.service import process as server
 from kvevents.service.settings import ServiceSettings
 
 DESCRIPTION: Final = (

@@ -15,7 +15,7 @@ import msgspec
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output, add_wait_for_subscriber, factor, no_subscriber, positive_int, positive_seconds
-from kvevents.cli.process import StopSignal
+from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements, write_text
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES

@@ -10,7 +10,7 @@ import msgspec
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
-from kvevents.cli.process import StopSignal
+from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber

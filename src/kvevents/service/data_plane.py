@@ -21,9 +21,9 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer
-from kvevents.service.fleet import Fleet
-from kvevents.service.member import Member
-from kvevents.service.registration import Scope
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0

@@ -30,9 +30,9 @@ from kvevents.events import TIERS
 from kvevents.plane.log_subscriber import PartitionProgress
 from kvevents.plane.partition_state import PartitionState
 from kvevents.service.data_plane import Counts
-from kvevents.service.member import Member
+from kvevents.service.fleet.member import Member
 from kvevents.service.metrics import Histogram, MetricsPage, Samples, labels
-from kvevents.service.replica import Replica
+from kvevents.service.replica.replica import Replica
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
 

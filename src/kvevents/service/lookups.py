@@ -18,12 +18,12 @@ from kvevents.client.schemas import BlocksAnswer, BlockView, HotPrefix, Media, S
 from kvevents.index import Block, Namespace
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.errors import NotFoundError
-from kvevents.service.fleet import Fleet
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.member import MemberMatch
+from kvevents.service.fleet.registration import Key, Scope
 from kvevents.service.hot_prefixes import HotNode, HotPrefixes
 from kvevents.service.http.thread_pools import RunStep
-from kvevents.service.member import MemberMatch
 from kvevents.service.metrics import Metrics
-from kvevents.service.registration import Key, Scope
 
 MAX_UNCOUNTED: Final = 64
 """Uncounted lookups above which the next lookup counts them."""

@@ -22,10 +22,10 @@ from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.discovery.provider import bracket_host
-from kvevents.service.fleet import Fleet
-from kvevents.service.member import HTTP, Member
-from kvevents.service.reasons import SourceFault
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.faults import SourceFault
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.member import HTTP, Member
+from kvevents.service.fleet.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust
 from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake_async

@@ -17,7 +17,7 @@ from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.index import Namespace
 from kvevents.package_metadata import documented
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
-from kvevents.service.registration import Scope
+from kvevents.service.fleet.registration import Scope
 
 
 class Scopes:

@@ -17,9 +17,9 @@ from kvevents.events import TIERS
 from kvevents.routing import Ties, Worker
 from kvevents.routing.weights import distance_of
 from kvevents.service.errors import ConflictError, ServiceError
-from kvevents.service.fleet import Fleet
-from kvevents.service.member import Member
-from kvevents.service.registration import Scope
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 MAX_REMEMBERED: Final = 256

@@ -15,7 +15,7 @@ from random import Random
 from typing import Final
 
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
-from kvevents.errors import ConfigError, EndpointError, SnapshotError
+from kvevents.errors import SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.package_metadata import version
 from kvevents.routing import Ties
@@ -24,15 +24,16 @@ from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
-from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.fleet import Fleet
+from kvevents.service.errors import TooMuchError
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import SEPARATOR, Key
 from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPools
 from kvevents.service.lookups import BlockListings, Lookups
-from kvevents.service.member import HTTP, Member
 from kvevents.service.metrics import Metrics
-from kvevents.service.prober import Prober, check_allowed, check_endpoints
-from kvevents.service.registration import SEPARATOR, Key, Registration
-from kvevents.service.replica import Replica
+from kvevents.service.prober import Prober
+from kvevents.service.registrations import Registrations
+from kvevents.service.replica.replica import Replica
 from kvevents.service.selection import CandidateCache
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
 from kvevents.service.state_store import StateStore
@@ -90,13 +91,17 @@ class Service:
         self.lookups = Lookups(self.fleet, self.metrics, self.data_plane)
         self.lost: list[str] = []
         """Sentences about saved state that could not be restored."""
-        self._is_remembered = True
-        self._remembering = asyncio.Lock()
-        self._changes = 0
-        """Number of registrations and unregistrations over HTTP."""
-        self._remembered = 0
-        """Number of those that the file of registrations contains."""
         self._checkpoints: dict[Key, Checkpoint] = {}
+        self.registrations = Registrations(
+            self.fleet,
+            self.allowed,
+            self.state_store,
+            audit=self.audit,
+            is_replica=self.replica is not None,
+            resume=self._resume,
+            report_fault=self._report_fault,
+        )
+        """Of clients."""
         self._discovery = EngineDiscovery(config, watched, self.fleet, self._resume, config.limits.max_sources)
         self._prober = Prober(self.fleet, self.allowed, config.probe)
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,7 +121,7 @@ class Service:
         """Restore the saved state, and start to follow the engines."""
         self._restore()
         self.fleet.follower.start()
-        self._register_remembered()
+        self.registrations.restore(self._report_lost)
         work = [self._prober.run(), self._discovery.run()] if self.replica is None else [self.replica.run()]
         work.append(self._refresh_data_plane())
         if self.state_store is not None:
@@ -150,8 +155,8 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.state_store is not None:
             await asyncio.to_thread(self.save)
-            if not self._is_remembered:
-                await self._remember()
+            if not self.registrations.is_saved:
+                await self.registrations.save()
         await asyncio.to_thread(self.fleet.follower.stop)
         await asyncio.to_thread(self.fleet.loads.close)
         if self.state_store is not None:
@@ -171,23 +176,6 @@ class Service:
         if self._checkpoints:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
-    def _register_remembered(self) -> None:
-        if self.state_store is None:
-            return
-        try:
-            remembered = self.state_store.load_registrations()
-        except SnapshotError as error:
-            self._report_lost(str(error))
-            return
-        self._expects_engines = self._expects_engines or bool(remembered)
-        for registration in remembered:
-            try:
-                # The allow list may have changed since.
-                check_endpoints(self.allowed, registration)
-                self.fleet.register(registration, HTTP, resume=self._resume)
-            except ServiceError as error:
-                self._report_lost(f"{registration.label} is not followed again: {error}")
-
     def _resume(self, key: Key) -> Checkpoint | None:
         return self._checkpoints.pop(key, None)
 
@@ -203,8 +191,8 @@ class Service:
         while True:
             await asyncio.sleep(self.settings.snapshot_seconds)
             await asyncio.to_thread(self.save)
-            if not self._is_remembered:
-                await self._remember()
+            if not self.registrations.is_saved:
+                await self.registrations.save()
 
     def save(self) -> None:
         """Write a snapshot. A failure becomes a warning in `/health`."""
@@ -231,50 +219,6 @@ class Service:
         if sentence != self.snapshot_fault:
             log.error("%s", sentence)
         self.snapshot_fault = sentence
-
-    # --- registration over HTTP
-
-    async def admit(self, registration: Registration) -> None:
-        """Register the stream of a client's request. Raises `ServiceError`."""
-        self._check_follows()
-        await check_allowed(self.allowed, registration)
-        try:
-            await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume))
-        except (ConfigError, EndpointError) as error:
-            raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
-        await self._remember()
-
-    def _check_follows(self) -> None:
-        if self.replica is not None:
-            raise ConflictError("this service is a replica", "replica", "register the engine with the bridges of its plane")
-
-    async def dismiss(self, key: Key) -> None:
-        """Unregister a stream. Raises `ServiceError`."""
-        self._check_follows()
-        await asyncio.wrap_future(self.fleet.unregister(key))
-        await self._remember()
-
-    async def _remember(self) -> None:
-        """Write the registrations of clients to the disk. Changes during a write are written together by the next one."""
-        if self.state_store is None:
-            return
-        self._changes += 1
-        change = self._changes
-        async with self._remembering:
-            if self._remembered >= change:
-                return
-            written = self._changes
-            try:
-                await asyncio.to_thread(self.state_store.save_registrations, self._registered)
-            except SnapshotError as error:
-                self._is_remembered = False  # the next snapshot tries again
-                self._report_fault(str(error))
-            else:
-                self._is_remembered = True
-            self._remembered = written
-
-    def _registered(self) -> list[Registration]:
-        return [member.registration for member in list(self.fleet.members.values()) if member.origin == HTTP]
 
     # --- answers
 
@@ -363,7 +307,8 @@ class Service:
         # A replica that has not read its log to the end is not ready, however long that takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
-        if not members and (self._expects_engines or self.settings.ready.expected):
+        expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
+        if not members and expects:
             return "engines are expected, and none is registered or found so far"
         return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.service.registration import Key, Registration
+from kvevents.service.fleet.registration import Key, Registration
 from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from random import Random
 from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
-from kvevents.cli.process import trimming_memory
+from kvevents.cli.signals import trimming_memory
 from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher

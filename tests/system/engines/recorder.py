@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvevents.recording import RecordedFrame, RecordingWriter
-from kvevents.service.follower import timestamp_of
+from kvevents.service.fleet.follower import timestamp_of
 from kvevents.stream import RawBatch, Reset, Source
 from kvevents.subscriber import Subscriber
 from kvevents.wire import live_frames

@@ -19,9 +19,9 @@ from kvevents.index import PrefixIndex
 from kvevents.plane import engine_reader
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
-from kvevents.service.fleet import Fleet
-from kvevents.service.index_build import IndexBuild
-from kvevents.service.replica import Replica
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.replica.build import IndexBuild
+from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS

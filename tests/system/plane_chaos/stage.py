@@ -21,7 +21,7 @@ import nats
 from kvevents.plane.bridge import BridgeSettings, Watch
 from kvevents.plane.layout import Layout
 from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Trust
 from kvevents.testing.ports import reserve_port
 from tests.system.chaos import engine, truth

@@ -50,7 +50,7 @@ from kvevents.service.discovery.provider import (
     check_endpoint,
     replace_wildcard_host,
 )
-from kvevents.service.registration import Scope
+from kvevents.service.fleet.registration import Scope
 from kvevents.settings import build_decoder_now
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'

@@ -19,7 +19,7 @@ from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.routing.load_readings import check_load_url, is_load_url
-from kvevents.service.registration import Registration, Scope, check_drafts
+from kvevents.service.fleet.registration import Registration, Scope, check_drafts
 from kvevents.settings import Range, Settings, build_decoder_now, convert
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve

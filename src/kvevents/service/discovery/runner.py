@@ -16,7 +16,7 @@ from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable, Template
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import DnsTable, EngineSources, Limits
 from kvevents.stream import Checkpoint
 

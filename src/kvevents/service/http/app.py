@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Access, Caller, HostPatterns, Role, address_of, host_of, is_loopback
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.fleet.member import MemberMatch
+from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.messages import RAW, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, AsyncHandler, Handler, Route
 from kvevents.service.http.thread_pools import MATCHING
-from kvevents.service.member import MemberMatch
-from kvevents.service.registration import Scope
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings

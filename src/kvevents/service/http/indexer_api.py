@@ -7,7 +7,6 @@ fields that resemble a field of the scope are rejected (`kvevents.service.scope_
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Final
@@ -15,15 +14,16 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvevents.client.schemas import DEFAULT_GROUP, LoraId
+from kvevents.client.schemas import LoraId
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.package_metadata import documented
 from kvevents.service.discovery.provider import check_load
-from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
+from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
+from kvevents.service.fleet.member import MemberMatch
+from kvevents.service.fleet.registration import Registration, Scope
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer
-from kvevents.service.member import MemberMatch
-from kvevents.service.registration import Registration, Scope
+from kvevents.service.registrations import Client, InstanceQuery
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
 from kvevents.service.service import Service
 
@@ -165,10 +165,7 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, which the service follows from then on."""
     body: RegisterRequest = REGISTER.read(request, service.settings.limits)
-    registration = _registration(body)
-    await service.admit(registration)
-    change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
-    service.audit.log_change(change, caller=request.caller, peer=request.peer)
+    await service.registrations.register(_registration(body), Client(request.caller, request.peer))
     service.metrics.record_ignored_fields(request)
     fields: dict[str, Any] = {
         "warnings": [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored[:MAX_WARNINGS]]
@@ -225,36 +222,10 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
     body: UnregisterRequest = UNREGISTER.read(request, service.settings.limits)
-    instance, model = str(body.instance_id), pick(body, MODEL)
     tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
-    found = [
-        member.registration
-        for member in service.members().values()
-        if (member.registration.instance, member.registration.tenant, member.registration.group)
-        == (instance, DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group)
-        and body.dp_rank in {None, member.registration.rank}
-    ]
-    if not found:
-        which = "" if body.dp_rank is None else f" rank {body.dp_rank}"
-        raise NotFoundError(f"instance {instance}{which} not found", "not-registered", "see /workers for registered instances")
-    if model is not None and found[0].model != model:
-        raise NotFoundError(
-            f"instance {instance} is registered for model={found[0].model}", "other-model", "send that model, or none"
-        )
-    if (lora and lora != found[0].lora_name) or (salt and salt != found[0].salt):
-        raise NotFoundError(
-            f"instance {instance} is registered with another LoRA or salt", "other-scope", "send those, or none"
-        )
+    query = InstanceQuery(str(body.instance_id), body.dp_rank, pick(body, MODEL), tenant, group, lora, salt)
+    ended = await service.registrations.unregister(query, Client(request.caller, request.peer))
     service.metrics.record_ignored_fields(request)
-    outcomes = await asyncio.gather(*(service.dismiss(registration.key) for registration in found), return_exceptions=True)
-    # Another client may have unregistered some of them meanwhile.
-    ended = [each for each, outcome in zip(found, outcomes, strict=True) if not isinstance(outcome, BaseException)]
-    for each in ended:
-        change = f"unregistered {each.label} of tenant {each.tenant}"
-        service.audit.log_change(change, caller=request.caller, peer=request.peer)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if failures and (not ended or not all(isinstance(failure, NotFoundError) for failure in failures)):
-        raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
     if body.model_name is not None:
         return Response(b'{"status":"ok"}')
     removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in ended]

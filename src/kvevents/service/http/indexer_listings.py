@@ -15,9 +15,9 @@ import msgspec
 from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import TooMuchError
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Key
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.member import Member
-from kvevents.service.registration import Key
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 

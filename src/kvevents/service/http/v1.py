@@ -27,11 +27,11 @@ from kvevents.client.schemas import (
 )
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.event_bus import StreamEvent
+from kvevents.service.fleet.event_bus import StreamEvent
+from kvevents.service.fleet.member import Member, MemberMatch
+from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import HottestPrefixes
-from kvevents.service.member import Member, MemberMatch
-from kvevents.service.registration import Scope
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker

@@ -25,10 +25,10 @@ from kvevents.plane.layout import Layout, find_plane
 from kvevents.plane.records import StreamKey
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
-from kvevents.service.consistency_check import ConsistencyCheck
-from kvevents.service.fleet import Fleet
-from kvevents.service.index_build import IndexBuild, Snapshotter
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.registration import Registration
+from kvevents.service.replica.build import IndexBuild, Snapshotter
+from kvevents.service.replica.consistency_check import ConsistencyCheck
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:

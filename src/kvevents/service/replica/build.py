@@ -22,8 +22,8 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
 from kvevents.plane.settings import ReaderLimits
 from kvevents.plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
-from kvevents.service.consistency_check import ConsistencyCheck
-from kvevents.service.follower import Follower, IndexSink
+from kvevents.service.fleet.follower import Follower, IndexSink
+from kvevents.service.replica.consistency_check import ConsistencyCheck
 from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from kvevents.errors import KVEventsError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
 from kvevents.routing.engine_load import EngineLoad
-from kvevents.service.registration import Registration
+from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected

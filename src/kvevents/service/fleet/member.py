@@ -14,8 +14,8 @@ from kvevents.index import WorkerInfo
 from kvevents.routing import LoadReading
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.weights import DISTANCE_LOST, distance_of
-from kvevents.service.reasons import ENDPOINT_FAULTS, SourceFault, reasons_of
-from kvevents.service.registration import Registration, Scope
+from kvevents.service.fleet.faults import ENDPOINT_FAULTS, SourceFault, reasons_of
+from kvevents.service.fleet.registration import Registration, Scope
 from kvevents.stream import Trust, TrustState
 from kvevents.subscriber import StreamStatus
 

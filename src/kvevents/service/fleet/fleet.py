@@ -18,10 +18,10 @@ from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.routing import LoadSettings
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
-from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
-from kvevents.service.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
-from kvevents.service.member import HTTP, Member, MemberMatch, Revision
-from kvevents.service.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
+from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
+from kvevents.service.fleet.member import HTTP, Member, MemberMatch, Revision
+from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust

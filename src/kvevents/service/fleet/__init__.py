@@ -1,0 +1,1 @@
+"""The fleet: its members, what their streams report, and who listens to it."""
