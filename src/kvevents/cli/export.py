@@ -34,8 +34,6 @@ _COUNT_NOTES: Final = {
     "lost": "{} missing by their sequence numbers; blocks that were resident meanwhile are marked `across_gap`",
     "compacted": "{} represented by a snapshot, so nothing is lost",
     "rejected": "{} not decoded ({reasons})",
-    "late": "{} replayed too late to be put in order",
-    "conflicting": "{} replayed from another incarnation",
     "unplaced": "{} replayed without a known endpoint",
     "malformed": "{} that are not batches",
     "unknown_removals": "{} of blocks that were not resident",

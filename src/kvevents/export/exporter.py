@@ -25,7 +25,8 @@ from kvevents.export.tables import (
     TableWriter,
 )
 from kvevents.recording import StrPath, read_recording
-from kvevents.recording_streams import OrderedBatch, RecordedStream, RecordingStreams
+from kvevents.recording_deliveries import RecordedStream, RecordingDeliveries
+from kvevents.stream import Gap, RawBatch
 from kvevents.wire import Rejected, decode_batch
 
 _KEY_BYTES: Final = 32
@@ -95,23 +96,28 @@ class _Worker:
         self.incarnations: set[int] = set()
         self.batches = 0
         self.counts: Counter[str] = Counter()
+        self.gap_before = 0
+        """Batches that were lost since the newest batch."""
         self.first_at: float | None = None
         self.last_at: float | None = None
 
-    def count_batch(self, ordered: OrderedBatch, at: float | None) -> None:
+    def count_gap(self, gap: Gap) -> None:
+        """Count missing batches."""
+        count = gap.last + 1 - gap.first
+        self.counts["compacted" if gap.compacted else "lost"] += count
+        self.gap_before += 0 if gap.compacted else count
+
+    def count_batch(self, incarnation: int, at: float | None) -> None:
         """Count a batch, which happened at `at`."""
-        self.incarnations.add(ordered.incarnation)
+        self.incarnations.add(incarnation)
         self.batches += 1
-        self.counts["lost"] += ordered.gap_before
+        self.gap_before = 0
         self.last_at = at if at is not None else self.last_at
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
     def close(self) -> None:
         """Collect the final counters after the last batch."""
-        ordering = self.stream.ordering
-        self.counts.update(
-            compacted=ordering.compacted, duplicates=ordering.duplicates, late=ordering.late, conflicting=ordering.conflicting
-        )
+        self.counts["duplicates"] = self.stream.duplicates
         self.counts.update(self.cache.counts)
 
     def row(self) -> Row:
@@ -168,14 +174,17 @@ class _Export:
     def read(self, path: StrPath, name: str) -> None:
         """Add one recording."""
         reader = read_recording(path)
-        streams = RecordingStreams(self._limits.ordering)
+        streams = RecordingDeliveries(waits=True)
         workers: dict[RecordedStream, _Worker] = {}
-        for stream, ordered in streams.read(reader):
+        for stream, delivery in streams.read(reader):
             worker = workers.get(stream)
             if worker is None:
                 worker = workers[stream] = self._add_worker(name, stream)
-            self._add_batch(worker, ordered)
-            self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
+            if isinstance(delivery, Gap):
+                worker.count_gap(delivery)
+            elif isinstance(delivery, RawBatch):
+                self._add_batch(worker, delivery)
+                self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
         self._end(list(workers.values()))
         self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
         if reader.truncation:
@@ -209,20 +218,21 @@ class _Export:
         self._workers.append(worker)
         return worker
 
-    def _add_batch(self, worker: _Worker, ordered: OrderedBatch) -> None:
-        batch = ordered.batch
+    def _add_batch(self, worker: _Worker, batch: RawBatch) -> None:
+        t = worker.stream.recorded_at
         decoded = decode_batch(batch.payload)
         events, ts = decoded.batch.events, decoded.batch.ts or None
-        at = batch.t if ts is None else ts
+        at = t if ts is None else ts
         self._set_rank(worker, decoded.batch.data_parallel_rank)
-        worker.count_batch(ordered, at)
+        gap_before = worker.gap_before
+        worker.count_batch(batch.incarnation, at)
         rejected = self._count_rejected(worker, decoded.rejected)
         cache = worker.cache
-        in_batch = BatchPosition(ordered.incarnation, batch.seq, at)
-        cache.begin_batch(in_batch, ordered.gap_before)
+        in_batch = BatchPosition(batch.incarnation, batch.seq, at)
+        cache.begin_batch(in_batch, gap_before)
         topic = batch.topic.decode(errors="backslashreplace")
-        head = (worker.number, ordered.incarnation, batch.seq, worker.stream.run, topic, ts, batch.t, batch.replayed)
-        self._batches.add([(*head, len(events), *rejected, len(batch.payload), ordered.gap_before)])
+        head = (worker.number, batch.incarnation, batch.seq, worker.stream.run, topic, ts, t, batch.replayed)
+        self._batches.add([(*head, len(events), *rejected, len(batch.payload), gap_before)])
         for position, event in enumerate(events):
             rows = cache.apply(event, in_batch, position)
             self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)

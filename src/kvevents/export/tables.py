@@ -17,7 +17,6 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from kvevents.errors import ConfigError, RecordingError
 from kvevents.recording import StrPath
-from kvevents.recording_streams import DEFAULT_ORDERING_LIMITS, OrderingLimits
 from kvevents.settings import Positive, Settings
 
 _FOLDER: Final = Path(__file__).parent / "queries"
@@ -128,8 +127,6 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     """Rows of a table that are collected before they are written as a row group; about 50 MB of Python objects."""
     tokens: Positive = 1 << 20
     """Token ids that are collected, if they are exported: rows are long with them."""
-    ordering: OrderingLimits = DEFAULT_ORDERING_LIMITS
-    """Batches that wait for a missing one."""
     resident_blocks: Positive = 4_000_000
     """Blocks of one export that are resident at the same time, about 700 bytes each. Beyond it, the oldest blocks of the worker
     that stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
@@ -201,9 +198,7 @@ WORKERS: Final = Table(
         Column("batches", "int64", "batches in the table `batches`"),
         Column("lost", "int64", "batches missing in the recording, by their sequence numbers"),
         Column("compacted", "int64", "batches that a snapshot replaces: they are not lost"),
-        Column("duplicates", "int64", "batches recorded more than once; each counts once"),
-        Column("late", "int64", "replayed batches recorded too late to be ordered, and left out"),
-        Column("conflicting", "int64", "replayed batches of another incarnation, left out"),
+        Column("duplicates", "int64", "batches left out: recorded before, or replayed after they counted as lost"),
         Column("rejected", "int64", "events, or entire batches, that could not be decoded, and are left out"),
         Column("unkeyed", "int64", "stored blocks without a key"),
         Column("unknown_removals", "int64", "removals of blocks that were not held"),

@@ -6,7 +6,7 @@ root, so its ancestors and the chain together are the beginning of a prompt. Lat
 - several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
   compute in chunks;
 - anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
-Blocks are identified by stream and cache generation. A generation begins with an incarnation, as `kvevents.recording_streams`
+Blocks are identified by stream and cache generation. A generation begins with an incarnation, as `kvevents.stream.Stream`
 finds it, and with each clear. A missing batch is not waited for, since requests of all streams are yielded in the order of the
 recording.
 """
@@ -22,9 +22,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
 from kvevents.recording import RecordingReader, StrPath, read_recording
-from kvevents.recording_streams import OrderedBatch, OrderingLimits, RecordedStream, RecordingStreams
+from kvevents.recording_deliveries import RecordedStream, RecordingDeliveries
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.workload_traces import ANSWERS, Sessions
+from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch
 
 ANSWER_GAP: Final = 30.0
@@ -35,7 +36,6 @@ MAX_BLOCKS: Final = 500_000
 """Most blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
 MAX_OPEN: Final = 10_000
 """Most requests that are open, so that their answers can continue; above that the oldest one is completed."""
-_NOTHING_WAITS: Final = OrderingLimits(held_batches=0)
 _WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
@@ -59,7 +59,7 @@ class _CacheGeneration:
     number: int
     """Number of the generation; each clear begins a new one."""
     recorded: int
-    """Incarnation of the batches, as in `OrderedBatch`."""
+    """Incarnation of the batches."""
     group: int | None = None
 
 
@@ -120,8 +120,9 @@ def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None,
     frames = (
         frame for frame in of_run if frame.socket == "meta" or (frame.socket == "pub" and endpoint in (None, frame.endpoint))
     )
-    for stream, placed in RecordingStreams(_NOTHING_WAITS).read(frames):
-        rebuilding.feed(stream, placed)
+    for stream, delivery in RecordingDeliveries(waits=False).read(frames):
+        if isinstance(delivery, RawBatch):
+            rebuilding.feed(stream, delivery)
         yield from rebuilding.finished()
     yield from rebuilding.finished(at_end=True)
 
@@ -143,11 +144,11 @@ class _Rebuilding:
         self._now = 0.0
         self._number = 0
 
-    def feed(self, stream: RecordedStream, placed: OrderedBatch) -> None:
+    def feed(self, stream: RecordedStream, raw: RawBatch) -> None:
         """Process one batch."""
-        batch = decode_batch(placed.batch.payload).batch
-        self._tick(batch.ts if placed.batch.t is None else placed.batch.t)
-        generation = self._generation(stream, batch.data_parallel_rank, placed.incarnation)
+        batch = decode_batch(raw.payload).batch
+        self._tick(batch.ts if stream.recorded_at is None else stream.recorded_at)
+        generation = self._generation(stream, batch.data_parallel_rank, raw.incarnation)
         for chain in self._chains(generation, batch):
             self._place_chain(chain)
 

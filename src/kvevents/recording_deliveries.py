@@ -1,0 +1,181 @@
+"""The deliveries of one recording: assigns its frames to streams, and feeds each stream to `kvevents.stream.Stream`.
+
+In recordings of `kvevents record`, notes name the stream of each run, its restarts, and the gaps that a snapshot represents. In
+other recordings a run is one stream or, with several PUB endpoints, several. Replies to replay requests belong to the only
+stream of their run. A stream waits for missing batches until recorded replies bring them, or its run ends, or too many wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from kvevents.recording import RecordedFrame
+from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Source, Stream
+from kvevents.wire import Live, Malformed, ReplayBatch, parse_live, parse_replay_reply, replay_batch_frames
+from kvevents.wire.decode import begins_with_clear
+
+MAX_WAITING_BATCHES: Final = 4096
+"""Batches of one stream that wait for a missing one. Above that the missing ones count as lost."""
+MAX_WAITING_BYTES: Final = 16 << 20
+"""Size of the payloads of these batches."""
+_NOW: Final = math.inf
+"""The time of all frames: whatever a stream waits for is due when `tick` is called."""
+_ENDPOINT: Final = "inproc://recording"
+_CONFIRMED: Final = BatchReport(digest_matches=True)
+"""The report of each live batch: replies before it are of the same publisher, because they are of the same run."""
+
+
+class RecordedStream:
+    """One stream of a recording."""
+
+    def __init__(self, run: str, endpoint: str | None, *, waits: bool) -> None:
+        self.run = self.source = run
+        """The run to which its newest frames belong, and the name of the engine: that of its first run without a note."""
+        self.endpoint = endpoint
+        self.rank: int | None = None
+        """None if only the batches themselves contain it."""
+        self.is_followed = False
+        """Whether the recorder followed it until the end of the recording, so that silence means that nothing happened."""
+        self.compacted: Any = None
+        """First and last number of the newest gap that a snapshot represents, as a note says."""
+        self.duplicates = 0
+        """Batches that were recorded again, or were replayed after they counted as lost."""
+        self.recorded_at: float | None = None
+        """Time at which the newest delivery was recorded, in seconds since the epoch."""
+        self._stream = Stream(Source(_ENDPOINT, _ENDPOINT if waits else None), decode=None)
+        self._stream.connected(_NOW)
+        self._last_live = -1
+        self._newest: RawBatch | None = None
+        self._waiting: dict[int, tuple[bytes, float | None]] = {}
+        """Payloads and times of the batches that are not delivered yet."""
+        self._waiting_bytes = 0
+
+    def receive(self, batch: Live | ReplayBatch, frames: Sequence[bytes], t: float | None) -> Iterator[RawDelivery]:
+        """Feed the next recorded batch."""
+        stream, seq, size = self._stream, batch.seq, len(batch.payload)
+        known, _ = self._waiting.get(seq, (batch.payload, t))
+        is_other = known != batch.payload and not (begins_with_clear(known) or begins_with_clear(batch.payload))
+        is_live = isinstance(batch, Live)
+        is_restart = is_other or (is_live and seq <= self._last_live)
+        # The stream drops what waits when an incarnation ends.
+        if is_restart or stream.waiting >= MAX_WAITING_BATCHES or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            yield from self.finish()
+        self.duplicates += 1
+        is_new = seq > stream.last_seq
+        if is_new or is_live:
+            self._waiting.setdefault(seq, (batch.payload, t))
+            self._waiting_bytes += size
+        if is_live:
+            self._last_live = seq
+            stream.receive_live(frames, _NOW)
+        elif is_new:
+            self._begin_answer()
+            stream.receive_replay(frames, _NOW)
+        yield from self._take(t)
+
+    def _begin_answer(self) -> None:
+        """Let the stream request what it misses, or else the tail. Its newest batch, if requested, identifies the publisher."""
+        stream, newest = self._stream, self._newest
+        if not stream.waiting:
+            self._end_request()
+            stream.tick(_NOW)
+        request = stream.request_to_send(_NOW)
+        if request is not None and newest is not None and newest.seq >= request.start:
+            stream.receive_replay(replay_batch_frames(None, newest.seq, newest.payload), _NOW)
+
+    def _end_request(self) -> None:
+        while self._stream.is_fetching:
+            self._stream.request_to_send(_NOW)
+            self._stream.tick(_NOW)
+
+    def begin_run(self, run: str) -> Iterator[RawDelivery]:
+        """Begin the run of another incarnation. Return what still waits."""
+        yield from self.finish()
+        self.run = run
+        incarnation = self._stream.incarnation + (self._stream.last_seq >= 0)
+        self._stream = Stream(self._stream.source, decode=None, first_incarnation=incarnation)
+        self._stream.connected(_NOW)
+
+    def finish(self) -> Iterator[RawDelivery]:
+        """Give up missing batches. Return what waits for them."""
+        self._end_request()
+        return self._take(None)
+
+    def _take(self, t: float | None) -> Iterator[RawDelivery]:
+        for delivery in self._stream.deliveries():
+            is_compacted = isinstance(delivery, Gap) and [delivery.first, delivery.last] == self.compacted
+            if isinstance(delivery, Reset):
+                self._newest = None
+            elif isinstance(delivery, RawBatch):
+                self._newest = delivery
+                self.duplicates -= 1
+                _, self.recorded_at = self._waiting.pop(delivery.seq, (b"", t))
+                if not delivery.replayed:
+                    self._stream.report(delivery, _CONFIRMED)
+            yield replace(delivery, compacted=True) if is_compacted else delivery
+        if not self._stream.waiting:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+
+
+class RecordingDeliveries:
+    """Reads the frames of one recording. With `waits`, streams wait for missing batches, except those that notes name."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.malformed = 0
+        """Messages that are neither batches nor replies."""
+        self.unplaced = 0
+        """Replayed batches of runs with several PUB endpoints, which cannot be assigned to one of them."""
+        self._waits = waits
+        self._runs: dict[str, dict[str | None, RecordedStream]] = {}
+        self._noted: dict[tuple[str, int], RecordedStream] = {}
+        """Streams by the source and rank that notes give."""
+
+    def read(self, frames: Iterable[RecordedFrame]) -> Iterator[tuple[RecordedStream, RawDelivery]]:
+        """Yield what each stream delivers, in the order of the recording. Raise what reading `frames` raises."""
+        for frame in frames:
+            if frame.socket == "meta":
+                yield from self._read_note(frame.run, frame.meta or {})
+            elif frame.socket != "replay-request":
+                batch = (parse_live if frame.socket == "pub" else parse_replay_reply)(frame.frames)
+                self.malformed += isinstance(batch, Malformed)
+                if isinstance(batch, Live | ReplayBatch):
+                    yield from self._read_batch(frame, batch)
+        for stream in {stream: None for streams in self._runs.values() for stream in streams.values()}:
+            yield from ((stream, delivery) for delivery in stream.finish())
+
+    def _read_batch(self, frame: RecordedFrame, batch: Live | ReplayBatch) -> Iterator[tuple[RecordedStream, RawDelivery]]:
+        streams = self._runs.setdefault(frame.run, {})
+        if isinstance(batch, Live):
+            endpoint = frame.endpoint
+            if None in streams:  # replies came before the first live batch
+                streams[endpoint] = streams.pop(None)
+                streams[endpoint].endpoint = endpoint
+        else:
+            endpoint = next(iter(streams), None)
+            if len(streams) > 1:
+                self.unplaced += 1
+                return
+        if endpoint not in streams:
+            streams[endpoint] = RecordedStream(frame.run, endpoint, waits=self._waits)
+        stream = streams[endpoint]
+        yield from ((stream, delivery) for delivery in stream.receive(batch, frame.frames, frame.t))
+
+    def _read_note(self, run: str, note: dict[str, Any]) -> Iterator[tuple[RecordedStream, RawDelivery]]:
+        source, rank, endpoint = note.get("source"), note.get("rank"), note.get("endpoint")
+        if not isinstance(source, str) or not isinstance(rank, int):
+            return
+        stream = self._noted.get((source, rank))
+        if stream is None:
+            endpoint = endpoint if isinstance(endpoint, str) else None
+            stream = self._noted[source, rank] = RecordedStream(run, endpoint, waits=False)
+            stream.source, stream.rank, stream.is_followed = source, rank, True
+        elif stream.run != run:
+            yield from ((stream, delivery) for delivery in stream.begin_run(run))
+        self._runs.setdefault(run, {})[stream.endpoint] = stream
+        if note.get("compacted") is True:
+            stream.compacted = note.get("gap")
