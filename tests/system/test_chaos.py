@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -17,17 +18,19 @@ from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.stream import Batch
 from kvevents.wire import Dialect, dialects, encode_batch
-from tests.system.chaos import report, truth
-from tests.system.chaos.cache import Cache, CacheSettings, DialectFeatures
+from tests.system.chaos import report
 from tests.system.chaos.consumer import Report, make_leaping_clock
-from tests.system.chaos.engine import RELEASES, Make
 from tests.system.chaos.faults import ENDS, FAULTS
-from tests.system.chaos.jobs import Run, play_rounds
-from tests.system.chaos.judging import Example, Outcome, Result, check_claims, judge
+from tests.system.chaos.judging import check_claims
 from tests.system.chaos.plan import LOST_TAIL, Plan, draw_plan, known_names
 from tests.system.chaos.settling import SettleLimits
-from tests.system.chaos.stage import play
+from tests.system.chaos.stage import Stage
 from tests.system.chaos.traits import TRAITS, VARIANTS
+from tests.system.chaos_kit import truth
+from tests.system.chaos_kit.cache import Cache, CacheSettings, DialectFeatures
+from tests.system.chaos_kit.engine import RELEASES, Make
+from tests.system.chaos_kit.jobs import Run, play, play_rounds
+from tests.system.chaos_kit.judging import Example, Outcome, Result, judge
 from tools import released
 
 MAKES: list[Make] = ["ours", "tape", "vllm", "sglang"]
@@ -95,10 +98,10 @@ def test_no_consumer_behind_relays_is_exact_and_wrong(faults: list[str]) -> None
 
 
 def play_and_check(plan: Plan) -> None:
-    outcome = play(plan, SHORT_LIMITS)
+    outcome = play(Stage(plan, SHORT_LIMITS))
     assert not outcome.error, plan.schedule()
     assert not outcome.wrong, f"{outcome.results}\n{plan.schedule()}"
-    assert {result.consumer for result in outcome.results} == {consumer.name for consumer in plan.consumers}
+    assert {result.holder for result in outcome.results} == {consumer.name for consumer in plan.consumers}
 
 
 def test_every_fault_is_played_or_excused() -> None:
@@ -110,7 +113,7 @@ def test_every_fault_is_played_or_excused() -> None:
 def test_a_calm_round_is_exact() -> None:
     """Without faults the consumer is EXACT and right, and has recorded claims."""
     plan = make_calm_plan()
-    (result,) = play(plan, SHORT_LIMITS).results
+    (result,) = play(Stage(plan, SHORT_LIMITS)).results
     assert result.kind == "right", plan.schedule()
     assert result.claims > 0
 
@@ -119,7 +122,7 @@ def test_a_consumer_that_ignores_a_removal_is_found() -> None:
     """A consumer that silently ignores one removal is found by its final state or by its claims."""
     plan = make_calm_plan()
     plan = replace(plan, consumers=tuple(replace(consumer, ignores_a_removal=True) for consumer in plan.consumers))
-    outcome = play(plan, replace(SHORT_LIMITS, settle=1.0))
+    outcome = play(Stage(plan, replace(SHORT_LIMITS, settle=1.0)))
     assert outcome.wrong, outcome.results
     assert "EXACT at batch" in outcome.results[0].detail
 
@@ -130,7 +133,7 @@ def test_released_publishers_are_played_with_their_example_subscriber(make: Make
     if make not in AVAILABLE:
         pytest.skip("its wheel is not there: `make bench` downloads it")
     plan = draw_plan("suite", 0, 400, [make], ["live messages dropped"], [*RELAY_FEATURES, "no replay endpoint", *ENDS])
-    outcome = play(plan, SHORT_LIMITS)
+    outcome = play(Stage(plan, SHORT_LIMITS))
     assert (outcome.error, outcome.wrong) == ("", False), plan.schedule()
     assert [example.name for example in outcome.examples] == ["example", "example, corrected"]
     assert all(0 <= example.lost < example.published == outcome.batches for example in outcome.examples)
@@ -244,8 +247,8 @@ def test_a_truncated_last_record_is_not_read(tmp_path: Path) -> None:
 )
 def test_only_an_exact_consumer_can_be_wrong(report: Report, kind: str, lasting: bool) -> None:
     """A consumer that is EXACT is right only with the digest of the engine. One that is not EXACT is not wrong."""
-    result = judge("c", report, DIGEST)
-    assert (result.kind, result.lasting) == (kind, lasting)
+    assert judge("c", report.state, DIGEST).kind == kind
+    assert bool(report.lasting_reasons) is lasting
 
 
 def test_claims_are_compared_with_the_truth_after_their_batch() -> None:
@@ -266,7 +269,7 @@ def test_claims_are_compared_with_the_truth_after_their_batch() -> None:
 
 def test_a_consumer_that_was_wrong_once_is_wrong() -> None:
     checked_claims = check_claims([truth.Claim(truth.NO_BATCH, DIGEST, -1)], {}, foreign=False)
-    result = judge("c", make_report(), DIGEST).with_claims(checked_claims)
+    result = judge("c", make_report().state, DIGEST).with_claims(checked_claims)
     assert (result.kind, result.claims) == ("wrong", 1)
 
 
@@ -285,10 +288,10 @@ def test_the_report_counts_each_round_in_every_row_of_its_faults() -> None:
     """A round counts in the row of each of its faults. Example subscribers have rows beside ours."""
     right = Result("steady", "right", (), "", claims=3, received=90)
     inexact = Result("late", "inexact", ("LOST",), "")
-    example = Example("example", 100, 40, right=False, missed=0, errors=1)
+    example = Example("example", 100, 40, right=False)
     rounds = [
-        Outcome("s", 0, ("restart", "half-open"), "vllm", 0, 100, (right, inexact), (example,), {"claims": 3}),
-        Outcome("s", 1, (), "ours", 0, 50, (right,)),
+        Outcome("s", 0, ("restart", "half-open"), 100, (right, inexact), {"claims": 3}, make="vllm", examples=(example,)),
+        Outcome("s", 1, (), 50, (right,), make="ours"),
     ]
     by_fault = report.by_fault(rounds)
     for row in ("| nothing | 1 | 1 | 0 | 0 |", "| restart | 1 | 1 | 1 | 0 |", "| half-open | 1 | 1 | 1 | 0 |"):
@@ -305,5 +308,7 @@ def test_the_report_counts_each_round_in_every_row_of_its_faults() -> None:
 
 def test_each_round_is_played_once_by_concurrent_jobs() -> None:
     """Concurrent jobs play each number once."""
-    run = Run("jobs", 150, ["ours"], (), [*RELAY_FEATURES, *ENDS, *FAULTS, *TRAITS], limits=SHORT_LIMITS)
+    without = [*RELAY_FEATURES, *ENDS, *FAULTS, *TRAITS]
+    draw = partial(draw_plan, "jobs", batches=150, makes=["ours"], without=without)
+    run = Run("jobs", draw, partial(Stage, limits=SHORT_LIMITS))
     assert sorted(outcome.number for outcome in play_rounds(run, iter(range(4)), 2, lambda: True)) == [0, 1, 2, 3]

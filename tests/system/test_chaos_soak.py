@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 
-from tests.system.chaos.parts import Leg
 from tests.system.chaos.soak import (
     ALLOWANCES,
     MINUTES,
@@ -25,6 +24,7 @@ from tests.system.chaos.soak import (
     tabulate,
     trends,
 )
+from tests.system.chaos_kit.parts import Leg
 
 HOUR = 3600.0
 DRAW = Random(1)

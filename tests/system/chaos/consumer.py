@@ -19,9 +19,11 @@ import msgspec
 from kvevents.errors import SnapshotError
 from kvevents.events import BlockRemoved
 from kvevents.index import PrefixIndex
-from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Checkpoint, DegradedReason, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
-from tests.system.chaos.truth import EMPTY, NO_BATCH, Claim, ClaimWriter, key_of
+from tests.system.chaos_kit.judging import State
+from tests.system.chaos_kit.timeouts import FAST_LIMITS, FAST_SOCKET_OPTIONS
+from tests.system.chaos_kit.truth import EMPTY, NO_BATCH, Claim, ClaimWriter, describe_batch, key_of
 
 NAME: Final = "engine"
 RECEIVE_SECONDS: Final = 0.02
@@ -31,9 +33,18 @@ CLAIM_INTERVAL: Final = 0.004
 SAVE_INTERVAL: Final = 0.1
 """Seconds between two saved states at least."""
 
-FAST_LIMITS: Final = StreamLimits(replay_timeout=0.5, reply_idle_timeout=0.2, idle_before_probe=0.15, max_probe_interval=1.0)
-"""Shorter timeouts than those of production networks, so that a round is short."""
-FAST_SOCKET_OPTIONS: Final = SocketOptions(reconnect_ms=20, reconnect_max_ms=200, heartbeat_ms=150, heartbeat_timeout_ms=600)
+LASTING_REASONS: Final = frozenset(
+    degraded_reason.name
+    for degraded_reason in (
+        DegradedReason.NO_REPLAY,
+        DegradedReason.LOST,
+        DegradedReason.REJECTED,
+        DegradedReason.IDENTITY,
+        DegradedReason.REPLAY_FOREIGN,
+        DegradedReason.REPLAY_UNCONFIRMED,
+    )
+)
+"""Degraded reasons that do not end while no batches arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,15 @@ class Report(NamedTuple):
     def reasons(self) -> tuple[str, ...]:
         """Return why the consumer is not EXACT."""
         return () if self.is_exact else self.reason_names or (self.trust,)
+
+    @property
+    def lasting_reasons(self) -> frozenset[str]:
+        return LASTING_REASONS.intersection(self.reason_names)
+
+    @property
+    def state(self) -> State:
+        after = f", after resets ({'; '.join(self.resets)})" if self.resets else ""
+        return State(self.trust, self.reasons, self.digest, f"at {describe_batch(self.key)} (number {self.seq}){after}")
 
 
 class _Saved(msgspec.Struct):

@@ -10,18 +10,16 @@ from typing import Any, Final, Literal
 from kvevents.testing import Faults
 from kvevents.testing.playlist import ReplyShape
 from kvevents.wire import Dialect, dialect_for, dialects
-from tests.system.chaos.cache import CacheSettings
 from tests.system.chaos.consumer import Consumer
-from tests.system.chaos.engine import Engine, Make
 from tests.system.chaos.faults import ENDS, FAULTS
 from tests.system.chaos.relaying import Hop
 from tests.system.chaos.traits import TRAITS, VARIANTS, Setting
+from tests.system.chaos_kit import plan
+from tests.system.chaos_kit.cache import CacheSettings
+from tests.system.chaos_kit.engine import Engine, Make
+from tests.system.chaos_kit.plan import Command
 
 Transport = Literal["tcp", "ipc"]
-Command = tuple[Any, ...]
-"""A word and its arguments: `("publish", until, rate)`, `("reach", number)`, `("strike", fault, leg)`, `("heal", fault, leg)`,
-`("end_incarnation", ending, batches)`, `("join", consumer)`, `("tail", until, lost)`."""
-
 MAKES: Final[dict[Make, int]] = {"ours": 45, "tape": 33, "vllm": 11, "sglang": 11}
 RATES: Final = (4_000.0, 8_000.0, 20_000.0)
 """Batches per second that an engine tries to publish."""
@@ -33,43 +31,28 @@ TAIL: Final = (1, 40)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that happens in a round. Nothing else is drawn while it is played."""
+class Plan(plan.Plan):
+    """Everything that happens in a round."""
 
-    seed: str
-    number: int
     setting: Setting
     consumers: tuple[Consumer, ...]
     """All consumers, also those that join by a command."""
-    faults: tuple[str, ...]
-    script: tuple[Command, ...]
     incarnations: tuple[int, ...]
     """Batches that each incarnation can publish."""
 
-    @property
-    def name(self) -> str:
-        return f"--seed {self.seed} --round {self.number}"
-
-    def draw(self, what: str) -> Random:
-        """Return a random generator for one purpose."""
-        return _random(f"{self.seed}/{self.number}/{what}")
-
-    def schedule(self) -> str:
-        """Return the plan as text."""
+    def describe(self) -> list[str]:
         setting, engine = self.setting, self.setting.engine
-        lines = [
-            f"{self.name}: {engine.make} {'-'.join(engine.dialect)} over {setting.transport}, relays: {setting.relays}",
-            f"  options {dict(engine.options)}, {engine.cache_settings}, {engine.defects}",
-            f"  {engine.faults}" if engine.make == "tape" else "",
-            *(f"  {each}" for each in setting.hops),
+        return [
+            f"{engine.make} {'-'.join(engine.dialect)} over {setting.transport}, relays: {setting.relays}",
+            f"options {dict(engine.options)}, {engine.cache_settings}, {engine.defects}",
+            *([str(engine.faults)] if engine.make == "tape" else []),
+            *map(str, setting.hops),
             *(
-                f"  consumer {each.name}: decode={each.decode} async={each.asynchronous} "
+                f"consumer {each.name}: decode={each.decode} async={each.asynchronous} "
                 f"leaps={each.clock_leaps} saves={each.saves_state}"
                 for each in self.consumers
             ),
-            *(f"  {' '.join(map(str, command))}" for command in self.script),
         ]
-        return "\n".join(line for line in lines if line)
 
 
 def draw_plan(
@@ -87,9 +70,10 @@ def draw_plan(
     Raises `LookupError` if no plan fits.
     """
     for attempt in range(DRAWS if only or without else 1):
-        plan = _PlanBuilder(seed, number, attempt, batches, makes, set(only), set(without), can_mount).plan()
-        if set(only) <= set(plan.faults) and not set(without) & set(plan.faults):
-            return plan
+        random = Random(f"{seed}/{number}" + (f"/{attempt}" if attempt else ""))
+        drawn = _PlanBuilder(seed, number, batches, makes, set(only), set(without), can_mount, random).plan()
+        if set(only) <= set(drawn.faults) and not set(without) & set(drawn.faults):
+            return drawn
     raise LookupError(
         f"no round has {', '.join(only)} without {', '.join(without) or 'anything'}; there are {', '.join(known_names())}"
     )
@@ -100,21 +84,16 @@ def known_names() -> list[str]:
     return [*VARIANTS, *ENDS, *FAULTS, LOST_TAIL, *TRAITS]
 
 
+@dataclass(frozen=True, slots=True)
 class _PlanBuilder:
-    def __init__(
-        self,
-        seed: str,
-        number: int,
-        attempt: int,
-        batches: int,
-        makes: Collection[Make],
-        only: set[str],
-        without: set[str],
-        can_mount: bool,
-    ) -> None:
-        self.seed, self.number, self.batches, self.makes = seed, number, batches, makes
-        self.only, self.without, self.can_mount = only, without, can_mount
-        self.random = _random(f"{seed}/{number}" + (f"/{attempt}" if attempt else ""))
+    seed: str
+    number: int
+    batches: int
+    makes: Collection[Make]
+    only: set[str]
+    without: set[str]
+    can_mount: bool
+    random: Random
 
     def plan(self) -> Plan:
         setting, traits = self.traits(self.setting())
@@ -123,9 +102,9 @@ class _PlanBuilder:
         consumers = self.consumers(setting, faults)
         script = self.script(setting, incarnations, ends, faults, consumers, traits)
         variants = [name for name, has_feature in VARIANTS.items() if has_feature(setting)]
-        tail = [LOST_TAIL] if ("tail", True) in _tail_commands(script) else []
+        tail = [LOST_TAIL] if any(command[0] == "tail" and command[2] for command in script) else []
         names = tuple(dict.fromkeys([*variants, *traits, *ends, *faults, *tail]))
-        return Plan(self.seed, self.number, setting, consumers, names, tuple(script), tuple(incarnations))
+        return Plan(self.seed, self.number, names, tuple(script), setting, consumers, tuple(incarnations))
 
     def is_chosen(self, share: float, name: str = "") -> bool:
         """Draw whether the round has something. A requested `name` is always chosen, an excluded one never."""
@@ -275,15 +254,7 @@ class _PlanBuilder:
         end = min(stop, begin + int(stop * self.random.uniform(0.02, 0.5)))
         order = self.random.randrange(1_000)
         fault_commands: list[tuple[int, int, Command]] = [(begin, 2 * order, ("strike", name, leg))]
-        return [*fault_commands, (end, 2 * order + 1, ("heal", name, leg))] if FAULTS[name].has_end else fault_commands
+        return [*fault_commands, (end, 2 * order + 1, ("heal", name, leg))] if FAULTS[name].heal is not None else fault_commands
 
 
 _RELEASED: Final[dict[Make, Dialect]] = {"vllm": dialect_for("vllm", "0.32.0"), "sglang": dialect_for("sglang", "0.5.23")}
-
-
-def _tail_commands(script: Sequence[Command]) -> list[tuple[str, bool]]:
-    return [(command[0], command[2]) for command in script if command[0] == "tail"]
-
-
-def _random(seed: str) -> Random:
-    return Random(seed)

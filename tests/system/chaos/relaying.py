@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -12,8 +11,7 @@ from kvevents.relay import Relay, RelayLimits, RelaySettings
 from kvevents.relay.journal import JournalLimits
 from kvevents.stream import Source
 from kvevents.subscriber import ZmqTransport
-from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS, NAME
-from tests.system.chaos.parts import START_SECONDS, Part
+from tests.system.chaos_kit.timeouts import FAST_LIMITS, FAST_SOCKET_OPTIONS
 
 RECEIVE_SECONDS: Final = 0.05
 SHORT_LIMITS: Final = RelayLimits(stream=FAST_LIMITS, snapshot_retry_interval=0.1, journal=JournalLimits(compact_bytes=20_000))
@@ -45,47 +43,6 @@ class Hop:
         )
 
 
-class RelayProcess:
-    """A relay that can be stopped, killed and started again at the same endpoints. `part` starts its process."""
-
-    def __init__(self, hop: Hop, settings: RelaySettings, start_part: Callable[..., Part]) -> None:
-        self._hop = hop
-        self._settings = settings
-        self._start_part = start_part
-        self._running: Part | None = None
-        self.starts = 0
-        self.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._running is not None and self._running.is_alive
-
-    def start(self) -> None:
-        """Start the process and wait until the relay is open. Do nothing if it runs."""
-        if self.is_alive:
-            return
-        self.starts += 1
-        self._running = self._start_part("relay", run, self._settings, self._hop.has_short_timeouts)
-        self._running.receive(START_SECONDS)
-
-    def stop(self) -> None:
-        if self._running is not None and self.is_alive:
-            self._running.stop()
-
-    def go_on(self) -> None:
-        if self._running is not None:
-            self._running.go_on()
-
-    def kill(self) -> None:
-        if self._running is not None:
-            self._running.kill()
-
-    def status(self) -> str:
-        """Return the status of the relay as text."""
-        assert self._running is not None
-        return str(self._running.exchange())
-
-
 def run(pipe: Connection, settings: RelaySettings, has_short_timeouts: bool) -> None:
     """Run the process: send the status for each message in the pipe, until the pipe is closed."""
     options: dict[str, Any] = (
@@ -98,8 +55,3 @@ def run(pipe: Connection, settings: RelaySettings, has_short_timeouts: bool) -> 
             while pipe.poll():
                 pipe.recv()
                 pipe.send(repr(running.status()))
-
-
-def source(endpoint: str, replay_endpoint: str | None, topic: str) -> Source:
-    """Return the upstream of a relay."""
-    return Source(endpoint, replay_endpoint, topic, NAME)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from tests.system.chaos.judging import Outcome
 from tests.system.chaos.plan import known_names
+from tests.system.chaos_kit.judging import Outcome
+from tests.system.chaos_kit.report import add_counters, format_table, make_fault_rows, tally
 from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "chaos.md"
-NO_FAULT: Final = "nothing"
 REASONS: Final = 4
 """Number of the most frequent reasons that a row names."""
 MAKES: Final[Mapping[str, str]] = {
@@ -22,51 +21,49 @@ MAKES: Final[Mapping[str, str]] = {
 }
 
 
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Return all tables."""
+    return "\n\n".join([by_fault(outcomes), by_make(outcomes), losses(outcomes)])
+
+
 def by_fault(outcomes: Sequence[Outcome]) -> str:
-    """Return a table with a row for each fault. A round counts in the row of each of its faults."""
-    found = {name: [each for each in outcomes if name in (each.faults or (NO_FAULT,))] for name in (NO_FAULT, *known_names())}
-    body = []
-    for name, rounds in found.items():
-        kinds = Counter(result.kind for outcome in rounds for result in outcome.results)
-        if rounds:
-            body.append([name, f"{len(rounds):,}", *(f"{kinds[kind]:,}" for kind in ("right", "inexact", "wrong"))])
-    return _format_table(["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"], body)
+    """Return a table with a row for each fault."""
+    heads = ["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"]
+    return format_table(heads, make_fault_rows(outcomes, known_names(), _format_fault_row))
+
+
+def _format_fault_row(outcomes: Sequence[Outcome]) -> list[str]:
+    found = tally(outcomes)
+    return [f"{count:,}" for count in (found.rounds, found.right, found.inexact, found.wrong)]
 
 
 def by_make(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each publisher, and one for all."""
     rows = {title: [each for each in outcomes if each.make == make] for make, title in MAKES.items()}
     heads = ["publisher", "rounds", "batches", "EXACT and right", "not EXACT, most frequent reasons", "EXACT and wrong"]
-    return _format_table(
+    return format_table(
         heads, ([name, *_format_make_row(found)] for name, found in {**rows, "**all**": outcomes}.items() if found)
     )
 
 
 def _format_make_row(outcomes: Sequence[Outcome]) -> list[str]:
-    results = [result for outcome in outcomes for result in outcome.results]
-    kinds = Counter(result.kind for result in results)
-    reasons = Counter(reason for result in results if result.kind == "inexact" for reason in result.reasons)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))
-    inexact = f"{kinds['inexact']}: {listed}" if listed else "0"
-    batches = sum(outcome.batches for outcome in outcomes)
-    return [f"{len(outcomes):,}", f"{batches:,}", f"{kinds['right']:,}", inexact, str(kinds["wrong"])]
+    found = tally(outcomes)
+    listed = ", ".join(f"{count} {reason}" for reason, count in found.reasons[:REASONS])
+    inexact = f"{found.inexact}: {listed}" if listed else "0"
+    return [f"{found.rounds:,}", f"{found.batches:,}", f"{found.right:,}", inexact, str(found.wrong)]
 
 
 def losses(outcomes: Sequence[Outcome]) -> str:
     """Return a table of the batches that the example subscriber and ours lose in the same rounds, by released publisher."""
     heads = ["publisher", "subscriber", "rounds", "batches", "lost", "of rounds: state wrong at the end", "of these, reported"]
     body = []
-    for make in makes_with_examples(outcomes):
+    for make, title in MAKES.items():
         rounds = [outcome for outcome in outcomes if outcome.make == make and outcome.examples]
-        body += [[MAKES[make], name, *_format_example_row(rounds, name)] for name in ("example", "example, corrected")]
-        body.append([MAKES[make], "ours", *_format_own_row(rounds)])
-    return _format_table(heads, body)
-
-
-def makes_with_examples(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return the makes of engines whose rounds have example subscribers."""
-    found = {outcome.make for outcome in outcomes if outcome.examples}
-    return [make for make in MAKES if make in found]
+        if not rounds:
+            continue
+        body += [[title, name, *_format_example_row(rounds, name)] for name in ("example", "example, corrected")]
+        body.append([title, "ours", *_format_own_row(rounds)])
+    return format_table(heads, body)
 
 
 def _format_example_row(rounds: Sequence[Outcome], name: str) -> list[str]:
@@ -77,7 +74,7 @@ def _format_example_row(rounds: Sequence[Outcome], name: str) -> list[str]:
 
 
 def _format_own_row(rounds: Sequence[Outcome]) -> list[str]:
-    steady = [(outcome, each) for outcome in rounds for each in outcome.results if each.consumer == "steady"]
+    steady = [(outcome, each) for outcome in rounds for each in outcome.results if each.holder == "steady"]
     inexact = sum(result.kind == "inexact" for _, result in steady)
     wrong = sum(result.kind == "wrong" for _, result in steady)
     published = sum(outcome.batches for outcome, _ in steady)
@@ -92,21 +89,13 @@ def _format_share(part: int, whole: int) -> str:
 
 def totals(outcomes: Sequence[Outcome]) -> str:
     """Return the totals as one paragraph."""
-    counted: Counter[str] = Counter()
-    for outcome in outcomes:
-        counted.update(outcome.counted)
-    results = [result for outcome in outcomes for result in outcome.results]
-    wrong = sum(result.kind == "wrong" for result in results)
+    found, counted = tally(outcomes), add_counters(outcomes)
     return (
-        f"{len(outcomes):,} rounds, {sum(outcome.batches for outcome in outcomes):,} batches, {len(results):,} consumers, "
+        f"{found.rounds:,} rounds, {found.batches:,} batches, {found.results:,} consumers, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['delivered']:,} deliveries, "
         f"{counted['reconnects']:,} reconnects, {counted['resets']:,} resets, {counted['requests']:,} replay requests, "
-        f"{counted['repaired']:,} gaps filled, {counted['divergences']:,} divergences: **{wrong} wrong**"
+        f"{counted['repaired']:,} gaps filled, {counted['divergences']:,} divergences: **{found.wrong} wrong**"
     )
-
-
-def _format_table(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *body])
 
 
 _HEAD: Final = """\

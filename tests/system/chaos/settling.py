@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvevents.stream import DegradedReason, Trust
 from tests.system.chaos.consumer import Report
-from tests.system.chaos.judging import LASTING_REASONS, Result, judge
-from tests.system.chaos.parts import BrokenStageError, Part, SilentPartError
+from tests.system.chaos_kit.judging import Result, judge
+from tests.system.chaos_kit.parts import Part
+from tests.system.chaos_kit.stage import EngineProcess
 
 RECONNECT_SECONDS: Final = 40.0
 """Limit for consumers without a connection: libzmq waits 30 s for a handshake that a half-open connection never completes."""
@@ -17,15 +19,8 @@ DEAD_SECONDS: Final = 3.0
 """Time after which such connections are cut, so that a round need not wait for libzmq."""
 SETTLE_DEFAULT_SECONDS: Final = 75.0
 """Limit for consumers with default settings, which take 15 s to notice a half-open connection, and 30 s between probes."""
-CONFIRMATIONS: Final = 20
-"""Batches that the last incarnation of an engine can publish after the script: a stream that has caught up by replay is not
-EXACT until a live batch has confirmed the replayed ones."""
-CONFIRM_SECONDS: Final = 1.0
-"""Seconds between two such batches."""
 CONFIRMATIONS_OF_SENDER: Final = 3
-"""Such batches after which a degraded relay lacks something else than a confirmation."""
-
-
+"""Batches of `EngineProcess.confirm` after which a degraded relay lacks something else than a confirmation."""
 CATCH_UP_SECONDS: Final = 180.0
 """Limit for a consumer that lags and catches up, as on an overloaded machine."""
 
@@ -43,27 +38,29 @@ class SettleLimits:
 
 
 class Settling:
-    """A consumer after the last batch. `expected_digest` is that of what its engine holds."""
+    """A consumer after the last batch of an engine. `facts` has the digests after each batch."""
 
     def __init__(
-        self, name: str, part: Part, expected_digest: bytes, limits: SettleLimits, *, has_short_timeouts: bool
+        self,
+        name: str,
+        part: Part,
+        engine: EngineProcess,
+        facts: Mapping[int, bytes],
+        limits: SettleLimits,
+        *,
+        has_short_timeouts: bool,
     ) -> None:
         self.name = name
         self.counted: dict[str, int] = {}
+        self.is_unconfirmed = False
+        """Whether the next live batch may make it EXACT, because it or a relay in front of it has caught up by replay."""
         self._part = part
-        self._expected_digest = expected_digest
+        self._engine = engine
+        self._facts = facts
         self._began = self._unchanged_since = time.monotonic()
         self._limits = limits
         self._limit = limits.settle if has_short_timeouts else SETTLE_DEFAULT_SECONDS
         self._state: Any = None
-        self.is_unconfirmed = False
-        """Whether the next live batch may make it EXACT, because it or a relay in front of it has caught up by replay."""
-        self._confirmations = 0
-
-    def expect(self, expected_digest: bytes) -> None:
-        """Expect the digest after one more batch of the engine."""
-        self._confirmations += 1
-        self._expected_digest = expected_digest
 
     @property
     def is_cut_off(self) -> bool:
@@ -75,34 +72,32 @@ class Settling:
         return time.monotonic() - self._unchanged_since
 
     def look(self) -> Result | None:
-        """Return the result, or None while it may change. Raises `BrokenStageError` if the consumer does not answer."""
-        try:
-            report: Report = self._part.exchange()
-        except SilentPartError as error:
-            raise BrokenStageError(str(error)) from error
-        result = judge(self.name, report, self._expected_digest)
-        state = (report.trust, report.key, LASTING_REASONS & set(report.reason_names))
+        """Return the result, or None while it may change. Raises `SilentPartError` if the consumer does not answer."""
+        report: Report = self._part.exchange()
+        result = judge(self.name, report.state, self._engine.digest(self._facts))
+        state = (report.trust, report.key, report.lasting_reasons)
         if state != self._state:
             self._state, self._unchanged_since = state, time.monotonic()
-        self.is_unconfirmed = not result.lasting and self._awaits_batch(report)
+        self.is_unconfirmed = not report.lasting_reasons and self._awaits_batch(report)
         elapsed = time.monotonic() - self._began
-        if result.kind != "right" and elapsed < self._time_limit(report) and not self._is_final(report, result):
+        if result.kind != "right" and elapsed < self._time_limit(report) and not self._is_final(report):
             return None
         if result.kind == "wrong" and self._unchanged_for < self._limits.passing and elapsed < CATCH_UP_SECONDS:
             # It is EXACT and still catches up. Its claims show whether each step was right.
             return None
         self.counted = report.counted
-        return result
+        return replace(result, received=report.counted["received"])
 
     def _awaits_batch(self, report: Report) -> bool:
-        is_relay_degraded = DegradedReason.SENDER.name in report.reason_names and self._confirmations < CONFIRMATIONS_OF_SENDER
-        return is_relay_degraded or DegradedReason.REPLAY_UNPROVEN.name in report.reason_names
+        is_relay_degraded = DegradedReason.SENDER.name in report.reason_names
+        can_confirm_relay = is_relay_degraded and self._engine.confirmations < CONFIRMATIONS_OF_SENDER
+        return can_confirm_relay or DegradedReason.REPLAY_UNPROVEN.name in report.reason_names
 
     def _time_limit(self, report: Report) -> float:
         is_connected = report.is_exact or report.trust == Trust.DEGRADED.name
         return self._limit if is_connected else max(self._limit, RECONNECT_SECONDS)
 
-    def _is_final(self, report: Report, result: Result) -> bool:
+    def _is_final(self, report: Report) -> bool:
         if report.trust != Trust.DEGRADED.name:
             return False
-        return self._unchanged_for > (self._limits.lasting if result.lasting else self._limits.passing)
+        return self._unchanged_for > (self._limits.lasting if report.lasting_reasons else self._limits.passing)

@@ -12,10 +12,9 @@ import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
@@ -23,20 +22,21 @@ from operator import itemgetter
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from kvevents.cli.signals import trimming_memory
 from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch
-from kvevents.testing.ports import reserve_port
 from kvevents.wire import dialect_for
 from tests.system.chaos import report
-from tests.system.chaos.cache import Cache, CacheSettings, DialectFeatures
 from tests.system.chaos.consumer import Consumer, Report
 from tests.system.chaos.consumer import run as follow_source
-from tests.system.chaos.parts import Leg, Part, wait_until
+from tests.system.chaos_kit.cache import Cache, CacheSettings, DialectFeatures
+from tests.system.chaos_kit.parts import Leg, Part, wait_until
+from tests.system.chaos_kit.report import format_table
+from tests.system.chaos_kit.stage import Stage
 from tools.released import CHECKOUT
 
 HOST: Final = "127.0.0.1"
@@ -185,76 +185,51 @@ def _run_engine(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
         pipe.recv()
 
 
-class Chain:
-    """An engine, a relay, consumers of both, and a service. A context manager."""
+class Chain(Stage):
+    """An engine, a relay, consumers of both, and a service."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._undo = ExitStack()
+    parent = None
+
+    def __init__(self) -> None:
+        super().__init__()
         self.pids: dict[str, int] = {}
-        self.legs: list[Leg] = []
         self.consumers: dict[str, Part] = {}
 
-    def __enter__(self) -> Self:
-        try:
-            self._open()
-        except BaseException:
-            self._undo.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def _open(self) -> None:
-        ports = [self._port() for _ in range(5)]
-        self.engine = self._part("engine", run_engine, ports[0], ports[1])
-        self.engine.receive(START_SECONDS)
-        first = self._leg(ports[0], ports[1])
-        relayed = ("--endpoint", ports[2], "--replay-endpoint", ports[3], "--journal", str(self._folder / "journal"))
+    def set_up(self) -> None:
+        ports = [self.reserve_endpoint() for _ in range(5)]
+        self.engine = self._measured_part("engine", run_engine, ports[0], ports[1], opens=True)
+        first = self.add_leg(ports[0], ports[1])
+        relayed = ("--endpoint", ports[2], "--replay-endpoint", ports[3], "--journal", str(self.folder / "journal"))
         self._program("relay", "relay", f"engine={first.endpoint},{first.replay_endpoint}", *relayed, "--heartbeat", "1")
-        second = self._leg(ports[2], ports[3])
+        second = self.add_leg(ports[2], ports[3])
         for name, leg, asynchronous in (("consumer", first, False), ("asyncio consumer, relayed", second, True)):
             consumer = Consumer(
                 name,
                 leg.endpoint,
                 leg.replay_endpoint,
-                str(self._folder),
+                str(self.folder),
                 topic="",
                 asynchronous=asynchronous,
                 writes_claims=False,
             )
-            self.consumers[name] = self._part(name, run_consumer, consumer)
+            self.consumers[name] = self._measured_part(name, run_consumer, consumer)
         self.http = ports[4].rpartition(":")[2]
         worker = f"engine={second.endpoint},{second.replay_endpoint}"
-        state = ("--state-dir", str(self._folder / "state"), "--snapshot-seconds", "10")
+        state = ("--state-dir", str(self.folder / "state"), "--snapshot-seconds", "10")
         self._program("service, relayed", "serve", "--port", self.http, "--model", "m", "--worker", worker, *state)
 
-    def _port(self) -> str:
-        held = reserve_port(f"tcp://{HOST}:0")
-        if held.holder is not None:
-            self._undo.callback(held.holder.close)
-        return held.endpoint
-
-    def _leg(self, endpoint: str, replay_endpoint: str) -> Leg:
-        leg = Leg(endpoint, replay_endpoint)
-        self._undo.callback(leg.close)
-        self.legs.append(leg)
-        return leg
-
-    def _part(self, name: str, target: Callable[..., None], *arguments: Any) -> Part:
-        part = Part(name, target, *arguments)
-        self._undo.callback(part.kill)
+    def _measured_part(self, name: str, target: Callable[..., None], *arguments: Any, opens: bool = False) -> Part:
+        part = self.start_part(name, target, *arguments, opens=opens)
         self.pids[name] = part.pid
         return part
 
     def _program(self, name: str, *words: str | None) -> None:
         """Start a command of kvevents as operators do, with a log in the folder."""
-        log = self._undo.enter_context((self._folder / f"{name}.log").open("wb"))
+        log = self.undo.enter_context((self.folder / f"{name}.log").open("wb"))
         command = [sys.executable, "-m", "kvevents", *(word or "" for word in words)]
         process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
-        self._undo.callback(process.wait)
-        self._undo.callback(process.kill)
+        self.undo.callback(process.wait)
+        self.undo.callback(process.kill)
         self.pids[name] = process.pid
 
     def sample(self, name: str, pid: int, now: float) -> Sample:
@@ -262,7 +237,7 @@ class Chain:
         try:
             return sample(pid, now)
         except OSError as error:
-            log = self._folder / f"{name}.log"
+            log = self.folder / f"{name}.log"
             output = log.read_text(errors="replace")[-2_000:] if log.exists() else ""
             raise RuntimeError(f"{name} has ended: {output}") from error
 
@@ -342,14 +317,13 @@ def _is_right(report: Report, truth: bytes) -> bool:
 
 def tabulate(found: Sequence[Trend]) -> str:
     """Return a table with a row for each trend."""
-    rows = [["process", "what", "from", "to", "at most", "per hour", ""], ["---"] * 7]
+    rows = []
     for trend in found:
         unit = ALLOWANCES[trend.quantity].unit
         figures = [f"{value:,.1f} {unit}".strip() for value in (trend.first, trend.last, trend.highest)]
-        rows.append(
-            [trend.process, trend.quantity, *figures, f"{trend.per_hour:+,.1f}", "**grows**" if trend.grows else "flat"]
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        verdict = "**grows**" if trend.grows else "flat"
+        rows.append([trend.process, trend.quantity, *figures, f"{trend.per_hour:+,.1f}", verdict])
+    return format_table(["process", "what", "from", "to", "at most", "per hour", ""], rows)
 
 
 def format_summary(found: Sequence[Trend]) -> str:
@@ -362,7 +336,7 @@ def main() -> int:
     """Return 1 if something grows, or if a consumer is EXACT and wrong at the end."""
     options = _options()
     seconds = options.minutes * 60
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, Chain(Path(folder)) as chain:
+    with Chain() as chain:
         samples = soak(chain, seconds, options.every)
         failures = settle(chain)
     warm_up = seconds * WARM_UP

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any, Final, Literal
 
-from tests.system.chaos.engine import Clock, Engine
 from tests.system.chaos.relaying import Hop
+from tests.system.chaos_kit.engine import Clock, Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Setting:
 
 
 Fits = Callable[[Setting], bool]
+Change = Callable[[Setting, Random], Setting]
 
 
 def fits_always(_: Setting) -> bool:
@@ -64,7 +66,7 @@ VARIANTS: Final[dict[str, Fits]] = {
 class Trait:
     """A lasting change of a chain: its function, the settings that it fits, and how many rounds have it."""
 
-    change: Callable[[Setting, Random], Setting]
+    change: Change
     fits: Fits = fits_always
     share: float = 0.08
     needs: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ class Trait:
     """Whether consumers cannot know of lost last batches. Such a round does not lose its last batches."""
 
 
-def _change_options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
+def _change_options(**choices: Callable[[Random], Any]) -> Change:
     def change(setting: Setting, random: Random) -> Setting:
         options = {**dict(setting.engine.options), **{name: choose(random) for name, choose in choices.items()}}
         return replace(setting, engine=replace(setting.engine, options=tuple(options.items())))
@@ -81,20 +83,18 @@ def _change_options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Ra
     return change
 
 
-def _change_tape(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:
+def _change_engine(part: Literal["faults", "defects"], **choices: Callable[[Random], Any]) -> Change:
+    """Return a change of the faults of a tape, or of the defects of an engine."""
+
     def change(setting: Setting, random: Random) -> Setting:
-        drawn = {name: choose(random) for name, choose in choices.items()}
-        return replace(setting, engine=replace(setting.engine, faults=replace(setting.engine.faults, **drawn)))
+        changed = replace(getattr(setting.engine, part), **{name: choose(random) for name, choose in choices.items()})
+        return replace(setting, engine=replace(setting.engine, **{part: changed}))
 
     return change
 
 
-def _change_defects(**choices: Callable[[Random], float]) -> Callable[[Setting, Random], Setting]:
-    def change(setting: Setting, random: Random) -> Setting:
-        drawn: dict[str, Any] = {name: choose(random) for name, choose in choices.items()}
-        return replace(setting, engine=replace(setting.engine, defects=replace(setting.engine.defects, **drawn)))
-
-    return change
+_change_tape: Final = partial(_change_engine, "faults")
+_change_defects: Final = partial(_change_engine, "defects")
 
 
 def _remove_replay(setting: Setting, _: Random) -> Setting:

@@ -22,10 +22,10 @@ from kvevents.plane.records import (
     extend_history,
 )
 from kvevents.wire import decode_batch
-from tests.system.chaos.truth import UNKNOWN_BATCH, Key, key_of
+from tests.system.chaos_kit.truth import UNKNOWN_BATCH, Key, key_of
 
 READ_SECONDS: Final = 20.0
-LEADER_SECONDS: Final = 60.0
+READY_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
 
 
@@ -107,12 +107,15 @@ def _find_lifetime(payload: bytes) -> int | None:
 
 
 async def read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audit:
-    """Read all partitions, `at_once` pages at a time. Begin again while a cluster elects a leader."""
-    from nats.js.errors import ServiceUnavailableError  # noqa: PLC0415 - an extra
+    """Read all partitions, `at_once` pages at a time.
 
-    async with asyncio.timeout(LEADER_SECONDS):
+    Begin again while a cluster elects a leader, and until bridges have recreated a deleted stream.
+    """
+    from nats.js.errors import NotFoundError, ServiceUnavailableError  # noqa: PLC0415 - an extra
+
+    async with asyncio.timeout(READY_SECONDS):
         while True:
-            with suppress(ServiceUnavailableError):
+            with suppress(NotFoundError, ServiceUnavailableError):
                 return await _read_log(servers, layout, at_once)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -123,23 +126,10 @@ async def _read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Aud
     try:
         js = client.jetstream(timeout=READ_SECONDS)
         for partition in range(layout.partitions):
-            await _wait_for_stream(js, layout.stream(partition))
             await _read_partition(js, layout, partition, audit, at_once)
     finally:
         await client.close()
     return audit
-
-
-async def _wait_for_stream(js: Any, name: str) -> None:
-    """Wait until a stream exists. Bridges recreate a deleted stream when they have received nothing for a while."""
-    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
-
-    async with asyncio.timeout(READ_SECONDS):
-        while True:
-            with suppress(NotFoundError):
-                await js.stream_info(name)
-                return
-            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit, at_once: int) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from random import Random
 from typing import Any, Final
 
 from kvevents.wire import dialects
-from tests.system.chaos.cache import CacheSettings
-from tests.system.chaos.engine import Clock, Engine, Make
+from tests.system.chaos_kit import plan
+from tests.system.chaos_kit.cache import CacheSettings
+from tests.system.chaos_kit.engine import Clock, Engine, Make
+from tests.system.chaos_kit.plan import Command
+from tests.system.plane_chaos import faults
+from tests.system.plane_chaos.faults import FAULTS
+
+Finder = Callable[[Any, int], Iterable[Any]]
 
 BRIDGES: Final = 2
 REPLICAS: Final = 3
@@ -23,105 +30,42 @@ TAIL: Final = 20
 LEAST_PARTITION_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault that a round may have."""
-
-    target: str
-    """The affected part: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `partition`, `leg`."""
-    seconds: tuple[float, float] | None = (0.1, 1.5)
-    """Shortest and longest duration; None for a fault without one."""
-    weight: int = 4
-
-
-FAULTS: Final[dict[str, Fault]] = {
-    "kill bridge": Fault("bridge", weight=6),
-    "stop bridge": Fault("bridge"),
-    "bridge misses an incarnation": Fault("bridge", weight=3),
-    "kill replica": Fault("replica", weight=6),
-    "stop replica": Fault("replica"),
-    "kill server": Fault("server", weight=6),
-    "stop server": Fault("server"),
-    "servers lose pages": Fault("servers", weight=3),
-    "kill engine": Fault("engine", None),
-    "end engine": Fault("engine", None),
-    "stop engine": Fault("engine"),
-    "delete partition": Fault("partition", None, 2),
-    "purge partition": Fault("partition", None, 1),
-    "stranger's message": Fault("partition", None, 1),
-    "cut engine off": Fault("leg"),
-    "half-open engine": Fault("leg", weight=2),
-    "drop live batches": Fault("leg"),
+TRAITS: Final = {
+    "cluster": 0.2,
+    "small max_payload": 0.15,
+    "small max_pending": 0.15,
+    "small partitions": 0.1,
+    "clock jumps": 0.2,
+    "heartbeats": 0.4,
+    "compaction": 0.5,
+    "no snapshots": 0.3,
+    "short replay": 0.15,
+    "replica with a clock ahead": 0.2,
 }
+"""Properties that a round has from its begin, and the share of rounds that have them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trait:
-    """A property that a round has from its begin."""
+class Plan(plan.Plan):
+    """Everything that happens in a round."""
 
-    share: float
-
-
-TRAITS: Final[dict[str, Trait]] = {
-    "cluster": Trait(0.2),
-    "small max_payload": Trait(0.15),
-    "small max_pending": Trait(0.15),
-    "small partitions": Trait(0.1),
-    "clock jumps": Trait(0.2),
-    "heartbeats": Trait(0.4),
-    "compaction": Trait(0.5),
-    "no snapshots": Trait(0.3),
-    "short replay": Trait(0.15),
-    "replica with a clock ahead": Trait(0.2),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """A fault of a plan. Times are seconds from the begin of the round."""
-
-    at: float
-    until: float | None
-    name: str
-    target: int
-
-    def __str__(self) -> str:
-        return f"{self.at:5.2f} s: {self.name} {self.target}" + (f" until {self.until:.2f} s" if self.until is not None else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that happens in a round. Nothing else is drawn while it is played."""
-
-    seed: str
-    number: int
     traits: tuple[str, ...]
     partitions: int
     engines: tuple[Engine, ...]
     rates: tuple[float, ...]
-    strikes: tuple[Strike, ...]
-
-    @property
-    def name(self) -> str:
-        return f"--seed {self.seed} --round {self.number}"
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Return the names of traits and faults, each once."""
-        return tuple(dict.fromkeys([*self.traits, *(strike.name for strike in self.strikes)]))
 
     def batches(self, engine: int) -> int:
         """Return the batches that each incarnation of an engine can publish."""
         return int(self.rates[engine] * SECONDS) + 2 * TAIL
 
-    def schedule(self) -> str:
-        """Return the plan as text."""
-        found = [f"{self.name}: {', '.join(self.traits) or 'no traits'}; {self.partitions} partitions"]
-        for engine, rate in zip(self.engines, self.rates, strict=True):
-            found.append(
-                f"  {engine.make} {'-'.join(engine.dialect)} at {rate:g}/s {dict(engine.options)} {engine.cache_settings}"
-            )
-        return "\n".join([*found, *(f"  {strike}" for strike in self.strikes)])
+    def describe(self) -> list[str]:
+        return [
+            f"{self.partitions} partitions",
+            *(
+                f"{engine.make} {'-'.join(engine.dialect)} at {rate:g}/s {dict(engine.options)} {engine.cache_settings}"
+                for engine, rate in zip(self.engines, self.rates, strict=True)
+            ),
+        ]
 
 
 def known_names() -> list[str]:
@@ -132,7 +76,7 @@ def known_names() -> list[str]:
 def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequence[str] = ()) -> Plan:
     """Return round `number`, with all of `only` and none of `without`."""
     draw = Random(f"{seed}/{number}")
-    wanted = [name for name, trait in TRAITS.items() if draw.random() < trait.share]
+    wanted = [name for name, share in TRAITS.items() if draw.random() < share]
     traits = [name for name in TRAITS if name in only or (name in wanted and name not in without)]
     if {"small partitions", "no snapshots"} <= set(traits):
         traits.remove("no snapshots")  # without snapshots, nothing is purged, and a full partition would stay full
@@ -146,14 +90,23 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
             LEAST_RATE,
         )
     partitions = draw.choice((1, 2, 3))
-    counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "partition": partitions, "leg": BRIDGES * count}
-    counts["server"] = 3 if "cluster" in traits else 1
-    counts["servers"] = 1
+    counts: dict[Finder, int] = {
+        faults.find_stage: 1,
+        faults.find_bridge: BRIDGES,
+        faults.find_bridge_number: BRIDGES,
+        faults.find_replica: REPLICAS,
+        faults.find_server: 3 if "cluster" in traits else 1,
+        faults.find_engine: count,
+        faults.find_partition: partitions,
+        faults.find_proxies: BRIDGES * count,
+        faults.find_leg: BRIDGES * count,
+    }
     if "no snapshots" in traits:
         # Replicas could not recover purged pages that they have not read.
         without = [*without, "purge partition"]
-    strikes = _draw_strikes(draw, counts, only, without)
-    return Plan(seed, number, tuple(traits), partitions, tuple(engines), tuple(rates), tuple(strikes))
+    struck, script = _draw_script(draw, counts, only, without)
+    names = tuple(dict.fromkeys([*traits, *struck]))
+    return Plan(seed, number, names, script, tuple(traits), partitions, tuple(engines), tuple(rates))
 
 
 def _draw_engine(draw: Random, traits: Sequence[str]) -> Engine:
@@ -178,15 +131,23 @@ def _draw_engine(draw: Random, traits: Sequence[str]) -> Engine:
     return Engine(make, (row.engine, row.since), "", "", cache_settings, clock=clock, options=tuple(options.items()))
 
 
-def _draw_strikes(draw: Random, counts: dict[str, int], only: Sequence[str], without: Sequence[str]) -> list[Strike]:
+def _draw_script(
+    draw: Random, counts: Mapping[Finder, int], only: Sequence[str], without: Sequence[str]
+) -> tuple[list[str], tuple[Command, ...]]:
+    """Return the names of the faults by their times, and the script."""
     names = [name for name in FAULTS if name not in without]
     weights = [FAULTS[name].weight for name in names]
     chosen = [name for name in only if name in FAULTS]
     chosen += draw.choices(names, weights, k=draw.choice((1, 2, 3, 4, 5, 6))) if names else []
-    return sorted((_draw_strike(draw, name, counts[FAULTS[name].target]) for name in chosen), key=lambda strike: strike.at)
-
-
-def _draw_strike(draw: Random, name: str, targets: int) -> Strike:
-    duration = FAULTS[name].seconds
-    at = draw.uniform(0.1, SECONDS)
-    return Strike(at, None if duration is None else at + draw.uniform(*duration), name, draw.randrange(targets))
+    timed: list[tuple[float, Command]] = []
+    for name in chosen:
+        fault, at = FAULTS[name], draw.uniform(0.1, SECONDS)
+        until = at + draw.uniform(*fault.seconds) if fault.heal is not None else None
+        place = draw.randrange(counts[fault.find])
+        timed.append((at, ("strike", name, place)))
+        if until is not None:
+            timed.append((until, ("heal", name, place)))
+    timed.sort(key=itemgetter(0))
+    script = [each for at, command in timed for each in (("wait", round(at, 3)), command)]
+    struck = [command[1] for _, command in timed if command[0] == "strike"]
+    return struck, (*script, ("wait", SECONDS), ("tail",))

@@ -2,67 +2,52 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from tests.system.plane_chaos.judging import Outcome
+from tests.system.chaos_kit.judging import Outcome
+from tests.system.chaos_kit.report import add_counters, format_table, make_fault_rows, tally
 from tests.system.plane_chaos.plan import known_names
 from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "plane-chaos.md"
-NO_FAULT: Final = "nothing"
 SHORT: Final = "short replay"
 _HEADS: Final = ("fault", "rounds", "right at the end", "not EXACT, and why", "EXACT and wrong", "settled in")
 
 
-def by_fault(outcomes: Sequence[Outcome]) -> str:
-    """Return a table with a row for each fault. A round counts in the row of each of its faults."""
-    played_outcomes = [each for each in outcomes if not each.error]
-    rows: Mapping[str, Sequence[Outcome]] = {
-        name: [each for each in played_outcomes if name in (each.faults or (NO_FAULT,))] for name in (NO_FAULT, *known_names())
-    }
-    body = [[name, *_format_row(found)] for name, found in rows.items() if found]
-    return _format_table([*body, ["**all**", *_format_row(played_outcomes)]] if played_outcomes else body)
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Return a table with a row for each fault."""
+    rows = make_fault_rows(outcomes, known_names(), _format_row)
+    return format_table(_HEADS, [*rows, *([["**all**", *_format_row(outcomes)]] if rows else [])])
 
 
 def _format_row(outcomes: Sequence[Outcome]) -> list[str]:
-    results = [result for outcome in outcomes for result in outcome.results]
-    kinds = Counter(result.kind for result in results)
-    seconds = sorted(outcome.settled for outcome in outcomes)
-    reasons = Counter(result.detail.partition(", at ")[0] for result in results if result.kind == "inexact")
-    inexact = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "0"
+    found = tally(outcomes)
+    seconds = sorted(outcome.settled for outcome in outcomes if not outcome.error)
     return [
-        f"{len(outcomes):,}",
-        f"{kinds['right']:,} of {len(results):,}",
-        inexact,
-        str(kinds["wrong"]),
+        f"{found.rounds:,}",
+        f"{found.right:,} of {found.results:,}",
+        "; ".join(f"{count} {reason}" for reason, count in found.reasons) or "0",
+        str(found.wrong),
         f"{median(seconds):.1f} s, at most {seconds[-1]:.1f} s",
     ]
 
 
 def totals(outcomes: Sequence[Outcome]) -> str:
     """Return the totals as one paragraph."""
-    counted: Counter[str] = Counter()
-    for outcome in outcomes:
-        counted.update(outcome.counted)
-    right = sum(outcome.right for outcome in outcomes)
+    counted, forgotten = add_counters(outcomes), add_counters(each for each in outcomes if SHORT in each.faults)["lost"]
     return (
-        f"{len(outcomes):,} rounds, {sum(each.batches for each in outcomes):,} batches published, "
-        f"{sum(each.logged for each in outcomes):,} in the logs at the end on {counted['pages']:,} pages, "
+        f"{len(outcomes):,} rounds, {tally(outcomes).batches:,} batches published, "
+        f"{counted['logged']:,} in the logs at the end on {counted['pages']:,} pages, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['conflicts']:,} pages refused, "
         f"{counted['resyncs']:,} streams resubscribed, {counted['generations']:,} generations of replicas; "
-        f"**{right:,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
+        f"**{sum(each.right for each in outcomes):,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
         f"{sum(bool(each.error) for each in outcomes)} fell over; "
-        f"{sum(each.lost for each in outcomes if SHORT not in each.faults):,} batches lost, {counted['duplicates']} doubled, "
-        f"{counted['invalid_records'] + sum(len(each.flaws) for each in outcomes)} breaches**, "
-        f"{sum(each.lost for each in outcomes if SHORT in each.faults):,} forgotten by engines with a short replay buffer"
+        f"{counted['lost'] - forgotten:,} batches lost, {counted['duplicates']} doubled, "
+        f"{sum(len(each.flaws) for each in outcomes)} breaches**, "
+        f"{forgotten:,} forgotten by engines with a short replay buffer"
     )
-
-
-def _format_table(body: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [_HEADS, ["---"] * len(_HEADS), *body])
 
 
 _HEAD: Final = """\
@@ -92,6 +77,6 @@ faults.
 """
 
 
-def document(outcomes: Sequence[Outcome], played: str) -> str:
+def document(outcomes: Sequence[Outcome], played: str, _: str = "") -> str:
     """Return `docs/developers/plane-chaos.md`. `played` says which rounds were played."""
-    return "\n".join([_HEAD, f"{played}: {totals(outcomes)}.\n", by_fault(outcomes)]) + "\n"
+    return "\n".join([_HEAD, f"{played}: {totals(outcomes)}.\n", tables(outcomes)]) + "\n"

@@ -24,8 +24,9 @@ from kvevents.service.replica.build import IndexBuild
 from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
-from tests.system.chaos.consumer import FAST_LIMITS, FAST_SOCKET_OPTIONS
-from tests.system.chaos.truth import EMPTY, Claim, ClaimWriter
+from tests.system.chaos_kit.judging import State
+from tests.system.chaos_kit.timeouts import FAST_LIMITS, FAST_SOCKET_OPTIONS
+from tests.system.chaos_kit.truth import EMPTY, Claim, ClaimWriter
 
 CLAIM_INTERVAL: Final = 0.01
 """Seconds between two claims of a replica."""
@@ -75,6 +76,13 @@ class TrustReport(NamedTuple):
     fault: str
     initial_state: str = ""
     """Snapshots that a replica has loaded at its start."""
+
+    def state_of(self, engine: str) -> State:
+        held = self.held.get(engine)
+        if held is None:
+            return State("", (f"has no copy: {self.fault}",), b"", "nowhere")
+        position = f"at number {held.seq} of incarnation {held.incarnation}, begun with {self.initial_state}"
+        return State(held.trust, (held.reason,), held.digest, position)
 
 
 def bridge(pipe: Connection, role: BridgeRole) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -21,20 +22,16 @@ ANSWER_SECONDS: Final = 30.0
 """Limit of one answer: a process may wait long for a CPU, and then has to apply a replay of 10,000 batches first."""
 END_SECONDS: Final = 5.0
 DISK_BYTES: Final = 256 * 1024
-PRELOADED: Final = [
-    "tests.system.chaos.engine",
-    "tests.system.chaos.consumer",
-    "tests.system.chaos.example",
-    "tests.system.chaos.relaying",
-]
 
-_context: Final = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
+context: Final = multiprocessing.get_context("forkserver")
+_preloaded: Final = ["tests.system.chaos_kit.stage"]
+context.set_forkserver_preload(_preloaded)
 
 
 def preload(*modules: str) -> None:
     """Let processes start with these modules imported. Must be called before the first process starts."""
-    _context.set_forkserver_preload([*PRELOADED, *modules])
+    _preloaded.extend(modules)
+    context.set_forkserver_preload(_preloaded)
 
 
 class SilentPartError(Exception):
@@ -46,15 +43,35 @@ class BrokenStageError(Exception):
 
 
 class Part:
-    """A process with a pipe. It calls `target` with its end of the pipe and `arguments`."""
+    """A process with a pipe, which can be started again. It calls `target` with its end of the pipe and `arguments`.
 
-    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
-        self.name = name
-        own_end, child_end = _context.Pipe()
-        self.pipe: Connection = own_end
-        self._process = _context.Process(target=_main, args=(target, child_end, *arguments), name=name)
+    With `opens`, the process sends a message when it is ready, and `start` waits for it.
+    """
+
+    def __init__(self, name: str, target: Callable[..., None], *arguments: Any, opens: bool = False) -> None:
+        self.name: Final = name
+        self._target: Final = target
+        self._arguments: Final = arguments
+        self._opens: Final = opens
+        self._launch()
+
+    def _launch(self) -> None:
+        self.pipe, child_end = context.Pipe()
+        arguments = (self._target, child_end, *self._arguments)
+        self._process = context.Process(target=_main, args=arguments, name=self.name)
         self._process.start()
         child_end.close()
+        if self._opens:
+            try:
+                self.receive(START_SECONDS)
+            except BaseException:
+                self.kill()
+                raise
+
+    def start(self) -> None:
+        """Start the process again. Do nothing if it runs."""
+        if not self.is_alive:
+            self._launch()
 
     @property
     def pid(self) -> int:
@@ -87,11 +104,20 @@ class Part:
         return self.receive(seconds)
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def resume(self) -> None:
+        """Let the process run again, whether it was stopped or killed."""
+        self.go_on()
+        self.start()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end of the process."""
@@ -99,17 +125,15 @@ class Part:
         self._process.join(END_SECONDS)
         self.pipe.close()
 
-    def end(self) -> None:
-        """Wait for the end of the process, and kill it after `END_SECONDS`."""
-        self._process.join(END_SECONDS)
-        self.kill()
+
+def begin_process() -> None:
+    """Prepare a process of a round: rounds cause warnings all the time, and Ctrl-C is for the process that plays them."""
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _main(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
-    import logging  # noqa: PLC0415 - only in the child
-
-    logging.disable(logging.CRITICAL)  # rounds cause warnings all the time
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin_process()
     target(pipe, *arguments)
 
 

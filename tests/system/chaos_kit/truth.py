@@ -56,6 +56,14 @@ def key_of(ts: float) -> int:
     return int(packed) if packed >= _PER_INCARNATION and packed == int(packed) else UNKNOWN_BATCH
 
 
+def describe_batch(packed: int) -> str:
+    """Return the packed key as text."""
+    if packed < 0:
+        return "no batch"
+    key = Key.unpack(packed)
+    return f"batch {key.number} of incarnation {key.lifetime}"
+
+
 # --- records in files, which survive kill -9 ---------------------------------------------------------------------------------
 
 _FACT: Final = struct.Struct("<q16s")

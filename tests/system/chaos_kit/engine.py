@@ -26,17 +26,18 @@ from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.tape import ENGINE_HWM
 from kvevents.wire import Dialect, dialect_for, encode_batch, live_frames
-from tests.system.chaos import truth
-from tests.system.chaos.cache import Cache, CacheSettings, DialectFeatures
+from tests.system.chaos_kit import truth
+from tests.system.chaos_kit.cache import Cache, CacheSettings, DialectFeatures
+from tests.system.chaos_kit.parts import wait_until
 from tools import released
 
 Make = Literal["ours", "tape", "vllm", "sglang"]
 
+TOPIC: Final = "kv-events"
 CHUNK: Final = 16
 """Batches that are published before the engine reports its progress."""
 DRAIN_SECONDS: Final = 30.0
 """Limit of the wait until a publisher has sent everything."""
-POLL_SECONDS: Final = 0.002
 MAX_JUMP: Final = 5_000_000
 """Seconds of a jump of the clock at most."""
 
@@ -73,7 +74,7 @@ class Engine:
     endpoint: str
     replay_endpoint: str | None
     cache_settings: CacheSettings
-    topic: str = "kv-events"
+    topic: str = TOPIC
     clock: Clock = Clock()
     defects: Defects = Defects()
     faults: Faults = field(default_factory=Faults)
@@ -132,8 +133,8 @@ def _publish(pipe: Connection, engine_publisher: EnginePublisher, done: int, unt
 
 def make_batches(engine: Engine, incarnation: Incarnation, facts: Path) -> list[KVEventBatch]:
     """Return the batches of an incarnation, and write the digest after each to the file `facts`."""
-    cache = Cache(_random(incarnation.seed), engine.features, engine.cache_settings)
-    draw, index, found = _random(f"{incarnation.seed}/clock"), PrefixIndex(), []
+    cache = Cache(Random(incarnation.seed), engine.features, engine.cache_settings)
+    draw, index, found = Random(f"{incarnation.seed}/clock"), PrefixIndex(), []
     second, batches = engine.clock.start, []
     for number in range(incarnation.batches):
         key = truth.Key(incarnation.number, number)
@@ -156,6 +157,12 @@ def _check(cache: Cache, index: PrefixIndex) -> None:
         raise AssertionError(f"the cache holds {copies_held} copies, the index {known}")
 
 
+def draw_malformed_message(draw: Random, topic: bytes, number: int) -> list[bytes]:
+    """Return a message that is no batch. It begins with the topic, so that it arrives."""
+    good = live_frames(topic, number, b"x")
+    return draw.choice(([topic], good[:2], [*good, b""], [topic, b"\0\0\0\5", b""], [topic, b"", b""]))
+
+
 # --- makes -------------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +173,7 @@ class EnginePublisher(ABC):
         self._engine = engine
         self._batches = batches
         self._next = 0
-        self._draw = _random(f"{incarnation.seed}/harm")
+        self._draw = Random(f"{incarnation.seed}/harm")
         self.open()
 
     @abstractmethod
@@ -216,7 +223,7 @@ class KveventsPublisher(EnginePublisher):
                 self._publisher.publish(KVEventBatch(1.0, [object()]))  # type: ignore[list-item]
 
     def drain(self) -> None:
-        _wait_until(lambda: not self._publisher.stats().queued)
+        _wait_until_sent(lambda: not self._publisher.stats().queued)
 
     def close(self) -> None:
         self._publisher.shutdown()
@@ -251,13 +258,7 @@ class TapePublisher(EnginePublisher):
         self._player.play(end - self._played)
         self._played = end
         if self._is_drawn(self._engine.defects.frames * CHUNK):
-            self._player.send_raw(self._make_malformed_message())
-
-    def _make_malformed_message(self) -> list[bytes]:
-        """Return a message that is no batch. It begins with the topic, so that it arrives."""
-        topic = self._engine.topic.encode()
-        good = live_frames(topic, self._played, b"x")
-        return self._draw.choice(([topic], good[:2], [*good, b""], [topic, b"\0\0\0\5", b""], [topic, b"", b""]))
+            self._player.send_raw(draw_malformed_message(self._draw, self._engine.topic.encode(), self._played))
 
     def drain(self) -> None:
         """Do nothing: `play` has sent everything."""
@@ -296,7 +297,7 @@ class ReleasedPublisher(EnginePublisher):
 
     def drain(self) -> None:
         sent_buffer = self._publisher._buffer
-        _wait_until(lambda: not self._next or (bool(sent_buffer) and sent_buffer[-1][0] >= self._next - 1))
+        _wait_until_sent(lambda: not self._next or (bool(sent_buffer) and sent_buffer[-1][0] >= self._next - 1))
 
     def close(self) -> None:
         self._publisher.shutdown()
@@ -317,21 +318,14 @@ PUBLISHERS: Final[dict[Make, Callable[[Engine, Incarnation, Sequence[KVEventBatc
     "vllm": ReleasedVllm,
     "sglang": ReleasedSglang,
 }
-RELEASES: Final[dict[str, released.Engine]] = {"vllm": released.VLLM, "sglang": released.SGLANG}
+RELEASES: Final[dict[Make, released.Engine]] = {"vllm": released.VLLM, "sglang": released.SGLANG}
 
 
 def _row(engine: Engine) -> Dialect:
     return dialect_for(*engine.dialect)
 
 
-def _random(seed: str) -> Random:
-    return Random(seed)
-
-
-def _wait_until(is_ready: Callable[[], bool]) -> None:
-    """Wait until `is_ready` returns true. Raises `TimeoutError` after `DRAIN_SECONDS`."""
-    end = time.monotonic() + DRAIN_SECONDS
-    while not is_ready():
-        if time.monotonic() > end:
-            raise TimeoutError("a publisher has not sent all its batches")
-        time.sleep(POLL_SECONDS)
+def _wait_until_sent(is_sent: Callable[[], bool]) -> None:
+    """Wait until everything has been sent. Raises `TimeoutError` after `DRAIN_SECONDS`."""
+    if not wait_until(is_sent, DRAIN_SECONDS):
+        raise TimeoutError("a publisher has not sent all its batches")

@@ -1,0 +1,171 @@
+"""Faults of a round (`FAULTS`), by the names that the report uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+import nats
+
+from kvevents.testing import FaultProxy
+from tests.system.chaos_kit import faults
+from tests.system.chaos_kit.faults import TargetT, always, draw_seed, refuse
+from tests.system.chaos_kit.parts import Leg, Part
+from tools.nats_process import Server
+
+if TYPE_CHECKING:
+    from tests.system.plane_chaos.stage import PlaneEngine, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(faults.Fault[TargetT]):
+    """A fault, how long it lasts, and how frequent it is."""
+
+    seconds: tuple[float, float] = (0.1, 1.5)
+    """Shortest and longest duration, if it has an end."""
+    weight: int = 4
+
+
+# --- targets -----------------------------------------------------------------------------------------------------------------
+
+
+def find_stage(stage: Stage, _: int) -> list[Stage]:
+    return [stage]
+
+
+def find_bridge(stage: Stage, number: int) -> list[Part]:
+    return [stage.bridges[number]]
+
+
+def find_bridge_number(stage: Stage, number: int) -> list[tuple[Stage, int]]:
+    return [(stage, number)]
+
+
+def find_replica(stage: Stage, number: int) -> list[Part]:
+    return [stage.replicas[number]]
+
+
+def find_server(stage: Stage, number: int) -> list[Server]:
+    return [stage.servers.nodes[number]]
+
+
+def find_engine(stage: Stage, number: int) -> list[PlaneEngine]:
+    return [stage.engines[number]]
+
+
+def find_partition(stage: Stage, number: int) -> list[tuple[Stage, int]]:
+    return [(stage, number)]
+
+
+def find_proxies(stage: Stage, number: int) -> list[FaultProxy]:
+    return stage.legs[number].proxies
+
+
+def find_leg(stage: Stage, number: int) -> list[Leg]:
+    return [stage.legs[number]]
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+def _drop(leg: Leg, random: Random) -> None:
+    assert leg.live is not None
+    leg.live.drop(0.2, seed=draw_seed(random))
+
+
+def _miss_incarnation(place: tuple[Stage, int]) -> None:
+    """Stop a bridge, then start the next incarnation of an engine."""
+    stage, number = place
+    stage.bridges[number].stop()
+    stage.find_missed_engine(number).restart()
+
+
+def _end_missed_incarnation(place: tuple[Stage, int]) -> None:
+    """Start a further incarnation and kill the bridge that has written the missed one, then resume the stopped bridge."""
+    stage, number = place
+    stage.find_missed_engine(number).restart()
+    stage.bridges[(number + 1) % len(stage.bridges)].kill()
+    stage.bridges[number].resume()
+
+
+def _copy_servers(stage: Stage) -> None:
+    """Copy the files of all servers, for `_lose_pages`. The servers are restarted, so that each copy is complete."""
+    number = stage.counted["copies of servers"]
+    stage.counted["copies of servers"] += 1
+    copies = {node.name: stage.folder / f"{node.name}-{number}" for node in stage.servers.nodes}
+    for node in stage.servers.nodes:
+        node.end()
+    for node in stage.servers.nodes:
+        node.copy(copies[node.name])
+        node.launch()
+    stage.copies.append(copies)
+
+
+def _lose_pages(stage: Stage) -> None:
+    """Return all servers to their oldest copy, so that they lose what they have acknowledged since."""
+    copies = stage.copies.pop(0)
+    for node in stage.servers.nodes:
+        node.fall_back(copies[node.name])
+    for node in stage.servers.nodes:
+        node.launch()
+
+
+def _change_partition(
+    change: Callable[[Any, str, str], Coroutine[Any, Any, Any]],
+) -> Callable[[tuple[Stage, int], Random], None]:
+    """Return a strike that changes a partition as another client of NATS. It does nothing if the servers do not respond."""
+
+    def strike(place: tuple[Stage, int], _: Random) -> None:
+        stage, number = place
+        name, subject = stage.layout.stream(number), stage.layout.subject(number)
+
+        async def main() -> None:
+            async with asyncio.timeout(2.0):
+                client = await nats.connect(list(stage.plane.servers), allow_reconnect=False)
+                try:
+                    await change(client.jetstream(timeout=1.0), name, subject)
+                finally:
+                    await client.close()
+
+        with suppress(Exception):
+            asyncio.run(main())
+            stage.counted["done to partitions"] += 1
+
+    return strike
+
+
+async def _delete(js: Any, name: str, _: str) -> None:
+    await js.delete_stream(name)
+
+
+async def _purge(js: Any, name: str, _: str) -> None:
+    await js.purge_stream(name, seq=(await js.stream_info(name)).state.last_seq)
+
+
+async def _publish_foreign_message(js: Any, _: str, subject: str) -> None:
+    await js.publish(subject, Random(subject).randbytes(100))
+
+
+FAULTS: Final[dict[str, Fault[Any]]] = {
+    "kill bridge": Fault(find_bridge, always(Part.kill), Part.resume, weight=6),
+    "stop bridge": Fault(find_bridge, always(Part.stop), Part.go_on),
+    "bridge misses an incarnation": Fault(find_bridge_number, always(_miss_incarnation), _end_missed_incarnation, weight=3),
+    "kill replica": Fault(find_replica, always(Part.kill), Part.resume, weight=6),
+    "stop replica": Fault(find_replica, always(Part.stop), Part.go_on),
+    "kill server": Fault(find_server, always(Server.kill), Server.launch, weight=6),
+    "stop server": Fault(find_server, always(Server.stop), Server.go_on),
+    "servers lose pages": Fault(find_stage, always(_copy_servers), _lose_pages, weight=3),
+    "kill engine": Fault(find_engine, lambda engine, _: engine.restart()),
+    "end engine": Fault(find_engine, lambda engine, _: engine.close_and_restart()),
+    "stop engine": Fault(find_engine, lambda engine, _: engine.part.stop(), lambda engine: engine.part.go_on()),
+    "delete partition": Fault(find_partition, _change_partition(_delete), weight=2),
+    "purge partition": Fault(find_partition, _change_partition(_purge), weight=1),
+    "stranger's message": Fault(find_partition, _change_partition(_publish_foreign_message), weight=1),
+    "cut engine off": Fault(find_proxies, always(refuse), FaultProxy.heal),
+    "half-open engine": Fault(find_proxies, always(FaultProxy.half_open), FaultProxy.heal, weight=2),
+    "drop live batches": Fault(find_leg, _drop, Leg.heal),
+}
