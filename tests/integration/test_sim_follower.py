@@ -198,7 +198,7 @@ def test_trust_and_lookups_follow_a_stream_through_its_incarnations() -> None:
                 wait_until(lambda: follower.trust[WORKER] != "EXACT", "the end of the incarnation to be detected")
                 sockets.open(WORKER)
         assert counts(follower.audit.counts) == (9, 0, 0)
-        assert [status.counters.resets for status in follower.statuses()] == [2]
+        assert [status.counters.resets for status in follower.statuses] == [2]
 
 
 def test_a_stream_that_cannot_be_followed_raises_at_once() -> None:

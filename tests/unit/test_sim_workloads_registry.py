@@ -10,9 +10,10 @@ import pytest
 
 import paths
 from kvevents.errors import ConfigError
-from kvevents.sim.workloads import WORKLOADS, read_trace, settings_of, workload
+from kvevents.sim.workloads import WORKLOADS, read_trace, workload
 
 DOCUMENT = paths.ROOT / "docs" / "guides" / "workloads.md"
+SETTINGS = {name: set(kind.__struct_fields__) for name, kind in WORKLOADS.items()}
 GENERATED = [name for name in WORKLOADS if name != "trace"]
 
 
@@ -51,7 +52,7 @@ def test_a_workload_has_at_most_the_requested_number_of_requests() -> None:
 
 
 def test_settings_are_the_fields_of_a_frozen_class() -> None:
-    assert {"rate", "arrivals", "lora_share", "turns"} <= set(settings_of("chat"))
+    assert {"rate", "arrivals", "lora_share", "turns"} <= SETTINGS["chat"]
     assert {request.lora for request in workload("chat", requests=50, lora_share=1.0, loras=1)} == {"lora-0"}
     with pytest.raises(AttributeError, match="immutable"):
         WORKLOADS["chat"]().rate = 3  # type: ignore[misc]
@@ -66,9 +67,9 @@ def test_the_guide_of_workloads_is_correct(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("".join(lines))
     assert len(list(read_trace(tmp_path / "trace.jsonl"))) == 3
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (.*) \|$", text.split("## Names")[1].split("## ")[0], re.MULTILINE))
-    common = set(settings_of("chat")) & set(settings_of("agents")) & set(settings_of("llm-d"))
+    common = SETTINGS["chat"] & SETTINGS["agents"] & SETTINGS["llm-d"]
     documented = {name: set(re.findall(r"`([a-z_]+)`", settings)) for name, settings in rows.items()}
-    assert documented == {name: set(settings_of(name)) - (common if name in GENERATED else set()) for name in WORKLOADS}
+    assert documented == {name: SETTINGS[name] - (common if name in GENERATED else set()) for name in WORKLOADS}
 
 
 @pytest.mark.parametrize(

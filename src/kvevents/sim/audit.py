@@ -62,9 +62,8 @@ class Expected:
         return Namespace(lora=self.sequence.lora, salt=self.sequence.salt)
 
 
-@dataclass(slots=True)
-class AuditCounts:
-    """Counters of an audit."""
+class AuditCounts(msgspec.Struct):
+    """Counters of an audit, which are part of a result."""
 
     checked: int = 0
     """Lookups that were compared after everything before them was delivered."""
@@ -72,7 +71,7 @@ class AuditCounts:
     """Compared lookups in which index and engine differ."""
     unproven: int = 0
     """Lookups that could not be compared, because the stream was not exact or batches before them were lost."""
-    examples: list[Disagreement] = field(default_factory=list)
+    examples: list[Disagreement] = []
 
 
 @dataclass(slots=True)

@@ -47,7 +47,8 @@ class AuditingFollower:
         self._incarnation_of: Final = incarnation
         self._incarnations: Final[dict[tuple[Worker, int], int]] = {}
         self._subscriber: Subscriber[RawBatch] | None = None
-        self._statuses: list[StreamStatus] = []
+        self.statuses: list[StreamStatus] = []
+        """Status of each stream at the last check."""
         self._failure: BaseException | None = None
         self._stop: Final = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,10 +77,6 @@ class AuditingFollower:
         return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
             DegradedReason.REPLAY_UNPROVEN
         }
-
-    def statuses(self) -> list[StreamStatus]:
-        """Return the status of every stream at the last check."""
-        return self._statuses
 
     def check(self) -> None:
         """Raise the exception that ended the thread early, if any."""
@@ -114,8 +111,8 @@ class AuditingFollower:
         return incarnation
 
     def _look(self, subscriber: Subscriber[RawBatch]) -> None:
-        self._statuses = subscriber.statuses()
-        self.trust = {(status.source, status.rank): status.trust.name for status in self._statuses}
+        self.statuses = subscriber.statuses()
+        self.trust = {(status.source, status.rank): status.trust.name for status in self.statuses}
         for worker in self.trust:
             self.audit.settle(worker)
 
@@ -263,7 +260,7 @@ class LiveFleet:
                 resets=status.counters.resets,
                 reconnects=status.counters.reconnects,
             )
-            for status in self.follower.statuses()
+            for status in self.follower.statuses
         ]
 
     def __enter__(self) -> Self:
@@ -311,7 +308,7 @@ class LiveFleet:
 
     def _not_settled(self) -> dict[Worker, StreamStatus]:
         """Return the streams of running engines that have published, of which batches are missing or not confirmed."""
-        statuses = {(status.source, status.rank): status for status in self.follower.statuses()}
+        statuses = {(status.source, status.rank): status for status in self.follower.statuses}
         return {
             worker: statuses[worker]
             for worker, simulated in self.fleet.workers.items()

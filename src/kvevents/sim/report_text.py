@@ -178,13 +178,6 @@ def _pace(settings: ReportSettings) -> str:
     return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""
 
 
-SettingValue: TypeAlias = float | None
-
-BEST: Final = "*"
-"""Mark after the best value of a column."""
-NONE: Final = "-"
-
-
 class Cell(NamedTuple):
     """One value of the table as text."""
 
@@ -197,16 +190,16 @@ class ReportColumn:
     """One column of the table."""
 
     title: str
-    value: Callable[[PolicyResult], SettingValue]
+    value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
 
 
-def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], SettingValue]:
+def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
     return lambda result: None if result.ttft is None else value(result.ttft)
 
 
-def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], SettingValue]:
+def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], float | None]:
     """Return the value; None if no prompt was looked up, since rates are undefined then."""
     return lambda result: value(result) if result.prompt_tokens else None
 
@@ -242,7 +235,7 @@ def rows(comparison: Comparison) -> list[list[Cell]]:
 
 def _column(column: ReportColumn, results: Sequence[PolicyResult]) -> list[Cell]:
     values = [column.value(result) for result in results]
-    texts = [NONE if value is None else column.to_text(value) for value in values]
+    texts = ["-" if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
     if column.best is None or len(set(texts)) < 2 or not known:
         return [Cell(text) for text in texts]
@@ -251,5 +244,5 @@ def _column(column: ReportColumn, results: Sequence[PolicyResult]) -> list[Cell]
 
 
 def _pad_cell(cell: Cell, width: int, column: ReportColumn) -> Cell:
-    mark = BEST if cell.best else "" if column.best is None else " "
+    mark = "*" if cell.best else "" if column.best is None else " "
     return Cell(f"{cell.text:>{width}}{mark}", cell.best)

@@ -180,7 +180,7 @@ class SimulatedFleet:
     def result(self, name: str) -> PolicyResult:
         """Return the result of a run that has ended."""
         self.audit.finish()
-        metrics, counts, now = self.metrics, self.audit.counts, max(self.metrics.last, 0.0)
+        metrics, now = self.metrics, max(self.metrics.last, 0.0)
         computed = [worker.computed for worker in self.workers.values()]
         mean = sum(computed) / len(computed)
         workers = [worker.result(now) for worker in self.workers.values()]
@@ -200,16 +200,13 @@ class SimulatedFleet:
             output_tokens_per_second=metrics.output_tokens / now if now else 0.0,
             imbalance=max(computed) / mean if mean else 1.0,
             preemptions=sum(worker.preemptions for worker in workers),
-            checked=counts.checked,
-            disagreements=counts.disagreements,
-            unproven=counts.unproven,
             predicted_tokens=metrics.predicted_tokens,
             overpredictions=metrics.overpredictions,
             batches=metrics.batches,
             events=metrics.events,
             workers=workers,
             series=self.sampler.taken,
-            examples=counts.examples,
+            **msgspec.structs.asdict(self.audit.counts),
         )
 
     # --- requests

@@ -47,7 +47,6 @@ __all__ = [
     "mooncake_rows",
     "read_trace",
     "rescaled",
-    "settings_of",
     "workload",
     "write_rows",
     "write_trace",
@@ -114,14 +113,9 @@ def workload(
         raise ConfigError(f"unknown workload {name!r}: expected {', '.join(WORKLOADS)}")
     if requests < 0:
         raise ConfigError(f"invalid requests {requests}: expected at least 0")
-    known = settings_of(name)
+    known = WORKLOADS[name].__struct_fields__
     unknown = sorted(settings.keys() - set(known))
     if unknown:
         raise ConfigError(f"unknown setting {', '.join(unknown)} of workload {name}: expected {', '.join(known)}")
     given = settings if rate is None else settings | {"rate": rate}
     return islice(WORKLOADS[name](**given).requests(seed), requests)
-
-
-def settings_of(name: str) -> list[str]:
-    """Return the names of a workload's settings."""
-    return list(WORKLOADS[name].__struct_fields__)
