@@ -117,5 +117,5 @@ def workload(
     unknown = sorted(settings.keys() - set(known))
     if unknown:
         raise ConfigError(f"unknown setting {', '.join(unknown)} of workload {name}: expected {', '.join(known)}")
-    given = settings if rate is None else settings | {"rate": rate}
+    given: dict[str, Any] = settings if rate is None else settings | {"rate": rate}
     return islice(WORKLOADS[name](**given).requests(seed), requests)
