@@ -83,14 +83,6 @@ def _two_copies(script: Script) -> None:
     script.check()
 
 
-def _inactive(script: Script) -> None:
-    engine = script.warm(A, 5)
-    dead = {"type": "BlockInactive", "block_hashes": [A.name_of(place, 1) for place in range(5)], "medium": "GPU"}
-    engine.publish([dead])
-    engine.store(A, range(5, 10))
-    script.check()
-
-
 def _heartbeats(script: Script) -> None:
     """Batches with the publisher's own digest, as a removal of no blocks with one more field (kvevents)."""
     engine = script.warm(A, 3)
@@ -220,7 +212,6 @@ def meanings() -> Iterator[tuple[Script, Play]]:
         ("tiers", "blocks in host memory as well, evicted from either", _tiers, []),
         ("reannounced", "hits announced again (`kv_cache_report_mode=full`), then evicted once", _reannounced, []),
         ("two-copies", "blocks computed twice at a time, one copy of each evicted", _two_copies, []),
-        ("inactive", "`BlockInactive`: no request uses the blocks, which stay", _inactive, []),
         ("heartbeats", "removals of no blocks with an unknown field", _heartbeats, []),
         ("partial-tail", "a block of 8 tokens behind one of 16 (vLLM 0.33, hybrid models)", _partial_tail, []),
         ("mixed-sizes", "a block of 64 tokens behind one of 16", _mixed_sizes, []),
