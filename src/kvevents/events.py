@@ -29,7 +29,6 @@ __all__ = [
     "MEDIUM_STORAGE",
     "TIERS",
     "AllBlocksCleared",
-    "BlockInactive",
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
@@ -155,9 +154,6 @@ class BlockStored(KVCacheEvent):
     """vLLM 0.33: per block, the tokens beyond it that its hash covers."""
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
-    origin: str | None = None
-    """vllm#51699: NEW for blocks that were computed, REUSED for those that were resident before and are announced again. None,
-    as in all releases so far: either."""
     skipped_parent_block_hash: int | None = None
     """Proposed in vllm#44488: hash of the block before those that `skipped_token_ids` are of; None for the root.
 
@@ -203,8 +199,6 @@ class BlockRemoved(KVCacheEvent):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
-    remaining_copy_counts: list[int] | None = None
-    """vllm#48933: per block how many physical copies are left of it."""
     heartbeat: Heartbeat | None = None
     block_digests: list[bytes] | None = None
     unknown_fields: UnknownFields | None = None
@@ -222,23 +216,7 @@ class AllBlocksCleared(KVCacheEvent):
         return hash(AllBlocksCleared)
 
 
-class BlockInactive(KVCacheEvent):
-    """No request uses the blocks any more. They stay resident, and are among the next that the engine evicts.
-
-    Proposed for vLLM (https://github.com/vllm-project/vllm/pull/50732); see `kvevents.wire.dialects.NEUTRAL_FIELDS`.
-    """
-
-    block_hashes: list[int]
-    medium: str | None = msgspec.field(default_factory=_always_sent)
-    group_idx: int | None = None
-    block_digests: list[bytes] | None = None
-    unknown_fields: UnknownFields | None = None
-
-    def __hash__(self) -> int:
-        return hash((BlockInactive, tuple(self.block_hashes), self.medium, self.group_idx))
-
-
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | BlockInactive
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(EventBatch):

@@ -19,7 +19,6 @@ def test_the_package_root_exports_exactly_these_names() -> None:
         "AllBlocksCleared",
         "AsyncSubscriber",
         "Batch",
-        "BlockInactive",
         "BlockRemoved",
         "BlockStored",
         "Checkpoint",

@@ -32,10 +32,10 @@ from index_cases import (
 )
 from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
-from kvevents.events import BlockInactive, BlockRemoved, BlockStored
+from kvevents.events import BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
 from kvevents.stream import BatchReport, Gap, Reset
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 from wire_cases import batch_of, make_store, pack
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -1173,16 +1173,13 @@ def test_event_layouts_in_rust_equal_those_of_the_dialects() -> None:
         for name, body in re.findall(r"const (\w+): &\[&str\] = &\[(.*?)\];", source, re.DOTALL)
     }
     rows = re.findall(r'\("?(\w+)"?, (\w+), (\w+)\)', source)
-    maps = {
-        kind: [name for name in kind.__struct_fields__ if name != "unknown_fields"]
-        for kind in (BlockStored, BlockRemoved, BlockInactive)
-    }
+    maps = {kind: [name for name in kind.__struct_fields__ if name != "unknown_fields"] for kind in (BlockStored, BlockRemoved)}
     assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == [
         ("BlockStored", list(ARRAY_STORED), maps[BlockStored]),
         ("BlockRemoved", list(ARRAY_REMOVED), maps[BlockRemoved]),
         ("AllBlocksCleared", [], ["medium", "group_idx"]),
-        ("INACTIVE", list(NEUTRAL_FIELDS["BlockInactive"]), maps[BlockInactive]),
     ]
+    assert frozenset(lists["NEUTRAL_KINDS"]) == NEUTRAL_KINDS
 
 
 def test_a_batch_needs_a_payload_or_events_but_not_both(index: PrefixIndex) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from kvevents.wire.dialects import NEUTRAL_KINDS
 from wire_cases import msgpack_values
 
 MUTATIONS = st.lists(
@@ -91,13 +92,12 @@ loose_clears = st.fixed_dictionaries(
 )
 
 
-loose_inactive = st.fixed_dictionaries(
-    {"type": st.just("BlockInactive"), "block_hashes": st.lists(st.integers(0, 12) | numbers, max_size=3)},
-    optional={"group_idx": numbers_or_none, "medium": texts, "tomorrow": msgpack_values},
+loose_neutral_events = st.fixed_dictionaries(
+    {"type": st.sampled_from(sorted(NEUTRAL_KINDS))}, optional={"tomorrow": msgpack_values}
 )
 
 
-loose_events = loose_stores | loose_removals | loose_clears | loose_inactive
+loose_events = loose_stores | loose_removals | loose_clears | loose_neutral_events
 
 
 NUMBERS = [

@@ -1,8 +1,7 @@
 """Compacted history compared with full history: what late consumers hold, how certain they are, and what they attest.
 
 Streams are arbitrary. They have stores and removals in a group with full attention, one with a sliding window, one of Mamba
-states and one of an unknown kind. Blocks are on two tiers, with and without an origin; some are twins (blocks that share a
-hash), and there are clears.
+states and one of an unknown kind. Blocks are on two tiers; some are twins (blocks that share a hash), and there are clears.
 """
 
 from __future__ import annotations
@@ -42,18 +41,15 @@ LENGTH: Final = 5
 Bounds = dict[tuple[int, int, str, int], tuple[int, int]]
 
 
-def store_blocks(
-    first: int, count: int, group: dict[str, Any], medium: str = "GPU", origin: str | None = None, prompt: int = 0
-) -> BlockStored:
+def store_blocks(first: int, count: int, group: dict[str, Any], medium: str = "GPU", prompt: int = 0) -> BlockStored:
     """Return a store of `count` blocks of a prompt. Block n has the hash n + 1 in all prompts, so prompts have twins."""
     tokens = [1_000 * prompt + token for token in range(first * SIZE, (first + count) * SIZE)]
     hashes = list(range(first + 1, first + count + 1))
-    return BlockStored(hashes, first or None, tokens, SIZE, medium=medium, origin=origin, **group)
+    return BlockStored(hashes, first or None, tokens, SIZE, medium=medium, **group)
 
 
-def remove_blocks(first: int, count: int, group: int, medium: str = "GPU", remaining: list[int] | None = None) -> BlockRemoved:
-    counts = None if remaining is None else remaining[:count]
-    return BlockRemoved(list(range(first + 1, first + count + 1)), medium, group, remaining_copy_counts=counts)
+def remove_blocks(first: int, count: int, group: int, medium: str = "GPU") -> BlockRemoved:
+    return BlockRemoved(list(range(first + 1, first + count + 1)), medium, group)
 
 
 def draw_ranges() -> st.SearchStrategy[tuple[int, int]]:
@@ -61,26 +57,21 @@ def draw_ranges() -> st.SearchStrategy[tuple[int, int]]:
 
 
 def draw_stores(prompts: int) -> st.SearchStrategy[KVEvent]:
-    media, origins = st.sampled_from(("GPU", "GPU", "GPU", "CPU")), st.sampled_from((None, None, "REUSED", "NEW"))
     return st.builds(
-        lambda blocks, group, medium, origin, prompt: store_blocks(blocks[0], blocks[1], group, medium, origin, prompt),
+        lambda blocks, group, medium, prompt: store_blocks(blocks[0], blocks[1], group, medium, prompt),
         draw_ranges(),
         st.sampled_from(GROUPS),
-        media,
-        origins,
+        st.sampled_from(("GPU", "GPU", "GPU", "CPU")),
         st.integers(0, prompts - 1),
     )
 
 
 def events(prompts: int) -> st.SearchStrategy[KVEvent]:
-    media = st.sampled_from(("GPU", "GPU", "GPU", "CPU"))
-    remaining = st.one_of(st.none(), st.none(), st.none(), st.lists(st.integers(0, 3), min_size=LENGTH, max_size=LENGTH))
     removals = st.builds(
-        lambda blocks, group, medium, remaining: remove_blocks(blocks[0], blocks[1], group, medium, remaining),
+        lambda blocks, group, medium: remove_blocks(blocks[0], blocks[1], group, medium),
         draw_ranges(),
         st.integers(0, 3),
-        media,
-        remaining,
+        st.sampled_from(("GPU", "GPU", "GPU", "CPU")),
     )
     scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, {"group_idx": 3}, None))
     clears = st.builds(AllBlocksCleared, unknown_fields=scopes)

@@ -28,7 +28,6 @@ STORE = BlockStored(
     block_keys=[7],
     block_digests=[b"\x01" * 32],
     parent_block_digest=b"\x02" * 32,
-    origin="NEW",
     unknown_fields={"note": "text"},
 )
 UNCHANGED_FIELDS = {
@@ -45,7 +44,6 @@ UNCHANGED_FIELDS = {
     "ownership",
     "block_digests",
     "parent_block_digest",
-    "origin",
 }
 
 

@@ -45,8 +45,7 @@ STORED = (
 """Fields of a store that the index needs; other fields change nothing."""
 REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 CLEARED = ("medium", "group_idx")
-INACTIVE = ("block_hashes", "medium", "group_idx")
-NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED, "BlockInactive": INACTIVE}
+NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED}
 
 
 def scan_events(payload: bytes) -> list[dict[str, Any]] | None:

@@ -35,8 +35,6 @@ pub struct NewBlock<'a> {
     pub tokens: &'a [u32],
     /// Number of its announcement.
     pub announcement: u8,
-    /// Announcements whose copy is the one that is stored, so it is not counted as another one.
-    pub reused_on: u64,
 }
 
 /// The outcome of storing a block.
@@ -197,15 +195,6 @@ impl Blocks {
         }
     }
 
-    /// Marks the copies of a block as certain in these announcements.
-    pub fn mark_certain(&mut self, number: u32, announcements: u64) {
-        if self.has_uncertain_copies() {
-            for announcement in bits(self.attributes(number).copies & announcements) {
-                self.uncertain.remove(&(number, announcement));
-            }
-        }
-    }
-
     /// Blocks with copies that share their hash, the one that was stored last at the end.
     pub fn same_hash(&self) -> &HashMap<u64, Vec<u32>> {
         &self.same_hash
@@ -265,11 +254,7 @@ impl Blocks {
             }
         }
         if let Some(number) = found {
-            if self.attributes(number).copies & block.reused_on == 0 {
-                self.add_copy(number, block.announcement);
-            } else {
-                self.mark_certain(number, block.reused_on);
-            }
+            self.add_copy(number, block.announcement);
             self.make_latest(block.hash, number);
             return Stored::Known(number);
         }
@@ -403,33 +388,6 @@ impl Blocks {
                 self.uncertain.insert((number, left.trailing_zeros() as u8));
             }
         }
-        true
-    }
-
-    /// Sets the number of copies of the block with this `hash` on the placement, all of which certainly exist. Returns whether it had one
-    /// there.
-    pub fn set_count(&mut self, hash: u64, removable: Removable, count: u32) -> bool {
-        let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
-        let Some(number) = self.find(hash).filter(has_copy) else {
-            return false;
-        };
-        let copies = self.attributes(number).copies;
-        let candidates = match copies & removable.exact {
-            0 => copies & removable.placement,
-            exact => exact,
-        };
-        let chosen = candidates.trailing_zeros() as u8;
-        for announcement in bits(copies & removable.placement) {
-            self.extra_count -= self.extra_copies.remove(&(number, announcement)).unwrap_or(0) as usize;
-            self.uncertain.remove(&(number, announcement));
-        }
-        if count > 1 {
-            self.extra_copies.insert((number, chosen), count - 1);
-            self.extra_count += count as usize - 1;
-        } else {
-            self.shrink_extra_copies();
-        }
-        self.keep_copies(number, copies & !removable.placement | u64::from(count > 0) << chosen);
         true
     }
 

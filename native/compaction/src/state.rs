@@ -5,13 +5,12 @@ use std::collections::VecDeque;
 
 use kvevents_index::apply::{Read, extras_at, extras_of};
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::holders::copies::Origin;
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::stream::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
 
 use super::announcements::{Announcements, is_dense, window_of};
-use super::blocks::{Blocks, NewBlock, ROOT, Stored, bits};
+use super::blocks::{Blocks, NewBlock, ROOT, Stored};
 use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
 use super::group_rules::{GroupRules, Rule, rule_of};
 use super::unkept::Unkept;
@@ -78,8 +77,6 @@ pub struct State {
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// The origin of the current event's blocks.
-    origin: Origin,
     /// Hashes that the current payload has announced again; listed for hybrid models only.
     repeated: Vec<u64>,
     /// Copies without tokens that the current payload has made resident, as hashes and announcements.
@@ -105,13 +102,10 @@ impl State {
 
     /// Applies one event of a payload.
     pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
-        self.origin = event.origin;
         let outcome = match event.kind {
             Kind::Stored => self.store(&store_of(read, event)),
-            Kind::Removed if event.keyed && event.keys.length == event.hashes.length => self.remove_to(read, event),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
             Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
-            Kind::Inactive => Ok(()),
         };
         if let Err(reason) = outcome {
             self.invalidate(reason);
@@ -136,27 +130,6 @@ impl State {
         }
         self.fresh.clear();
         self.repeated.clear();
-    }
-
-    /// Applies a removal that states the number of remaining copies.
-    fn remove_to(&mut self, read: &Read<'_>, event: &Event) -> Result<(), Reason> {
-        let location = location_of(read, event);
-        if self.group_rules.unknown_kind(location.group.unwrap_or(0)).is_some() {
-            return self.remove(event.hashes.slice(&read.scratch.hashes), &location);
-        }
-        if self.invalid.is_some() {
-            return Ok(());
-        }
-        let removable = self.announcements.removable(&location);
-        let left = event.keys.slice(&read.scratch.hashes);
-        for (&hash, &left) in event.hashes.slice(&read.scratch.hashes).iter().zip(left) {
-            let left = u32::try_from(left).unwrap_or(u32::MAX);
-            if !self.blocks.set_count(hash, removable, left) {
-                let is_meant = |announcement| removable.placement >> announcement & 1 != 0;
-                while self.waiting.remove_where(hash, is_meant) && left == 0 {}
-            }
-        }
-        self.check_limits()
     }
 
     /// Drops everything until a clear of everything, except for the matching rules of groups.
@@ -243,11 +216,8 @@ impl State {
         let same_placement = self.announcements.on_placement_of(announcement);
         for &hash in store.hashes.iter() {
             match self.blocks.find(hash) {
-                // A group that does not hold a block reports it where the window of a hit does not reach.
-                Some(number) if self.origin == Origin::Reused => self.blocks.mark_certain(number, same_placement),
-                None if self.origin == Origin::Reused => {}
                 Some(number) => {
-                    if self.origin == Origin::Unstated && !self.blocks.is_certain(number, same_placement) {
+                    if !self.blocks.is_certain(number, same_placement) {
                         self.fresh.push((hash, announcement));
                     }
                     self.blocks.add_copy(number, announcement);
@@ -259,18 +229,9 @@ impl State {
         self.check_limits()
     }
 
-    /// Announcements whose copies are not counted again, since the current event states that its blocks were resident before.
-    fn reused_on(&self, announcement: u8) -> u64 {
-        if self.origin == Origin::Reused {
-            self.announcements.on_placement_of(announcement)
-        } else {
-            0
-        }
-    }
-
     /// Notes a block whose new copy might be the one that it already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
-        if self.group_rules.len() > 1 && self.origin == Origin::Unstated {
+        if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
             if self.blocks.count_on(number, same_placement) > 1 {
                 self.repeated.push(hash);
@@ -280,7 +241,6 @@ impl State {
 
     /// Applies a store of keys. A key identifies the namespace and all blocks before a block.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
-        let reused_on = self.reused_on(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {
             let stored = self.blocks.store(&NewBlock {
                 hash,
@@ -290,7 +250,6 @@ impl State {
                 namespace: &Namespace::default(),
                 tokens: &[],
                 announcement,
-                reused_on,
             });
             self.check_examinations()?;
             match stored {
@@ -336,11 +295,6 @@ impl State {
             // While no parent is known, each block is looked up by its hash; from then on each is the parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
-                let reused_on = self.reused_on(announcement);
-                if bits(reused_on).any(|number| self.waiting.has(hash, number.into())) {
-                    awaited = Some(hash);
-                    continue;
-                }
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
                 awaited = Some(hash);
                 continue;
@@ -381,7 +335,6 @@ impl State {
             namespace: &content.namespace,
             tokens: &content.tokens,
             announcement,
-            reused_on: self.reused_on(announcement),
         })
     }
 
@@ -400,8 +353,6 @@ impl State {
         if self.waiting.is_empty() {
             return Ok(());
         }
-        // What waited came in other events, of which that is not known any more.
-        let origin = std::mem::take(&mut self.origin);
         let mut linked = VecDeque::from([(hash, number)]);
         while let Some((hash, number)) = linked.pop_front() {
             for item in self.waiting.take_awaiting(hash) {
@@ -421,7 +372,6 @@ impl State {
                 }
             }
         }
-        self.origin = origin;
         Ok(())
     }
 

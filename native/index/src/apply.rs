@@ -70,7 +70,6 @@ impl Stream {
             Kind::Stored => self.apply_store(writer, read, event, work),
             Kind::Removed => self.apply_removal(writer, read, event, work),
             Kind::Cleared => return self.apply_clear(writer, read, event),
-            Kind::Inactive => self.counters.neutral += 1,
         }
         if self.group_cache.is_some() {
             self.note_changed_copies(read, event);
@@ -103,14 +102,6 @@ impl Stream {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
-        if event.keyed && event.keys.length == event.hashes.length {
-            let left = event.keys.slice(&read.scratch.hashes);
-            for (&hash, &left) in hashes.iter().zip(left) {
-                self.remove_to(writer, hash, placement, u32::try_from(left).unwrap_or(u32::MAX));
-                self.spend(writer, 1);
-            }
-            return;
-        }
         for some in hashes.chunks(WORK_PER_HOLD) {
             self.remove(writer, some, placement, &mut work.targets);
             if self.remove_some_blocks(writer) {

@@ -23,7 +23,7 @@ use self::tally::{CopyMarks, Tally};
 use crate::groups::Groups;
 use crate::groups::cache::GroupCache;
 use crate::groups::engine_hash::Sample;
-use crate::holders::copies::{Change, Copies, CopyTable, Origin};
+use crate::holders::copies::{Change, Copies, CopyTable};
 use crate::holders::holder_sets::Move;
 use crate::holders::placements::{AttestedGroup, Placement};
 use crate::keys::Scheme;
@@ -104,8 +104,6 @@ pub struct Stream {
     foreign: HashTable<Foreign>,
     collisions: Collisions,
     copies: CopyTable,
-    /// The origin of the current event's blocks.
-    pub origin: Origin,
     /// Whether its sender attests its engine's cache: then every store is a new copy.
     has_attested: bool,
     /// Blocks with full attention that the current batch has announced again; kept for hybrid models only.
@@ -165,7 +163,6 @@ impl Stream {
             foreign: HashTable::new(),
             collisions: Collisions::default(),
             copies: CopyTable::default(),
-            origin: Origin::default(),
             has_attested: false,
             repeated: Vec::new(),
             fresh: Vec::new(),

@@ -176,6 +176,5 @@ pub(super) fn counters<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bo
     plain.set_item("duplicates", counters.duplicates)?;
     plain.set_item("void", counters.void)?;
     plain.set_item("gaps", counters.gaps)?;
-    plain.set_item("neutral_events", counters.neutral)?;
     Ok(plain)
 }

@@ -38,7 +38,6 @@ fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyD
         Kind::Stored => "BlockStored",
         Kind::Removed => "BlockRemoved",
         Kind::Cleared => "AllBlocksCleared",
-        Kind::Inactive => "BlockInactive",
     };
     plain.set_item("type", kind)?;
     plain.set_item("block_hashes", &event.hashes)?;
@@ -66,7 +65,6 @@ fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyD
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
-    plain.set_item("origin", format!("{:?}", event.origin))?;
     let extras = match &event.extra_keys {
         None => None,
         Some(found) => {
@@ -147,13 +145,6 @@ fn event_of<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>>
             plain.set_item("type", "AllBlocksCleared")?;
             rest_of(&plain, unknown_fields)?;
         }
-        Event::Inactive(inactive) => {
-            plain.set_item("type", "BlockInactive")?;
-            hashes_of(&plain, &inactive.block_hashes)?;
-            plain.set_item("medium", &inactive.medium)?;
-            plain.set_item("group_idx", inactive.group_idx)?;
-            rest_of(&plain, &inactive.unknown_fields)?;
-        }
     }
     Ok(plain)
 }
@@ -192,7 +183,6 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("ownership", &event.ownership)?;
     plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
-    plain.set_item("origin", &event.origin)?;
     for (name, value) in &event.unused_fields {
         let value = value.as_ref().map(|value| value_of(py, value)).transpose()?;
         plain.set_item(name, value)?;
@@ -208,7 +198,6 @@ fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
     plain.set_item("group_idx", event.group_idx)?;
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
-    plain.set_item("remaining_copy_counts", &event.remaining_copy_counts)?;
     let heartbeat = event.heartbeat.as_ref().map(plain_heartbeat);
     plain.set_item("heartbeat", heartbeat)?;
     rest_of(plain, &event.unknown_fields)

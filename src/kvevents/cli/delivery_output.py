@@ -18,7 +18,7 @@ import msgspec
 from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import Console, Part, Span, Style
 from kvevents.cli.signals import StopSignal
-from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.text_format import number_range, plural
@@ -35,7 +35,6 @@ _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {
     BlockStored: "good",
     BlockRemoved: "warn",
     AllBlocksCleared: "loud",
-    BlockInactive: "dim",
 }
 _INDENT: Final = " " * 14
 
@@ -112,12 +111,10 @@ def _totals(events: Sequence[KVEvent]) -> str:
     stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
     removed = sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
-    inactive = sum(len(event.block_hashes) for event in events if isinstance(event, BlockInactive))
     cleared = any(isinstance(event, AllBlocksCleared) for event in events)
     parts = [
         f"+{plural(stored, 'block')} with {plural(tokens, 'token')}" if stored or tokens else "",
         f"-{plural(removed, 'block')}" if removed else "",
-        f"{plural(inactive, 'block')} inactive" if inactive else "",
         "ALL BLOCKS CLEARED" if cleared else "",
     ]
     return f"{plural(len(events), 'event')}: {', '.join(part for part in parts if part) or 'nothing in them'}"
@@ -130,8 +127,6 @@ def _brief(event: KVEvent) -> str:
         return f"{blocks} after {parent}, {plural(len(event.token_ids), 'token')}{_medium(event.medium, 'on')}"
     if isinstance(event, BlockRemoved):
         return f"-{plural(len(event.block_hashes), 'block')}{_hashes(event.block_hashes)}{_medium(event.medium, 'from')}"
-    if isinstance(event, BlockInactive):
-        return f"{plural(len(event.block_hashes), 'block')} inactive{_hashes(event.block_hashes)}{_medium(event.medium, 'on')}"
     return "ALL BLOCKS CLEARED"
 
 

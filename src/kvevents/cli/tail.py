@@ -11,7 +11,7 @@ from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
 from kvevents.cli.signals import StopSignal
-from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber
 
@@ -32,7 +32,6 @@ EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {
     "stored": BlockStored,
     "removed": BlockRemoved,
     "cleared": AllBlocksCleared,
-    "inactive": BlockInactive,
 }
 _DETAILS: Final[tuple[tuple[Detail, tuple[str, ...], str], ...]] = (
     ("quiet", ("-q", "--quiet"), "print resets, gaps and changes of trust only"),

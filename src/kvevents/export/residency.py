@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent, TokenId
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
 from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
@@ -128,7 +128,6 @@ class WorkerCache:
             BlockStored: self._store,
             BlockRemoved: self._remove,
             AllBlocksCleared: self._clear,
-            BlockInactive: lambda *_: [],  # the blocks stay resident
         }
 
     def take_ended(self) -> list[Row]:

@@ -105,8 +105,6 @@ class Counters:
     """Deliveries of earlier incarnations."""
     gaps: int
     """Gaps reported by the subscriber."""
-    neutral_events: int
-    """Events that do not change which blocks are resident, such as `BlockInactive`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +417,7 @@ class PrefixIndex(_native.NativeIndex):
 
 
 _HELD: Final = ("blocks", "orphans", "copies", "uncertain")
-_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps", "neutral_events")
+_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
 
 
 def _parts(worker: Worker) -> tuple[str, int]:

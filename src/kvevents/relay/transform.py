@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import TIERS, AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.output_sequencer import (
     IndexedStream,
@@ -212,8 +212,6 @@ class BatchTransform:
         cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
         self.omits_blocks = (self.omits_blocks and not cleared) or any(map(self._is_misplaced, events))
         events = [self._expressible_clear(event, rejected) for event in events]
-        if self.blocks is not None or (self._dialect is not None and self._dialect.event_form == "array"):
-            events = [_without_copy_fields(event) for event in events]
         if self._redactor is None:
             expressible = self._expressible_namespaces(events)
             self.omits_blocks |= len(expressible) < len(events)
@@ -306,15 +304,6 @@ def _namespace_fields(event: BlockStored) -> set[str]:
     return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
 
 
-def _without_copy_fields(event: KVEvent) -> KVEvent:
-    """Remove what an event says of the number of copies: arrays have no field for it, and in a shared stream it is wrong."""
-    if isinstance(event, BlockStored) and event.origin is not None:
-        return msgspec.structs.replace(event, origin=None)
-    if isinstance(event, BlockRemoved) and event.remaining_copy_counts is not None:
-        return msgspec.structs.replace(event, remaining_copy_counts=None)
-    return event
-
-
 def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
     """Move a salt into the unknown fields: the layout that has room for these has no field for a salt."""
     if not isinstance(event, BlockStored) or event.cache_salt is None:
@@ -341,7 +330,6 @@ _PLACEMENT_FIELDS: Final = frozenset(
         "ownership",
         "block_digests",
         "parent_block_digest",
-        "origin",
     }
 )
 """Fields of a store that reveal nothing about a prompt. The others are removed, also those of releases to come."""

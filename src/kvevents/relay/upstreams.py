@@ -21,7 +21,6 @@ from kvevents.events import (
     ATTESTATION_MASK,
     TIERS,
     AllBlocksCleared,
-    BlockInactive,
     BlockRemoved,
     BlockStored,
     KVEvent,
@@ -330,5 +329,4 @@ _APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]
     AllBlocksCleared: UpstreamBlocks._apply_clear,  # noqa: SLF001 - its own table
     BlockStored: UpstreamBlocks._apply_store,  # noqa: SLF001 - as above
     BlockRemoved: UpstreamBlocks._apply_removal,  # noqa: SLF001 - as above
-    BlockInactive: lambda _, event: [event],
 }

@@ -258,8 +258,6 @@ def _write_sources(page: MetricsPage, service: Service) -> None:
     )
     inexact = {_worker_labels(member, tier=tier): 1 for member in sources.values() for tier in member.registration.stores_only}
     page.gauge("kvevents_source_inexact_tier", "1 for each tier whose removals the source does not announce.", inexact)
-    neutral = {label_text: member.info.neutral_events for label_text, member in sources.items() if member.info is not None}
-    page.counter("kvevents_source_neutral_events_total", "Events that change no residency, such as BlockInactive.", neutral)
     for name, text, count in _COUNTS:
         page.counter(
             f"kvevents_source_{name}_total", text, {label_text: count(counters) for label_text, counters in statuses.items()}

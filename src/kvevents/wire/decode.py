@@ -15,7 +15,6 @@ import msgspec
 
 from kvevents.events import (
     AllBlocksCleared,
-    BlockInactive,
     BlockRemoved,
     BlockStored,
     ExtraKey,
@@ -168,15 +167,7 @@ class _ArrayCleared(_ArrayEvent, tag="AllBlocksCleared"):
     pass
 
 
-class _ArrayInactive(_ArrayEvent, tag="BlockInactive"):
-    """BlockInactive as an array, with the fields of `dialects.NEUTRAL_FIELDS`."""
-
-    block_hashes: list[int]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-_AnyArray: TypeAlias = _ArrayStored | _ArrayRemoved | _ArrayCleared | _ArrayInactive
+_AnyArray: TypeAlias = _ArrayStored | _ArrayRemoved | _ArrayCleared
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
@@ -217,8 +208,6 @@ def _from_array(event: _AnyArray) -> KVEvent:
         return BlockStored(*msgspec.structs.astuple(event))
     if type(event) is _ArrayRemoved:
         return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
-    if type(event) is _ArrayInactive:
-        return BlockInactive(event.block_hashes, event.medium, event.group_idx)
     return AllBlocksCleared()
 
 
@@ -243,12 +232,7 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
         keys = event.block_keys
         if event.parent_block_digest is not None or (keys and min(keys) < 0) or (event.skipped_parent_block_hash or 0) < 0:
             return False
-        lists: tuple[Any, ...] = (keys, event.extra_keys, event.lookahead_token_ids, event.skipped_extra_keys)
-    elif kind is BlockRemoved:
-        lists = (event.remaining_copy_counts,)
-    else:
-        lists = ()
-    for values in lists:
-        if values is not None and len(values) > limits.max_hashes:
-            return False
+        for values in (keys, event.extra_keys, event.lookahead_token_ids, event.skipped_extra_keys):
+            if values is not None and len(values) > limits.max_hashes:
+                return False
     return event.block_digests is None

@@ -6,7 +6,6 @@ A release between two rows uses the older row. To add an engine release, add a r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
@@ -50,8 +49,6 @@ class Dialect:
     """Whether 64-bit hashes are sent as signed integers."""
     has_replay_topic: bool = False
     """Whether replay replies repeat the topic."""
-    neutral_kinds: frozenset[str] = frozenset()
-    """Kinds of `NEUTRAL_FIELDS` that the release sends. The others are left out of its batches."""
 
     @property
     def name(self) -> str:
@@ -172,12 +169,10 @@ ARRAY_STORED: Final = _V0_22.stored_fields
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 
-NEUTRAL_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    # No release yet; https://github.com/vllm-project/vllm/pull/50732. `group_idx` is what vLLM adds to events about blocks.
-    "BlockInactive": ("block_hashes", "medium", "group_idx"),
-}
-"""Kinds of events that do not change which blocks are resident, each with its fields in wire order. They are delivered and
-cost no trust. An event of any other unknown kind might change the blocks, so it is rejected, and the stream is DEGRADED."""
+# No release yet; https://github.com/vllm-project/vllm/pull/50732.
+NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
+"""Kinds of events that do not change which blocks are resident. Decoders skip them, and they cost no trust. An event of any
+other unknown kind might change the blocks, so it is rejected, and the stream is DEGRADED."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
 # The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
@@ -341,7 +336,7 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
-    if event.tag in NEUTRAL_FIELDS:
+    if event.tag in NEUTRAL_KINDS:
         return row.event_form == event.form  # no release is known to send these first
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
     if (

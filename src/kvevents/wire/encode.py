@@ -5,7 +5,7 @@ The canonical form is that of the newest vLLM. Events that only the tolerant dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
@@ -14,25 +14,24 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent
-from kvevents.wire.dialects import ARRAY_REMOVED, NEUTRAL_FIELDS, NEWEST_VLLM, Dialect
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent
+from kvevents.wire.dialects import ARRAY_REMOVED, NEWEST_VLLM, Dialect
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
-_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", *NEUTRAL_FIELDS})
+_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 _DECLARED: Final = replace(
     NEWEST_VLLM,
     stored_fields=(*NEWEST_VLLM.stored_fields, "cache_salt"),
     optional_fields=NEWEST_VLLM.optional_fields | {"cache_salt"},
-    neutral_kinds=frozenset(NEUTRAL_FIELDS),
 )
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
-_OWN_FIELDS: Final = ("heartbeat", "block_keys", "origin", "remaining_copy_counts")
-"""Fields that no engine release has yet and that kvevents sends in every dialect with events as maps."""
+_OWN_FIELDS: Final = ("heartbeat", "block_keys")
+"""Fields that no engine has and that kvevents sends in every dialect with events as maps."""
 _SKIPPED_FIELDS: Final = ("skipped_parent_block_hash", "skipped_token_ids", "skipped_extra_keys")
-"""The same; array events leave them out, since no consumer needs them."""
+"""Fields that no engine release has yet; array events leave them out, since no consumer needs them."""
 
 _SCALARS: Final = (str, int, bytes)
 """Types of extra keys that the index can match."""
@@ -49,7 +48,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
     """Return the payload that a publisher of `dialect` sends for `batch`.
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
-    without the fields and the neutral events that it does not have. Users' own event types are encoded as they are declared.
+    without the fields that it does not have. Users' own event types are encoded as they are declared.
     Without a dialect all events are encoded as they are declared, which for `kvevents.events` is the layout of vLLM 0.33.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
@@ -84,14 +83,14 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
 def _is_relayed(event: object) -> bool:
     """Return whether an event has fields that only a decoder sets and that are never sent unchanged."""
     kind = type(event)
-    if kind is BlockStored or kind is BlockRemoved or kind is BlockInactive:
+    if kind is BlockStored or kind is BlockRemoved:
         return event.unknown_fields is not None or event.block_digests is not None  # type: ignore[attr-defined]
     return kind is AllBlocksCleared and event.unknown_fields is not None  # type: ignore[attr-defined]
 
 
 def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
     """Return a batch in the layout of `dialect`, as values that msgspec encodes."""
-    events = [_converter(kind, dialect)(event) for event in batch.events if _has_kind(dialect, kind := event.__class__)]
+    events = [_converter(event.__class__, dialect)(event) for event in batch.events]
     rank = batch_rank(batch)
     if dialect.batch_form == "map":
         return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
@@ -102,12 +101,6 @@ def batch_rank(batch: EventBatch) -> int | None:
     """Return the rank of a batch of any engine's type: `data_parallel_rank`, or `attn_dp_rank` in SGLang."""
     rank: int | None = getattr(batch, "data_parallel_rank", None)
     return getattr(batch, "attn_dp_rank", None) if rank is None else rank
-
-
-def _has_kind(dialect: Dialect, kind: Any) -> bool:
-    """Return whether events of type `kind` are sent: neutral ones are left out if the release does not have them."""
-    tag = _tag_of(kind)
-    return tag not in NEUTRAL_FIELDS or tag in dialect.neutral_kinds
 
 
 def _tag_of(kind: Any) -> Any:
@@ -181,8 +174,7 @@ def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dia
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
     """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
     own = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}
-    names: Sequence[str] = own.get(tag, NEUTRAL_FIELDS.get(tag, ()))
-    fields = [_field(name, dialect) for name in names]
+    fields = [_field(name, dialect) for name in own.get(tag, ())]
     return msgspec.defstruct(
         f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.event_form == "array", omit_defaults=True, gc=False
     )
@@ -227,15 +219,10 @@ def _canonical_event(event: KVEvent) -> Any:
         return {"type": "AllBlocksCleared"} | scope_of(event)
     changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unknown_fields": None}
     if isinstance(event, BlockRemoved):
-        changes |= _normalized_removal_fields(event)
-    elif not isinstance(event, BlockInactive):
+        changes["heartbeat"] = None
+    else:
         changes |= _normalized_store_fields(event)
     return msgspec.structs.replace(event, **changes)
-
-
-def _normalized_removal_fields(event: BlockRemoved) -> dict[str, Any]:
-    counts = event.remaining_copy_counts
-    return {"heartbeat": None, "remaining_copy_counts": None if counts and min(counts) < 0 else counts}
 
 
 def _normalized_store_fields(event: BlockStored) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import msgspec
 
 from kvevents.events import (
     AllBlocksCleared,
-    BlockInactive,
     BlockRemoved,
     BlockStored,
     ExtraKey,
@@ -40,7 +39,7 @@ from kvevents.wire.checked_msgpack import (
     scalar,
     to_python,
 )
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 
 MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
@@ -78,9 +77,12 @@ def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, t
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
         try:
-            events.append(_event(raw, limits, budget))
+            event = _event(raw, limits, budget)
         except DecodeRejectedError as error:
             rejections.add(error, raw, index)
+        else:
+            if event is not None:
+                events.append(event)
     return KVEventBatch(ts, events, rank), rejections.entries()
 
 
@@ -152,18 +154,21 @@ def _rank(raw: msgspec.Raw, rejections: _RejectionLog) -> int | None:
 # --- events ------------------------------------------------------------------------------------------------------------------
 
 
-def _event(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget, is_unwrapped: bool = False) -> KVEvent:
+def _event(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget, is_unwrapped: bool = False) -> KVEvent | None:
+    """Return the event; None if its kind is neutral."""
     head = first_byte(raw)
     if is_bin(head) and not is_unwrapped:
         return _unwrap(raw, limits, budget)
     tag, fields = _event_fields(raw, head, limits)
+    if tag in NEUTRAL_KINDS:
+        return None
     build = _BUILDERS.get(tag)
     if build is None:
         raise DecodeRejectedError("unknown-tag", f"event type {tag[:64]!r}")
     return build(FieldReader(fields, limits, budget))
 
 
-def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget) -> KVEvent:
+def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget) -> KVEvent | None:
     """Return the event inside a bin. llm-d's storage connector wraps each event and writes 0 for "no parent"."""
     try:
         inner = msgspec.Raw(_decode_bin(raw))
@@ -225,7 +230,7 @@ _MOONCAKE_NAMES: Final = {
     "parent_hash": "parent_block_hash",
     "additional_salt": "cache_salt",
 }
-_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, **NEUTRAL_FIELDS}
+_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}
 
 
 def _build_stored(fields: FieldReader) -> BlockStored:
@@ -254,7 +259,6 @@ def _build_stored(fields: FieldReader) -> BlockStored:
         skipped_extra_keys=fields.skipped_extra_keys(),
         lookahead_token_ids=fields.lookahead(),
         cache_salt=fields.text("cache_salt"),
-        origin=fields.text("origin"),
         block_keys=fields.keys(),
         block_digests=digests,
         parent_block_digest=parent_digest,
@@ -270,7 +274,6 @@ def _build_removed(fields: FieldReader) -> BlockRemoved:
         group_idx=fields.integer("group_idx"),
         locality=fields.text("locality"),
         ownership=fields.text("ownership"),
-        remaining_copy_counts=fields.copy_counts(),
         heartbeat=fields.heartbeat(),
         block_digests=digests,
         unknown_fields=fields.unknown_fields(),
@@ -281,22 +284,10 @@ def _build_cleared(fields: FieldReader) -> AllBlocksCleared:
     return AllBlocksCleared(unknown_fields=fields.unknown_fields())
 
 
-def _build_inactive(fields: FieldReader) -> BlockInactive:
-    hashes, digests = fields.hashes()
-    return BlockInactive(
-        hashes,
-        medium=fields.text("medium"),
-        group_idx=fields.integer("group_idx"),
-        block_digests=digests,
-        unknown_fields=fields.unknown_fields(),
-    )
-
-
 _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
     "BlockStored": _build_stored,
     "BlockRemoved": _build_removed,
     "AllBlocksCleared": _build_cleared,
-    "BlockInactive": _build_inactive,
 }
 
 
@@ -422,15 +413,6 @@ class FieldReader:
             return None
         self._check_count("block_keys")
         return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
-
-    def copy_counts(self) -> list[int] | None:
-        """Return how many copies of each block a removal leaves, or None if the field is missing or nil."""
-        name = "remaining_copy_counts"
-        if self._optional(name) is None:
-            return None
-        self._check_count(name)
-        counts: list[int] = self._read(name, _INTEGERS)
-        return counts
 
     def heartbeat(self) -> Heartbeat | None:
         """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""

@@ -7,7 +7,6 @@ use super::prefetching::{Ahead, Ring};
 use super::{Read, Work, is_on_device};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
-use crate::holders::copies::Origin;
 use crate::keys::{self, Scheme};
 use crate::memory::page_pool;
 use crate::memory::table::Stage;
@@ -90,7 +89,6 @@ impl Stream {
             );
             return Err("unknown-kind");
         }
-        self.origin = event.origin;
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let size = u32::try_from(event.block_size).unwrap_or(0);
         if !known.is_full() || (event.tokens.length == 0 && !event.keyed) {
@@ -185,9 +183,6 @@ impl Stream {
                 lora: store.lora,
                 salt: store.salt,
             };
-            if self.origin == Origin::Reused && self.waiting.has(store.hashes[at], store.placement) {
-                continue;
-            }
             let orphan = Waiting {
                 hash: store.hashes[at],
                 placement: store.placement,
@@ -203,7 +198,6 @@ impl Stream {
     fn store_without_tokens(&mut self, shared: &mut SharedState, hash: u64, placement: u16) {
         match self.newest(shared, hash) {
             Some(number) => self.copy_without_tokens(shared, hash, number, placement),
-            None if self.origin == Origin::Reused => {}
             None => {
                 let untied = Waiting {
                     hash,
@@ -432,8 +426,6 @@ impl Stream {
 
     /// Places the pending blocks whose parent is this block, then those whose parents they are, and so on.
     fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
-        // What waited came in other events, of which that is not known any more.
-        let origin = std::mem::take(&mut self.origin);
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
             while let Some(item) = self.take_awaiting(hash) {
@@ -451,7 +443,6 @@ impl Stream {
                 self.spend(writer, 2);
             }
         }
-        self.origin = origin;
     }
 
     /// Places an orphan after its parent. Returns its record if its hash was unknown.

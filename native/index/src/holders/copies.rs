@@ -2,8 +2,7 @@
 //!
 //! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that
 //! is the same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain
-//! again when the bounds are equal, when an event states the number (`remaining_copy_counts`), or when an attestation of the engine's cache
-//! agrees.
+//! again when the bounds are equal, or when an attestation of the engine's cache agrees.
 
 use std::collections::HashMap;
 
@@ -14,18 +13,6 @@ pub struct Copies {
     pub least: u32,
     /// Upper bound; at least 1.
     pub most: u32,
-}
-
-/// Whether the blocks of a store are new copies (`origin`, vllm#51699).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Origin {
-    /// Nothing: each block is a new copy, or one that is announced again.
-    #[default]
-    Unstated,
-    /// Every block is a new copy.
-    New,
-    /// Every block is one that was resident before.
-    Reused,
 }
 
 impl Copies {
@@ -141,16 +128,6 @@ impl CopyTable {
         self.changed(before, after)
     }
 
-    /// Records that a held block certainly has at least one copy.
-    pub fn mark_certain(&mut self, number: u32, placement: u16) -> Change {
-        let Copies { least, most } = self.get(number, placement);
-        let copies = Copies {
-            least: least.max(1),
-            most,
-        };
-        self.set(number, placement, copies)
-    }
-
     /// Records one removal of a held block. Returns None if that was the last copy.
     pub fn take(&mut self, number: u32, placement: u16) -> Option<Change> {
         let after = self.get(number, placement).removed();
@@ -221,7 +198,7 @@ mod tests {
     enum Step {
         /// A store of another physical copy.
         Copy,
-        /// The same, in an event that says so.
+        /// The same, when each store is a copy.
         StatedCopy,
         /// A store of what is resident already.
         Report,

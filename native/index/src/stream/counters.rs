@@ -19,8 +19,6 @@ pub struct Counters {
     pub void: u64,
     /// Gaps.
     pub gaps: u64,
-    /// Events that change nothing.
-    pub neutral: u64,
 }
 
 /// Most kinds of groups that are counted under their own name, since a peer chooses names.
@@ -45,6 +43,5 @@ impl Counters {
         self.duplicates += other.duplicates;
         self.void += other.void;
         self.gaps += other.gaps;
-        self.neutral += other.neutral;
     }
 }

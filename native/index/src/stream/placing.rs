@@ -1,7 +1,7 @@
 //! Stores of a stream: blocks that it holds from now on, and further copies of those that it holds already.
 
 use super::{Foreign, Stream, is_block};
-use crate::holders::copies::{Copies, Origin};
+use crate::holders::copies::Copies;
 use crate::memory::table::{TableHash, TablePosition};
 use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, SharedState};
@@ -83,20 +83,15 @@ impl Stream {
         })
     }
 
-    /// Applies a store to a block that the stream has: one more copy, or nothing if the store states that the block was resident before.
+    /// Applies a store to a block that the stream has: one more copy, perhaps.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
-            if self.origin == Origin::Reused {
-                let change = self.copies.mark_certain(number, placement);
-                return self.note(shared, number, placement, change);
-            }
             let (length, capacity) = self.copies.room();
             step_counter::count_growth(length, capacity);
-            let is_certain = self.has_attested || self.origin == Origin::New;
-            let change = self.copies.store(number, placement, is_certain);
+            let change = self.copies.store(number, placement, self.has_attested);
             self.note(shared, number, placement, change);
-            if !is_certain && self.groups.all().len() > 1 {
+            if !self.has_attested && self.groups.all().len() > 1 {
                 self.repeated.push(number);
             }
             let key = shared.records.key(number);
@@ -111,13 +106,8 @@ impl Stream {
     /// Does the same for a store without tokens, as of groups with sliding windows. See `mark_fresh_uncertain`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
-        if !is_held || self.copies.get(number, placement).is_uncertain() {
-            match self.origin {
-                // A block that no group of this kind holds is announced as reused where the window of a hit does not reach.
-                Origin::Reused if !is_held => return,
-                Origin::Unstated if !self.has_attested => self.fresh.push((number, placement)),
-                _ => {}
-            }
+        if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {
+            self.fresh.push((number, placement));
         }
         self.copy(shared, hash, number, placement);
     }

@@ -5,7 +5,7 @@ use hashbrown::HashTable;
 use super::room::LARGE;
 use super::tally::{CopyMarks, Tally};
 use super::{NamedPlacement, Stream};
-use crate::holders::copies::{Copies, CopyTable};
+use crate::holders::copies::CopyTable;
 use crate::holders::holder_sets::EMPTY;
 use crate::memory::table::{Table, TableHash, TablePosition};
 use crate::step_counter;
@@ -165,25 +165,6 @@ impl Stream {
         };
         self.note(shared, number, placement, change);
         true
-    }
-
-    /// Removes one copy of a hash; the event states how many copies are left.
-    pub fn remove_to(&mut self, shared: &mut SharedState, hash: u64, placement: u16, left: u32) {
-        let held = |&number: &u32| shared.sets.holds(shared.records.set(number), placement, self.number);
-        let Some(number) = self.newest(shared, hash).filter(held) else {
-            while self.waiting.remove(hash, placement) && left == 0 {}
-            return;
-        };
-        if left == 0 {
-            return self.drop_block(shared, hash, number, |other| other == placement);
-        }
-        let known = self.copies.get(number, placement).most;
-        let key = shared.records.key(number);
-        let copy = self.named(placement).marks.copy(hash, key);
-        self.tally -= copy.times(known);
-        self.tally += copy.times(left);
-        let change = self.copies.set(number, placement, Copies { least: left, most: left });
-        self.note(shared, number, placement, change);
     }
 
     /// Removes a block that the stream holds on no placement any more.

@@ -11,7 +11,7 @@ mod value;
 use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
-use crate::wire::scan::layouts::{INACTIVE, INACTIVE_ARRAY, REMOVED_ARRAY, STORED_ARRAY};
+use crate::wire::scan::layouts::{NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
 use crate::wire::scan::{Limits, SECONDS};
 
 use fields::{Fields, FreeFormBudget};
@@ -150,7 +150,6 @@ pub struct BlockStored {
     pub ownership: Option<String>,
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
-    pub origin: Option<String>,
     pub block_keys: Option<Vec<u64>>,
     /// The fields of engines that the index does not use, by name (`scan::layouts::unused_fields`); None for those that
     /// the event does not have.
@@ -169,20 +168,7 @@ pub struct BlockRemoved {
     pub group_idx: Option<i128>,
     pub locality: Option<String>,
     pub ownership: Option<String>,
-    pub remaining_copy_counts: Option<Vec<i128>>,
     pub heartbeat: Option<Heartbeat>,
-    /// As in `BlockStored`.
-    pub unknown_fields: Vec<(String, Value)>,
-}
-
-/// Blocks that no request uses; fields as in `kvevents.events.BlockInactive`.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-#[allow(missing_docs)]
-pub struct BlockInactive {
-    pub block_hashes: Hashes,
-    pub medium: Option<String>,
-    pub group_idx: Option<i128>,
     /// As in `BlockStored`.
     pub unknown_fields: Vec<(String, Value)>,
 }
@@ -195,8 +181,6 @@ pub enum Event {
     Removed(Box<BlockRemoved>),
     /// The cache was cleared: all of it, or the tier and group that `medium` and `group_idx` among these fields name.
     Cleared(Vec<(String, Value)>),
-    /// Nothing changes.
-    Inactive(Box<BlockInactive>),
 }
 
 impl Event {
@@ -205,7 +189,6 @@ impl Event {
         match self {
             Self::Stored(stored) => stored.block_hashes.digests.is_some() || stored.parent_block_digest.is_some(),
             Self::Removed(removed) => removed.block_hashes.digests.is_some(),
-            Self::Inactive(inactive) => inactive.block_hashes.digests.is_some(),
             Self::Cleared(_) => false,
         }
     }
@@ -305,7 +288,7 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     let mut free = FreeFormBudget::new(limits.max_free_form_bytes);
     for (index, raw) in envelope.events.into_iter().enumerate() {
         match event(raw, limits, &mut free, false) {
-            Ok(event) => take(event),
+            Ok(event) => event.into_iter().for_each(&mut take),
             Err(refusal) => reject(refusal, raw, Some(index)),
         }
     }
@@ -402,12 +385,18 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
     (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
-fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapped: bool) -> Result<Event, Refusal<'a>> {
+/// Reads an event. Returns None if its kind is neutral.
+fn event<'a>(
+    raw: &'a [u8],
+    limits: &Limits,
+    free: &mut FreeFormBudget,
+    is_wrapped: bool,
+) -> Result<Option<Event>, Refusal<'a>> {
     let head = head_of(raw);
     if !is_wrapped && let Some(inner) = value::bin(raw) {
         // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".
         let mut event = event(inner, limits, free, true)?;
-        if let Event::Stored(stored) = &mut event
+        if let Some(Event::Stored(stored)) = &mut event
             && stored.parent_block_hash == Some(0)
         {
             stored.parent_block_hash = None;
@@ -421,14 +410,17 @@ fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapp
     } else {
         return Err(Refusal::new(Reason::Malformed, "an event is an array or a map"));
     };
+    if NEUTRAL_KINDS.contains(&tag) {
+        return Ok(None);
+    }
     let fields = Fields::new(fields, limits, free);
-    match tag {
+    let event = match tag {
         "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
         "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
-        INACTIVE => fields.inactive().map(|inactive| Event::Inactive(Box::new(inactive))),
         _ => Err(Refusal::unknown_tag(tag)),
-    }
+    };
+    event.map(Some)
 }
 
 type Named<'a> = Vec<(Cow<'a, str>, &'a [u8])>;
@@ -439,7 +431,6 @@ fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a
     let names: &[&'static str] = match tag {
         "BlockStored" => STORED_ARRAY,
         "BlockRemoved" => REMOVED_ARRAY,
-        INACTIVE => INACTIVE_ARRAY,
         _ => &[],
     };
     let name = |at: usize| match names.get(at) {

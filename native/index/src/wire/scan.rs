@@ -13,7 +13,6 @@ pub(crate) mod tests;
 
 use std::num::NonZeroU32;
 
-use crate::holders::copies::Origin;
 use crate::wire::msgpack::Reader;
 use crate::wire::tokens::{self, Lengths};
 
@@ -43,8 +42,6 @@ pub enum Field {
     Ownership,
     CacheSalt,
     BlockKeys,
-    Origin,
-    CopyCounts,
     Lookahead,
     /// Not used, but it must be text or nil.
     IgnoredText,
@@ -65,8 +62,6 @@ pub enum Kind {
     Stored,
     Removed,
     Cleared,
-    /// Blocks that no request uses; nothing changes.
-    Inactive,
 }
 
 /// A range of bytes of a payload. It never starts at 0, so an `Option` of it has the same size.
@@ -124,10 +119,8 @@ pub struct Event {
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
     pub tokens: Run,
-    /// Range of the keys in `Scratch::hashes`; for a removal, of the number of remaining copies of each block.
+    /// Range of the keys in `Scratch::hashes`.
     pub keys: Run,
-    /// Whether the blocks of a store are new copies.
-    pub origin: Origin,
     /// Hash of the block before the first one; None for the root.
     pub parent: Option<u64>,
     /// Tokens per block.
@@ -173,7 +166,6 @@ impl Event {
             hashes: Run::default(),
             tokens: Run::default(),
             keys: Run::default(),
-            origin: Origin::default(),
             parent: None,
             block_size: 0,
             lora_id: None,
@@ -335,7 +327,7 @@ impl<'a> Scanner<'a> {
         let Some(event) = self.scratch.events.last_mut() else {
             return 0;
         };
-        if event.kind != Kind::Removed || event.keyed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
+        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
             return 0;
         }
         let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
@@ -438,8 +430,6 @@ impl<'a> Scanner<'a> {
             Field::SpecKind => event.spec_kind = self.text()?,
             Field::CacheSalt => event.cache_salt = self.text()?,
             Field::BlockKeys => self.keys(event)?,
-            Field::Origin => event.origin = self.origin()?,
-            Field::CopyCounts => self.copy_counts(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
             Field::IgnoredHash => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
@@ -523,41 +513,6 @@ impl<'a> Scanner<'a> {
         (event.keys, event.keyed) = (self.hashes()?, true);
         let none = !std::mem::replace(&mut self.scratch.digests, digests);
         none.then_some(())
-    }
-
-    /// An unknown word counts as a missing field.
-    fn origin(&mut self) -> Option<Origin> {
-        if self.reader.nil() {
-            return Some(Origin::Unstated);
-        }
-        Some(match self.reader.text_bytes()? {
-            b"NEW" => Origin::New,
-            b"REUSED" => Origin::Reused,
-            _ => Origin::Unstated,
-        })
-    }
-
-    /// How many copies of each block a removal leaves.
-    fn copy_counts(&mut self, event: &mut Event) -> Option<()> {
-        if self.reader.nil() {
-            return Some(());
-        }
-        let (start, count) = (self.scratch.hashes.len(), self.reader.array()?);
-        if count > self.schema.limits.max_hashes {
-            return None;
-        }
-        for _ in 0..count {
-            let left = self.size()?;
-            self.scratch.hashes.push(left);
-        }
-        (event.keys, event.keyed) = (
-            Run {
-                start: start as u32,
-                length: count as u32,
-            },
-            true,
-        );
-        Some(())
     }
 
     #[inline]

@@ -9,7 +9,7 @@ use crate::wire::scan::{Field, Limits};
 
 use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
-use super::{BlockInactive, BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
+use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
 /// Most lists and maps of one batch in fields of free form, not counting extra keys in the form in which engines send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
@@ -136,7 +136,6 @@ impl<'f, 'a> Fields<'f, 'a> {
             unused_fields: self.unused()?,
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,
-            origin: self.text("origin")?,
             block_keys: self.keys()?,
             unknown_fields: self.rest()?,
         })
@@ -149,17 +148,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             group_idx: self.integer("group_idx")?,
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
-            remaining_copy_counts: self.copy_counts()?,
             heartbeat: self.heartbeat(),
-            unknown_fields: self.rest()?,
-        })
-    }
-
-    pub fn inactive(mut self) -> Result<BlockInactive, Refusal<'a>> {
-        Ok(BlockInactive {
-            block_hashes: self.hashes()?,
-            medium: self.text("medium")?,
-            group_idx: self.integer("group_idx")?,
             unknown_fields: self.rest()?,
         })
     }
@@ -355,13 +344,6 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.check_length(name)?;
         let read = |raw| Ok(integers(raw)?.into_iter().map(|key| key as u64).collect());
         self.read(name, "is not a list of integers", read)
-    }
-
-    /// How many copies of each block a removal leaves.
-    fn copy_counts(&mut self) -> Result<Option<Vec<i128>>, Refusal<'a>> {
-        let name = "remaining_copy_counts";
-        self.check_length(name)?;
-        self.read(name, "is not a list of integers", integers)
     }
 
     /// A heartbeat of kvevents; any other value stays in the event as an unknown field.

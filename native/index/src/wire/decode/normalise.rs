@@ -1,10 +1,9 @@
 //! Events in the one form that `scan` reads.
 
 use crate::step_counter;
-use crate::wire::scan::layouts::INACTIVE;
 
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
-use super::{BlockInactive, BlockRemoved, BlockStored, Event, Token};
+use super::{BlockRemoved, BlockStored, Event, Token};
 
 /// Returns a number's lowest 64 bits as a signed number.
 fn signed(value: i128) -> i128 {
@@ -38,7 +37,6 @@ impl Normaliser {
             Event::Stored(stored) => write_stored(stored, &mut self.out),
             Event::Removed(removed) => write_removed(removed, &mut self.out),
             Event::Cleared(fields) => write_cleared(fields, &mut self.out),
-            Event::Inactive(inactive) => write_inactive(inactive, &mut self.out),
         }
     }
 
@@ -107,24 +105,6 @@ fn write_removed(event: &BlockRemoved, out: &mut Vec<u8>) {
     fields.integer("group_idx", event.group_idx.map(signed));
     fields.text("locality", event.locality.as_deref());
     fields.text("ownership", event.ownership.as_deref());
-    let counts = event.remaining_copy_counts.as_ref();
-    let counts = counts.map(|counts| {
-        counts
-            .iter()
-            .map(|&count| u64::try_from(count))
-            .collect::<Result<Vec<_>, _>>()
-    });
-    if let Some(Ok(counts)) = counts {
-        fields.hashes("remaining_copy_counts", &counts);
-    }
-    fields.finish();
-}
-
-fn write_inactive(event: &BlockInactive, out: &mut Vec<u8>) {
-    let mut fields = FieldWriter::new(INACTIVE, out);
-    fields.hashes("block_hashes", &event.block_hashes.values);
-    fields.text("medium", event.medium.as_deref());
-    fields.integer("group_idx", event.group_idx.map(signed));
     fields.finish();
 }
 
@@ -162,7 +142,6 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     fields.text("locality", event.locality.as_deref());
     fields.text("ownership", event.ownership.as_deref());
     fields.text("cache_salt", event.cache_salt.as_deref());
-    fields.text("origin", event.origin.as_deref());
     if let Some(keys) = &event.block_keys {
         fields.hashes("block_keys", keys);
     }

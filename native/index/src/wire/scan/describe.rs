@@ -1,7 +1,5 @@
 //! Scanned events with owned values, for tests that compare them with those of another decoder.
 
-use crate::holders::copies::Origin;
-
 use super::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
 
 /// `Id` with owned values.
@@ -47,7 +45,6 @@ pub struct Described {
     pub pairs: bool,
     pub unkeyable: bool,
     pub keys: Option<Vec<u64>>,
-    pub origin: Origin,
     pub block_size: u64,
     pub lora_id: Option<i64>,
     pub group: Option<i64>,
@@ -84,7 +81,6 @@ fn described(event: &Event, payload: &[u8], scratch: &Scratch) -> Described {
         tokens: event.tokens.slice(&scratch.tokens).to_vec(),
         pairs: event.pairs,
         unkeyable: event.unkeyable,
-        origin: event.origin,
         keys: event.keyed.then(|| event.keys.slice(&scratch.hashes).to_vec()),
         block_size: event.block_size,
         lora_id: event.lora_id,

@@ -33,7 +33,6 @@ const STORED_MAP: &[&str] = &[
     "session_id",
     "lookahead_token_ids",
     "cache_salt",
-    "origin",
     "skipped_parent_block_hash",
     "skipped_token_ids",
     "skipped_extra_keys",
@@ -49,24 +48,19 @@ const REMOVED_MAP: &[&str] = &[
     "group_idx",
     "locality",
     "ownership",
-    "remaining_copy_counts",
     "heartbeat",
     "block_digests",
 ];
 const CLEARED_ARRAY: &[&str] = &[];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
-/// Tag of the event that is neutral: it does not change which blocks are resident. As in `kvevents.wire.dialects.NEUTRAL_FIELDS`.
-pub const INACTIVE: &str = "BlockInactive";
-/// Its fields as an array.
-pub const INACTIVE_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx"];
-const INACTIVE_MAP: &[&str] = &["block_hashes", "medium", "group_idx", "block_digests"];
+/// Tags of events that do not change which blocks are resident. As in `kvevents.wire.dialects.NEUTRAL_KINDS`.
+pub const NEUTRAL_KINDS: &[&str] = &["BlockInactive"];
 
 /// For each event its tag, the fields of its array form in wire order, and the keys of its map form without `type`.
-pub const LAYOUTS: [(&str, &[&str], &[&str]); 4] = [
+pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
     ("BlockStored", STORED_ARRAY, STORED_MAP),
     ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),
     ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
-    (INACTIVE, INACTIVE_ARRAY, INACTIVE_MAP),
 ];
 
 /// How the scanner reads a field. A field that the index does not use is checked and skipped, as one of the `Ignored` kinds.
@@ -89,11 +83,9 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "session_id" => Field::IgnoredText,
         "lookahead_token_ids" => Field::Lookahead,
         "block_keys" => Field::BlockKeys,
-        "origin" => Field::Origin,
         "skipped_parent_block_hash" => Field::IgnoredHash,
         "skipped_token_ids" => Field::IgnoredInts,
         "skipped_extra_keys" => Field::IgnoredExtraKeys,
-        "remaining_copy_counts" => Field::CopyCounts,
         "block_digests" | "heartbeat" | "parent_block_digest" | "unknown_fields" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
     })

@@ -1,6 +1,6 @@
 //! The scanner's schema of events: their names and layouts, and the limits of a payload.
 
-use super::layouts::{INACTIVE, LAYOUTS, field};
+use super::layouts::{LAYOUTS, field};
 use super::{Field, Kind};
 
 /// Limits of a payload; the same numbers as in `kvevents.wire.checked_msgpack`.
@@ -181,7 +181,7 @@ fn layout(tag: &str, array: &[&str], map: &[&str]) -> Result<Layout, String> {
 fn needed_fields(kind: Kind) -> &'static [Field] {
     match kind {
         Kind::Stored => &[Field::BlockHashes, Field::Parent, Field::TokenIds, Field::BlockSize],
-        Kind::Removed | Kind::Inactive => &[Field::BlockHashes],
+        Kind::Removed => &[Field::BlockHashes],
         Kind::Cleared => &[],
     }
 }
@@ -208,7 +208,6 @@ fn kind(tag: &str) -> Result<Kind, String> {
         "BlockStored" => Ok(Kind::Stored),
         "BlockRemoved" => Ok(Kind::Removed),
         "AllBlocksCleared" => Ok(Kind::Cleared),
-        INACTIVE => Ok(Kind::Inactive),
         _ => Err(format!("unknown event {tag}")),
     }
 }
