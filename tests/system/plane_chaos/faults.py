@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvevents.testing import FaultProxy
 from tests.system.chaos_kit import faults
 from tests.system.chaos_kit.faults import TargetT, always, draw_seed, refuse
 from tests.system.chaos_kit.parts import Leg, Part
-from tools.nats_process import Server
+from tools.nats_servers import NatsServer
 
 if TYPE_CHECKING:
     from tests.system.plane_chaos.stage import PlaneEngine, Stage
@@ -49,8 +50,8 @@ def find_replica(stage: Stage, number: int) -> list[Part]:
     return [stage.replicas[number]]
 
 
-def find_server(stage: Stage, number: int) -> list[Server]:
-    return [stage.servers.nodes[number]]
+def find_server(stage: Stage, number: int) -> list[NatsServer]:
+    return [stage.servers[number]]
 
 
 def find_engine(stage: Stage, number: int) -> list[PlaneEngine]:
@@ -96,11 +97,11 @@ def _copy_servers(stage: Stage) -> None:
     """Copy the files of all servers, for `_lose_pages`. The servers are restarted, so that each copy is complete."""
     number = stage.counted["copies of servers"]
     stage.counted["copies of servers"] += 1
-    copies = {node.name: stage.folder / f"{node.name}-{number}" for node in stage.servers.nodes}
-    for node in stage.servers.nodes:
-        node.end()
-    for node in stage.servers.nodes:
-        node.copy(copies[node.name])
+    copies = {node.name: stage.folder / f"{node.name}-{number}" for node in stage.servers}
+    for node in stage.servers:
+        node.stop()
+    for node in stage.servers:
+        shutil.copytree(node.store, copies[node.name])
         node.launch()
     stage.copies.append(copies)
 
@@ -108,9 +109,9 @@ def _copy_servers(stage: Stage) -> None:
 def _lose_pages(stage: Stage) -> None:
     """Return all servers to their oldest copy, so that they lose what they have acknowledged since."""
     copies = stage.copies.pop(0)
-    for node in stage.servers.nodes:
-        node.fall_back(copies[node.name])
-    for node in stage.servers.nodes:
+    for node in stage.servers:
+        node.replace_store(copies[node.name])
+    for node in stage.servers:
         node.launch()
 
 
@@ -156,8 +157,8 @@ FAULTS: Final[dict[str, Fault[Any]]] = {
     "bridge misses an incarnation": Fault(find_bridge_number, always(_miss_incarnation), _end_missed_incarnation, weight=3),
     "kill replica": Fault(find_replica, always(Part.kill), Part.resume, weight=6),
     "stop replica": Fault(find_replica, always(Part.stop), Part.go_on),
-    "kill server": Fault(find_server, always(Server.kill), Server.launch, weight=6),
-    "stop server": Fault(find_server, always(Server.stop), Server.go_on),
+    "kill server": Fault(find_server, always(NatsServer.kill), NatsServer.launch, weight=6),
+    "stop server": Fault(find_server, always(NatsServer.pause), NatsServer.resume),
     "servers lose pages": Fault(find_stage, always(_copy_servers), _lose_pages, weight=3),
     "kill engine": Fault(find_engine, lambda engine, _: engine.restart()),
     "end engine": Fault(find_engine, lambda engine, _: engine.close_and_restart()),

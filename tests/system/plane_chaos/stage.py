@@ -27,7 +27,7 @@ from tests.system.plane_chaos.faults import FAULTS
 from tests.system.plane_chaos.judging import check_claims
 from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, TAIL, Plan
 from tests.system.plane_chaos.roles import BridgeRole, ReplicaRole, TrustReport
-from tools.nats_process import Servers
+from tools.nats_servers import NatsServer, nats_cluster, nats_server
 
 SETTLE_SECONDS: Final = 60.0
 """Limit of the wait until every replica is right, after the last batch."""
@@ -82,6 +82,7 @@ class Stage(RoundStage[Plan]):
 
     def __init__(self, plan: Plan, logs: str = "") -> None:
         super().__init__(plan)
+        self.servers: list[NatsServer] = []
         self.engines: list[PlaneEngine] = []
         self.bridges: list[Part] = []
         self.replicas: list[Part] = []
@@ -100,9 +101,13 @@ class Stage(RoundStage[Plan]):
             options["max_payload"] = SMALL_PAYLOAD
         if "small max_pending" in traits:
             options["max_pending"] = SMALL_PENDING
-        self.servers = self.undo.enter_context(Servers(self.folder / "nats", 3 if "cluster" in traits else 1, **options))
+        if "cluster" in traits:
+            cluster = self.undo.enter_context(nats_cluster(self.folder / "nats", **options))
+            self.servers = list(cluster.nodes.values())
+        else:
+            self.servers = [self.undo.enter_context(nats_server(self.folder / "nats", **options))]
         self.plane = PlaneSettings(
-            servers=self.servers.urls,
+            servers=tuple(server.url for server in self.servers),
             name="chaos",
             partitions=self.plan.partitions,
             copies=3 if "cluster" in traits else 1,
@@ -164,7 +169,11 @@ class Stage(RoundStage[Plan]):
 
     def tail(self) -> None:
         """End every fault, start killed bridges and replicas again, and publish the last batches of every engine."""
-        self.servers.start()
+        for server in self.servers:
+            server.resume()
+            server.launch()
+        for server in self.servers:
+            server.settle()
         for leg in self.legs:
             leg.heal()
         for engine in self.engines:
