@@ -280,7 +280,7 @@ def test_limits_bound_row_groups_and_resident_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows", "resident_blocks"])
 def test_limits_must_be_above_zero(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is 0; it must be at least 1"):
-        ExportLimits(**{name: 0})  # type: ignore[arg-type]
+        ExportLimits(**{name: 0})
 
 
 def test_progress_is_reported_after_each_batch(tmp_path: Path) -> None:
