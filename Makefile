@@ -41,8 +41,8 @@ suite: $(NATIVE) $(TESTS_STAMP)
 collected: $(NATIVE) $(TESTS_STAMP)
 	@echo "$(PYTEST) --collect-only"; said=$$($(PYTEST) --collect-only -qq) || { echo "$$said"; exit 1; }
 
-unit: $(NATIVE)  ## Tests without processes and sockets, with a third of the examples of properties: less than a minute
-	HYPOTHESIS_PROFILE=quick $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
+unit: $(NATIVE)  ## Tests without processes and sockets: less than a minute
+	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
 
 integration: $(NATIVE) $(TESTS_STAMP)  ## Tests with sockets, processes and NATS servers
 	$(PYTEST) $(PARALLEL) tests/integration
@@ -113,7 +113,7 @@ partitions: $(NATIVE) $(TESTS_STAMP)  ## Halves of a plane that are cut off from
 soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
 	$(BIN)/python -m tests.system.chaos.soak $(SOAK)
 
-fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with FUZZ times as many, and new, examples; hours for a high one
+fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with new examples, FUZZ times as many as it has by itself; hours for a high one
 	HYPOTHESIS_PROFILE=explore HYPOTHESIS_SCALE=$(FUZZ) $(PYTEST) -m hypothesis --timeout 3600 \
 	  --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
