@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage collected crate lint types mypy pyright bench bench-native bench-check bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage collected crate lint types mypy pyright bench bench-native bench-check bench-native-program figures study docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,8 +91,12 @@ bench-check:  ## Whether the harness of `make bench-native` still compiles, with
 bench-native-program:
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
 
-figures: $(NATIVE) $(BENCH_STAMP)  ## Both benchmarks, an hour on a machine that does nothing else, and docs/figures.md from their results
+figures: $(NATIVE) $(BENCH_STAMP)  ## Both benchmarks and the study, an hour on a machine that does nothing else, and the documents with their results
 	$(BIN)/python -m benchmarks.page --measure $(FIGURES)
+	$(BIN)/python -m benchmarks.study --write
+
+study: $(NATIVE)  ## The simulated figures of documents again, and whether other defaults of `prefix-aware` would be better: minutes
+	$(BIN)/python -m benchmarks.study
 
 engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each request predicted and compared (3 GB once; ENGINES="--requests 2000 --seed 7")
 	$(BIN)/python -m tests.system.engines $(ENGINES)

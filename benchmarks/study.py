@@ -1,6 +1,7 @@
 """`python -m benchmarks.study`: when events pay, and llm-d's published figures, for docs/guides/routing-study.md.
 
-Everything is in virtual time and seeded, so another machine gets the same figures.
+Everything is in virtual time and seeded, so another machine gets the same figures. The study also has the example of
+`kvevents sim compare` in docs/reference/cli.md, and judges the default settings of `prefix-aware`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from typing import Final, NamedTuple
 
+from benchmarks.defaults import find_faults, with_example
 from benchmarks.ladder import POD_TOKENS, ROUTERS, STAGES, Stage, climb
 from kvevents.sim.results import Distribution, PolicyResult
 from kvevents.sim.settings import FleetSettings
@@ -20,6 +22,7 @@ from kvevents.sim.workloads import workload
 from tools.released import CHECKOUT
 
 DOCUMENT: Final = CHECKOUT / "docs" / "guides" / "routing-study.md"
+REFERENCE: Final = CHECKOUT / "docs" / "reference" / "cli.md"
 POLICIES: Final = ("least-loaded", "session-affinity", "prefix-aware")
 """Policies that know neither caches nor sessions, only sessions, and caches by their events."""
 REQUESTS: Final = 3_000
@@ -174,10 +177,10 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Print the page. Return 0 if no lookup of an engine differed from the index."""
+    """Print the page. Return 1 if lookups differed from the index, other defaults are better, or a document is out of date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few requests of each: whether it works")
-    parser.add_argument("--write", action="store_true", help="write docs/guides/routing-study.md")
+    parser.add_argument("--quick", action="store_true", help="few requests, and no document: whether it works")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name} and the example in {REFERENCE.name}")
     options = parser.parse_args()
     if options.quick and options.write:
         parser.error("only the whole study is written")
@@ -185,13 +188,20 @@ def main() -> int:
     with ProcessPoolExecutor(PROCESSES) as pool:
         of_ladders = {router: pool.submit(run_ladder, router, stages) for router in ROUTERS}
         of_fleets = {each: [pool.submit(run_policy, each, name, requests) for name in POLICIES] for each in TRAFFIC}
+        faults = [] if options.quick else list(find_faults(pool))
         fleets = {traffic: [each.result() for each in running] for traffic, running in of_fleets.items()}
         ladders = {router: running.result() for router, running in of_ladders.items()}
     page = document(fleets, ladders)
     print(page)
-    if options.write:
-        DOCUMENT.write_text(page, encoding="utf-8")
-    return int(any(end.disagreements for end in last_results(fleets, ladders)))
+    faults += [f"{end.disagreements} disagreements" for end in last_results(fleets, ladders) if end.disagreements]
+    if not options.quick:
+        for path, text in ((DOCUMENT, page), (REFERENCE, with_example(REFERENCE.read_text(encoding="utf-8")))):
+            if options.write:
+                path.write_text(text, encoding="utf-8")
+            elif path.read_text(encoding="utf-8") != text:
+                faults.append(f"{path} has other figures; --write replaces them")
+    print("\n".join(faults), end="", file=sys.stderr)
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The default profile, `fixed`, has the same examples in each run, so that a run fails only because of the change that it tests: a
-# third of those that each property has by itself. They find what breaks ordinary cases. The profile `explore`, which
-# `make fuzz` and each night's run use, finds rare cases: it generates new examples, `HYPOTHESIS_SCALE` times as many, and stores
+# The default profile, `fixed`, has the same examples in each run, so that a run fails only because of the change that it tests.
+# They are a third of those that each property has by itself, and find what breaks ordinary cases. The profile `explore`, which
+# `make fuzz` and CI each night use, finds rare cases: it generates new examples, `HYPOTHESIS_SCALE` times as many, and stores
 # failing ones in `.hypothesis`.
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -35,7 +35,6 @@ LONG_FILES: Final = frozenset(
         "relay_journal_kill",
         "service_restart",
         "service_scale",
-        "sim_defaults",
         "stream_model",
     )
 )

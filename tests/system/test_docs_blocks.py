@@ -60,7 +60,7 @@ REASONS_BY_PROGRAM = {
 REASONS_BY_COMMAND = {
     "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
     "kvevents top": "needs a terminal: test_cli_service.py",
-    "kvevents sim compare\n": "test_sim_defaults.py compares each word of what it prints",
+    "kvevents sim compare\n": "`make study` compares what it prints; test_cli_sim.py",
     "kvevents conform": "minutes, and downloads: test_conform.py runs a scenario",
     "kvevents plane status --nats nats://HOST:4222 --plane NAME": "the same command runs in guides/plane.md",
     "curl -s http://REPLICA:8090/readyz": "the same command runs in operations/runbook.md",
