@@ -14,7 +14,7 @@ import zmq
 from certificate_pairs import write_new_pair
 from cli_cases import Program, run
 from kvevents.diagnosis.address import probe_curve
-from kvevents.diagnosis.replay import request_replay
+from kvevents.diagnosis.replay_sample import Patience, sample_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.zeromq.keys import Curve, read_pair, read_public_keys
@@ -133,9 +133,9 @@ def test_a_replay_endpoint_answers_only_allowed_keys(keys: Path) -> None:
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert request_replay(replay, 0, silence=20.0, seconds=20.0, curve=allowed_client).answered
-        assert not request_replay(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
-        assert not request_replay(replay, 0, silence=0.2, seconds=0.2).answered
+        assert sample_replay(replay, (0,), Patience(20.0, 20.0), allowed_client).is_answered
+        assert not sample_replay(replay, (0,), Patience(0.2, 0.2), stranger).is_answered
+        assert not sample_replay(replay, (0,), Patience(0.2, 0.2), None).is_answered
 
 
 def test_a_consumer_that_binds_is_the_curve_server(keys: Path) -> None:

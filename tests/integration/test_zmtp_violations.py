@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvevents.diagnosis.replay import _request as request
-from kvevents.diagnosis.replay import dealers, request_replay
+from kvevents.diagnosis.replay_sample import Patience, sample_replay, send_request
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
@@ -144,14 +143,16 @@ def test_a_replay_request_that_cannot_be_sent_takes_a_new_connection(peer: Calla
 
 def test_doctor_does_not_wait_for_a_peer_that_violated_zmtp(peer: Callable[..., Peer]) -> None:
     """`doctor` may be given any endpoint. It reports within its time limit that there was no answer."""
-    with dealers([peer(act_as_xpub).endpoint]) as (socket,):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(peer(act_as_xpub).endpoint)
         end = time.monotonic() + DEADLINE
         while socket.poll(10, zmq.POLLOUT) and time.monotonic() < end:
             pass
         assert not socket.poll(0, zmq.POLLOUT)
-        request(socket, 0)
+        send_request(socket, 0)
     endpoint = peer(act_as_xpub, act_as_xpub).endpoint
-    assert not request_replay(endpoint, 0, silence=0.1, seconds=1).answered
+    assert not sample_replay(endpoint, (0,), Patience(silence=0.1, seconds=1.0), None).is_answered
 
 
 def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable[..., Peer]) -> None:

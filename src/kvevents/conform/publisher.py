@@ -25,19 +25,14 @@ from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import PublisherScenario
 from kvevents.conform.target import Program, TargetError
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
+from kvevents.diagnosis.replay_sample import Patience, ReplaySample, send_request
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.package_metadata import version
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
-from kvevents.wire import (
-    Malformed,
-    ReplayEnd,
-    decode_batch,
-    parse_live,
-    parse_replay_reply,
-    replay_request_frames,
-)
+from kvevents.wire import Malformed, decode_batch, parse_live
+from kvevents.wire.decode import begins_with_clear
 
 BLOCK_SIZE: Final = 16
 FEED_SECONDS: Final = 30.0
@@ -94,19 +89,13 @@ def apply(held: set[int], payload: bytes) -> str | None:
     return decoded.rejected[0].detail if decoded.rejected else None
 
 
-def is_snapshot(payload: bytes) -> bool:
-    """Return whether a batch begins with a clear, so that it needs nothing before it."""
-    events = decode_batch(payload).batch.events
-    return bool(events) and isinstance(events[0], AllBlocksCleared)
-
-
 def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible: set[int]) -> ScenarioOutcome:
     """Return the verdict about batches from number `start` on, of which a consumer must hold `wanted` afterwards."""
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
-        if number <= last and not (held == set() and is_snapshot(payload)):
+        if number <= last and not (held == set() and begins_with_clear(payload)):
             return ScenarioOutcome(Verdict.SILENT, f"number {number} came after {last}")
-        if number != last + 1 and not is_snapshot(payload):
+        if number != last + 1 and not begins_with_clear(payload):
             gaps.append(f"numbers {last + 1} to {number - 1} are missing")
         last = number
         if (fault := apply(held, payload)) is not None:
@@ -121,13 +110,13 @@ def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible:
     return ScenarioOutcome(Verdict.REPORTED if said else Verdict.SILENT, "; ".join([detail, *said]))
 
 
-class Publisher:
-    """A publisher at two endpoints: in a process of the referee, or one that runs already."""
+class Publisher(NamedTuple):
+    """A publisher at two endpoints."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str, program: Program | None) -> None:
-        self.endpoint: Final = endpoint
-        self.replay_endpoint: Final = replay_endpoint
-        self.program: Final = program
+    endpoint: str
+    replay_endpoint: str
+    program: Program | None = None
+    """Its process, if the referee starts it; None for a publisher that runs already."""
 
     def start(self) -> None:
         """Start the process, and wait until both endpoints accept connections."""
@@ -240,7 +229,7 @@ class PublisherPlayer:
             dealers = [stack.enter_context(self._context.socket(zmq.DEALER)) for _ in range(step.consumers)]
             for dealer in dealers:
                 self._connect(dealer, self._publisher.replay_endpoint)
-                dealer.send_multipart(replay_request_frames(step.start))
+                send_request(dealer, step.start)
             time.sleep(step.delay)
             possible = {block_hash(self._incarnation, number) for number in range(self._given)}
             wanted = {block_hash(self._incarnation, number) for number in range(step.start, self._given)}
@@ -249,19 +238,17 @@ class PublisherPlayer:
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
         """Read a reply until its end marker, a silence, or until time is up. Raise `TargetError` if the publisher has ended."""
-        deadline, batches = time.monotonic() + seconds, list[tuple[int, bytes]]()
-        while time.monotonic() < deadline:
-            if not dealer.poll(int(SILENCE_SECONDS * 1000)):
-                if self._publisher.program is not None:
-                    self._publisher.program.check()
-                return ReceivedStream(batches, "the reply has no end marker")
-            message = parse_replay_reply(dealer.recv_multipart())
-            if isinstance(message, ReplayEnd):
-                return ReceivedStream(batches)
-            if isinstance(message, Malformed):
-                return ReceivedStream(batches, f"an invalid message in the reply: {message.reason}")
-            batches.append((message.seq, message.payload))
-        return ReceivedStream(batches, f"the reply did not end within {seconds:g} s")
+        sample, fault = ReplaySample(), None
+        sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
+        if sample.malformed:
+            fault = f"an invalid message in the reply: {sample.malformed[0]}"
+        elif sample.is_cut:
+            fault = f"the reply did not end within {seconds:g} s"
+        elif not sample.has_end:
+            fault = "the reply has no end marker"
+            if self._publisher.program is not None:
+                self._publisher.program.check()
+        return ReceivedStream([(batch.seq, batch.payload) for batch in sample.batches], fault)
 
     @do.register
     def _check_watched(self, step: steps.CheckWatched) -> None:
@@ -280,7 +267,7 @@ class PublisherPlayer:
         first, last = live.batches[0][0], live.batches[-1][0]
         with self._context.socket(zmq.DEALER) as dealer:
             self._connect(dealer, self._publisher.replay_endpoint)
-            dealer.send_multipart(replay_request_frames(first))
+            send_request(dealer, first)
             reply = self._read_reply(dealer, seconds)
         replayed = dict(reply.batches)
         different = [number for number, payload in live.batches if replayed.get(number, payload) != payload]
@@ -298,17 +285,10 @@ PublisherCommand = Callable[[str, str, int], Sequence[str]]
 """Returns the command of a publisher from its endpoint, its replay endpoint, and the size of its replay buffer in batches."""
 
 
-class RunningPublisher(NamedTuple):
-    """The endpoints of a publisher that runs already."""
-
-    endpoint: str
-    replay_endpoint: str
-
-
 class PublisherDriver:
     """Starts a publisher for each scenario, or plays with one that runs."""
 
-    def __init__(self, title: str, source: PublisherCommand | RunningPublisher) -> None:
+    def __init__(self, title: str, source: PublisherCommand | Publisher) -> None:
         self.title: Final = title
         self._source = source
 
@@ -320,7 +300,7 @@ class PublisherDriver:
         return Result(scenario.name, scenario.group, scenario.title, outcome.verdict, outcome.detail, seconds, 0.0)
 
     def _outcome(self, scenario: PublisherScenario) -> ScenarioOutcome:
-        if scenario.needs and isinstance(self._source, RunningPublisher):
+        if scenario.needs and isinstance(self._source, Publisher):
             return ScenarioOutcome(
                 Verdict.NOT_APPLICABLE,
                 "the referee cannot give batches to a running publisher; name its command instead of endpoints",
@@ -339,8 +319,8 @@ class PublisherDriver:
             return ScenarioOutcome(Verdict.UNANSWERED, str(error))
 
     def _publisher(self, scenario: PublisherScenario, stack: ExitStack) -> Publisher:
-        if isinstance(self._source, RunningPublisher):
-            return Publisher(*self._source, None)
+        if isinstance(self._source, Publisher):
+            return self._source
         ports = [reserve_port(ANY_LOCAL_PORT) for _ in range(2)]
         for port in ports:
             if port.holder is not None:
@@ -370,7 +350,7 @@ def publisher_driver(target: str) -> PublisherDriver:
         endpoint, _, replay_endpoint = target.partition(",")
         if not replay_endpoint:
             raise ConfigError(f"invalid publisher {target!r}: expected tcp://HOST:PORT,tcp://HOST:REPLAY_PORT or a command")
-        return PublisherDriver(target, RunningPublisher(endpoint, replay_endpoint))
+        return PublisherDriver(target, Publisher(endpoint, replay_endpoint))
 
     def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
         fields = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "buffer_steps": buffer_steps}

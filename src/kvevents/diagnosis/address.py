@@ -164,7 +164,7 @@ def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, 
 def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
-    before = _endpoint_of_rank(endpoint, -1)
+    before = endpoint_of_rank(endpoint, -1)
     events = (
         f"{before} is a publisher"
         if before and _is_publisher(before)
@@ -208,13 +208,14 @@ def next_ranks(endpoint: str) -> int:
 
 def _following_endpoints(endpoint: str) -> Iterator[str]:
     for distance in range(1, MAX_PROBED_RANKS):
-        neighbour = _endpoint_of_rank(endpoint, distance)
+        neighbour = endpoint_of_rank(endpoint, distance)
         if neighbour is None:
             return
         yield neighbour
 
 
-def _endpoint_of_rank(endpoint: str, distance: int) -> str | None:
+def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
+    """Return the endpoint `distance` ports further; None if it is not TCP or there is no such port."""
     found = split_tcp(endpoint)
     if found is None or not 0 < found[1] + distance <= MAX_PORT:
         return None

@@ -12,15 +12,15 @@ from kvevents.diagnosis.address import check_address, next_ranks
 from kvevents.diagnosis.findings import CheckResult, warn
 from kvevents.diagnosis.replay import (
     USE_REPLAY,
-    ReplayResponse,
     check_losses,
     check_replay,
     check_stream,
     compare,
     count_topics,
-    decode_response,
+    decode_sample,
     find_replay_endpoint,
 )
+from kvevents.diagnosis.replay_sample import ReplaySample
 from kvevents.diagnosis.traffic import (
     MAX_PER_TURN,
     TrafficSample,
@@ -82,7 +82,7 @@ class EngineChecks:
             if not publishes:
                 return
         replay: list[CheckResult] = []
-        response: ReplayResponse | None = None
+        response: ReplaySample | None = None
         with self._stop as stop, self._sample() as sample:
             if self.replay is None:
                 replay.append(self._find_replay(sample, stop))
@@ -106,18 +106,18 @@ class EngineChecks:
         def wait_for_live() -> None:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS), lambda: bool(sample.numbers.received))
 
-        found = find_replay_endpoint(self._engine.endpoint, sample.numbers, wait_for_live, self._engine.curve)
-        self.replay = found.endpoint
-        return found.finding
+        curve = self._engine.curve
+        finding, self.replay = find_replay_endpoint(self._engine.endpoint, sample.numbers, wait_for_live, curve)
+        return finding
 
-    def _comparisons(self, sample: TrafficSample, response: ReplayResponse | None) -> Iterator[CheckResult]:
+    def _comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
         verified: str | None = None
-        if self.replay is not None and response is not None and response.answered:
+        if self.replay is not None and response is not None and response.is_answered:
             comparison = compare(self.replay, sample.numbers, self._engine.curve)
             if (finding := check_stream(self.replay, comparison)) is not None:
                 yield finding
-            verified = self.replay if comparison.same_stream else None
+            verified = self.replay if comparison.is_same_stream else None
         if (losses := check_losses(sample.numbers, verified, self._engine.curve)) is not None:
             yield losses
 
@@ -157,12 +157,12 @@ class EngineChecks:
             curve=self._engine.curve,
         )
 
-    def _traffic(self, sample: TrafficSample, response: ReplayResponse | None, connected: bool) -> Iterator[CheckResult]:
+    def _traffic(self, sample: TrafficSample, response: ReplaySample | None, connected: bool) -> Iterator[CheckResult]:
         """Check what arrives. If nothing does, check topic and dialect of the replayed batches."""
         engine = self._engine
         yield check_traffic(sample, connected=connected)
         replayed = response is not None and not sample.messages
-        contents = decode_response(response) if response is not None and replayed else sample.contents
+        contents = decode_sample(response) if response is not None and replayed else sample.contents
         topics = count_topics(response) if response is not None and replayed else sample.topics
         neighbours = 0 if engine.bind else next_ranks(engine.endpoint)
         checks = (

@@ -1,0 +1,148 @@
+"""A sample of a replay endpoint: requests batches, collects the answers, and compares them with live batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Final, NamedTuple
+
+import zmq
+
+from kvevents.endpoints import needs_ipv6
+from kvevents.text_format import number_range
+from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
+from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import connect_or_bind, destroy_context
+
+MAX_REPLY_MESSAGES: Final = 200_000
+"""Most messages of one answer that are read. An engine keeps 10,000 batches, so a longer answer never ends."""
+_SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
+
+
+class Patience(NamedTuple):
+    """How long an answer is read."""
+
+    silence: float
+    """Seconds without a message after which an answer has ended."""
+    seconds: float
+    """Seconds of a whole answer."""
+
+
+@dataclass(slots=True)
+class ReplaySample:
+    """What a replay endpoint sent in answer to one or several requests."""
+
+    batches: list[ReplayBatch] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
+    """Why messages are malformed."""
+    shapes: set[str] = field(default_factory=set)
+    """The layouts of the messages, as text."""
+    has_end: bool = False
+    """Whether the newest answer has an end marker."""
+    is_cut: bool = False
+    """Whether reading the newest answer ended while messages still arrived."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether any message arrived."""
+        return bool(self.batches or self.malformed or self.shapes)
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """Ranges of sequence numbers that are missing between the first and the last of one answer."""
+        pairs = zip(self.batches, self.batches[1:], strict=False)
+        return [(one.seq + 1, other.seq - 1) for one, other in pairs if other.seq > one.seq + 1]
+
+    def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
+        """Read an answer until it ends, or until a malformed message if `is_strict`. Return whether any message arrived."""
+        until = time.monotonic() + patience.seconds
+        self.has_end = self.is_cut = False
+        for count in range(MAX_REPLY_MESSAGES):
+            wait = min(patience.silence, until - time.monotonic())
+            if wait <= 0 or not socket.poll(ceil(1000 * wait)):
+                self.is_cut = wait <= 0
+                return count > 0
+            frames = socket.recv_multipart()
+            reply = parse_replay_reply(frames)
+            if isinstance(reply, Malformed):
+                self.malformed.append(reply.reason)
+                if is_strict:
+                    return True
+                continue
+            self.shapes.add(_SHAPES[len(frames)])
+            if isinstance(reply, ReplayEnd):
+                self.has_end = True
+                return True
+            self.batches.append(reply)
+        self.is_cut = True
+        return True
+
+    def compare(self, live: Iterable[tuple[int, bytes]]) -> LiveComparison:
+        """Compare live batches with those of the answers."""
+        held = {batch.seq: batch.payload for batch in self.batches}
+        found: dict[bool | None, list[int]] = {True: [], False: [], None: []}
+        for seq, payload in live:
+            found[held[seq] == payload if seq in held else None].append(seq)
+        return LiveComparison(self.is_answered, len(found[True]), found[False], found[None])
+
+
+class LiveComparison(NamedTuple):
+    """The comparison of live batches with those of a replay endpoint."""
+
+    is_answered: bool
+    agreeing: int
+    different: list[int]
+    """Sequence numbers under which the endpoint holds other contents."""
+    absent: list[int]
+    """Sequence numbers that no answer contained."""
+
+    @property
+    def is_same_stream(self) -> bool | None:
+        """Whether the endpoint belongs to the stream; None if nothing could be compared."""
+        if self.agreeing:
+            return True
+        return False if self.different or (self.absent and self.is_answered) else None
+
+    @property
+    def difference(self) -> str:
+        """Return why the endpoint belongs to another stream."""
+        if self.different:
+            return f"its batch #{self.different[0]} differs from the published one"
+        return f"it does not have {number_range(self.absent[0], self.absent[-1])}, which just arrived"
+
+
+def send_request(socket: zmq.Socket[bytes], start: int) -> None:
+    """Request all batches from number `start` on."""
+    # libzmq has closed the connection to a peer that broke the protocol, so the message cannot be queued.
+    with suppress(zmq.Again):
+        socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
+
+
+def sample_replay(
+    endpoint: str, wanted: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
+) -> ReplaySample:
+    """Request batches from the first missing one on, at most `requests` times, until all of `wanted` arrived, or any of them.
+
+    Stop at a request without an answer. Raise `EndpointError` if the socket cannot connect.
+    """
+    sample, left = ReplaySample(), set(wanted)
+    for _ in range(requests):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            socket = context.socket(zmq.DEALER)
+            socket.set(zmq.RCVHWM, 0)
+            socket.set(zmq.IPV6, needs_ipv6(endpoint))
+            if curve is not None:
+                curve.apply(socket)
+            connect_or_bind(socket, endpoint, bind=False)
+            send_request(socket, min(left))
+            is_answered = sample.read(socket, patience)
+        finally:
+            destroy_context(context)
+        left.difference_update(batch.seq for batch in sample.batches)
+        if not is_answered or not left or (any_of and len(left) < len(wanted)):
+            break
+    return sample
