@@ -182,9 +182,6 @@ def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
     body = msgspec.json.encode({"model_name": "m", "token_ids": PROMPT})
     send_to_both_planes(service, "/query", body, JSON, "*/*")
     assert service.get("/v1/stats").json["lookups"] == before + 2
-    hot = service.get("/v1/hot?model=m").json
-    assert hot["sampled"] > 0
-    assert hot["prefixes"]
 
 
 def test_http_2_connections_are_accepted(service: Service) -> None:

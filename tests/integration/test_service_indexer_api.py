@@ -633,7 +633,6 @@ SCOPE_PARAMETERS: dict[str, set[str]] = {
     "/v1/sources": {"model", "tenant", "group"},
     "/v1/events": {"model", "tenant", "group"},
     "/v1/blocks": {"tenant", "group"},
-    "/v1/hot": {"model", "tenant", "group", "lora", "salt"},
 }
 """Scope parameters of each GET endpoint."""
 
@@ -641,7 +640,7 @@ SCOPE_PARAMETERS: dict[str, set[str]] = {
 @pytest.mark.parametrize("path", SCOPE_PARAMETERS)
 def test_unknown_query_parameters_are_400(service: Service, path: str) -> None:
     """This holds for every name of a scope field, because an ignored parameter would reveal blocks of other tenants."""
-    needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=absent&"}.get(path, "")
+    needed = {"/v1/blocks": "instance=absent&"}.get(path, "")
     for field, names in SCOPES.items():
         for name in (*names, misspell(names[0])):
             if field in SCOPE_PARAMETERS[path] and name in names:
@@ -750,7 +749,6 @@ def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
         assert {row["instance"]: row["tokens"] for row in rows} == {"x": 64, "y": 64}
         assert service.post("/v1/select", model="sql", tokens=tokens).json["instance"] in {"x", "y"}
         assert service.post("/v1/match_many", model="sql", prompts=[[*tokens, 1]]).json["matches"][0]["holders"]
-        assert service.get("/v1/hot?model=sql").json["model"] == "sql"
         for scope in ({"lora_name": "py"}, {"tenant_id": "t"}, {"routing_group": "g"}):
             assert service.post("/query", {"model_name": "sql", "token_ids": tokens, **scope}).reason == "unknown-model"
         assert service.register("two", nowhere, model_name="base-b", lora_name="sql").status == 201

@@ -100,7 +100,7 @@ def test_a_response_about_many_workers_is_made_in_a_thread(path: str) -> None:
 
 
 def test_responses_that_grow_with_the_fleet_are_made_in_threads() -> None:
-    paths = ("/workers", "/services", "/global_view", "/v1/sources", "/v1/stats", "/v1/hot", "/v1/blocks", "/metrics")
+    paths = ("/workers", "/services", "/global_view", "/v1/sources", "/v1/stats", "/v1/blocks", "/metrics")
     assert [path for path in paths if not ROUTES[path]["GET"].pool] == []
     assert ROUTES["/v1/match_many"]["POST"].pool
 

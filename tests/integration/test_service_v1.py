@@ -71,7 +71,7 @@ def test_a_prompt_in_three_encodings_has_equal_responses(service: Service, fresh
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
         "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False},
     }
-    assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held], "missing": ""}] * 3
+    assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held]}] * 3
     answer = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
     assert answer.headers["content-type"] == MSGPACK
     assert msgspec.msgpack.decode(answer.body) == answers[0].json
@@ -121,7 +121,7 @@ def test_match_many_answers_prompts_in_their_order(service: Service, fresh: tupl
     assert msgspec.msgpack.decode(packed_answer.body)["matches"] == found
     assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
     assert service.post("/v1/match_many", model="absent", prompts=[[]]).status == 404
-    assert service.post("/v1/match_many", model="absent", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
+    assert service.post("/v1/match_many", model="absent", prompts=[]).json == {"matches": [], "workers": []}
 
 
 def test_a_misspelled_field_is_refused(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -257,7 +257,6 @@ def test_workers_that_hold_nothing_are_listed_with_their_trust(service: Service,
         many = service.post("/v1/match_many", model=model, prompts=[tokens, prompt(31)]).json
         assert states_of(many["workers"]) == states
         assert [[row["instance"] for row in each["holders"]] for each in many["matches"]] == [[name], []]
-        assert states_of(service.get(f"/v1/hot?model={model}").json["workers"]) == states
         # In responses of the other APIs, an absent worker is EXACT and holds nothing.
         zero = {"longest_matched": 0, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 0, "trust": {"0": "CONNECTING"}}
         found = service.post("/query", model_name=model, token_ids=prompt(31)).json
@@ -537,26 +536,6 @@ def test_invalid_requests_for_blocks_are_refused(
     answer = service.get(f"/v1/blocks?{query.format(name=fresh[0])}")
     assert answer.status == status
     assert answer.reason
-
-
-def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    name, model, made = fresh
-    root, *leaves = prompt(17, 2), prompt(18, 1), prompt(19, 1)
-    made.store(root)
-    service.exact(name, blocks=2)
-    for _ in range(3):
-        for leaf in leaves:
-            service.post("/v1/match", model=model, tokens=root + leaf)
-    found = service.get(f"/v1/hot?model={model}").json
-    assert (found["model"], found["sampled"]) == (model, 6)
-    top, *below = found["prefixes"]
-    assert (top["tokens"], top["lookups"], top["workers"], top["parent"]) == (32, 6, 1, None)
-    assert top["key"] == hex_keys(root)[-1]
-    assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
-    assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
-    assert service.get("/v1/hot").reason == "missing-model"
-    no_tokens = {"model": "absent", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
-    assert service.get("/v1/hot?model=absent").json == no_tokens
 
 
 # --- events

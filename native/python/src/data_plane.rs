@@ -10,15 +10,8 @@ use pyo3::types::PyBytes;
 
 use super::index::NativeIndex;
 use super::routing::EngineLoads;
-use kvevents_index::keys::bytes_of;
 use kvevents_server::Server;
 use kvevents_server::fleet::Table;
-
-/// A scope (model, tenant, group, name and number of the LoRA, salt) and the first token ids of a prompt.
-type Sample<'py> = (
-    (String, String, String, Option<String>, Option<i64>, Option<String>),
-    Bound<'py, PyBytes>,
-);
 
 fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
     // SAFETY: the call uses no memory of ours, and fails for a descriptor that is not open.
@@ -74,18 +67,6 @@ impl DataPlane {
     /// Counters as JSON.
     fn metrics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.metrics()))
-    }
-
-    /// Samples of the prompts that were looked up since the last call.
-    fn samples<'py>(&self, py: Python<'py>) -> Vec<Sample<'py>> {
-        let samples = py.detach(|| self.server.samples());
-        let plain = |sample: kvevents_server::PromptSample| {
-            let (name, id) = sample.lora();
-            let (name, tokens) = (name.map(str::to_owned), PyBytes::new(py, bytes_of(&sample.tokens)));
-            let scope = sample.scope;
-            ((scope.model, scope.tenant, scope.group, name, id, scope.salt), tokens)
-        };
-        samples.into_iter().map(plain).collect()
     }
 
     /// Accepts no more connections, and waits at most `seconds` for the open ones.

@@ -175,7 +175,6 @@ pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
 pub(crate) struct MatchAnswer<'a> {
     pub(crate) prompt_tokens: usize,
     pub(crate) workers: Vec<Held<'a>>,
-    pub(crate) missing: &'static str,
 }
 
 /// One prompt of `/v1/match_many`.
@@ -198,7 +197,6 @@ pub(crate) struct WorkerTrust<'a> {
 pub(crate) struct MatchManyAnswer<'a> {
     pub(crate) matches: Vec<PromptMatch<'a>>,
     pub(crate) workers: Vec<WorkerTrust<'a>>,
-    pub(crate) missing: &'static str,
 }
 
 /// Where the loads of a choice come from.
@@ -239,5 +237,4 @@ pub(crate) struct Selected<'a> {
     pub(crate) load_from: LoadFrom,
     pub(crate) considered: Option<Vec<Considered<'a>>>,
     pub(crate) unreachable: Option<Vec<WorkerTrust<'a>>>,
-    pub(crate) missing: &'static str,
 }

@@ -254,7 +254,6 @@ impl Endpoints {
             self.rows(table, &matches, &mut rows);
         }
         self.metrics.lookup(tokens.len(), longest(&rows));
-        self.metrics.sample(&found.scope, tokens, found.block_sizes.first());
         Some(rows)
     }
 
@@ -350,7 +349,6 @@ impl Endpoints {
         let answer = MatchAnswer {
             prompt_tokens: tokens.len(),
             workers: answers::held(table, &rows),
-            missing: "",
         };
         encode_answer(&answer, head)
     }
@@ -383,7 +381,6 @@ impl Endpoints {
         let answer = MatchManyAnswer {
             matches,
             workers: found.workers.iter().map(trust).collect(),
-            missing: "",
         };
         encode_answer(&answer, head)
     }

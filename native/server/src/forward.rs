@@ -139,9 +139,7 @@ pub(crate) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
         .cloned()
         .collect();
     for name in ours {
-        if name != "kvevents-missing" {
-            found.remove(name);
-        }
+        found.remove(name);
     }
     found
 }

@@ -37,7 +37,6 @@ mod tls;
 
 pub use json_tokens::lift;
 pub use loads::EngineLoads;
-pub use metrics::PromptSample;
 pub use select::select_among;
 pub use server::{Failure, Server};
 pub use ties::{MAX_TURNS, Tie, Ties};

@@ -178,8 +178,6 @@ pub(crate) struct MatchResponse {
     prompt_tokens: u64,
     #[prost(message, repeated, tag = "2")]
     workers: Vec<Held>,
-    #[prost(string, tag = "3")]
-    missing: String,
 }
 
 #[derive(Clone, PartialEq, prost::Message, Deserialize)]
@@ -196,8 +194,6 @@ pub(crate) struct MatchManyResponse {
     matches: Vec<PromptMatch>,
     #[prost(message, repeated, tag = "2")]
     workers: Vec<WorkerTrust>,
-    #[prost(string, tag = "3")]
-    missing: String,
 }
 
 #[derive(Clone, PartialEq, prost::Message, Deserialize)]
@@ -243,8 +239,6 @@ pub(crate) struct SelectResponse {
     #[serde(deserialize_with = "listed")]
     unreachable: Vec<WorkerTrust>,
     #[prost(string, tag = "8")]
-    missing: String,
-    #[prost(string, tag = "9")]
     load_from: String,
 }
 

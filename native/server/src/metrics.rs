@@ -6,31 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::fleet::{Lora, Scope};
 use crate::settings::Settings;
-
-/// Most scopes whose prompts are sampled between two reads of the samples.
-const MAX_SCOPES: usize = 64;
-
-/// The beginning of a prompt that was looked up: its model, tenant, group, LoRA and salt, and its tokens.
-pub struct PromptSample {
-    /// Its scope.
-    pub scope: Scope,
-    /// Its first tokens.
-    pub tokens: Vec<u32>,
-}
-
-impl PromptSample {
-    /// Returns the LoRA's name and its number, at most one of which is given.
-    #[must_use]
-    pub fn lora(&self) -> (Option<&str>, Option<i64>) {
-        match &self.scope.lora {
-            None => (None, None),
-            Some(Lora::Name(name)) => (Some(name), None),
-            Some(Lora::Id(id)) => (None, Some(*id)),
-        }
-    }
-}
 
 #[derive(Clone, Debug, Serialize)]
 struct Histogram {
@@ -72,13 +48,10 @@ struct Requests {
     seconds: Histogram,
 }
 
-/// All counters, and samples of prompts.
+/// All counters.
 pub(crate) struct Metrics {
     counters: Mutex<Counters>,
     bounds: Vec<f64>,
-    samples: Mutex<HashMap<Scope, Vec<Vec<u32>>>>,
-    sample_blocks: usize,
-    most_samples: usize,
 }
 
 impl Metrics {
@@ -91,9 +64,6 @@ impl Metrics {
                 requests: HashMap::new(),
             }),
             bounds: settings.seconds.clone(),
-            samples: Mutex::default(),
-            sample_blocks: settings.sample_blocks,
-            most_samples: settings.samples,
         }
     }
 
@@ -122,34 +92,6 @@ impl Metrics {
         if tokens > 0 {
             counters.depth.add(f64::from(longest) / tokens as f64);
         }
-    }
-
-    /// Stores the beginning of a prompt for the control plane, unless its scope has enough samples, or another thread is storing one.
-    pub(crate) fn sample(&self, scope: &Scope, tokens: &[u32], block_size: Option<&u32>) {
-        let Some(size) = block_size.map(|size| *size as usize).filter(|size| tokens.len() >= *size) else {
-            return;
-        };
-        let Some(mut samples) = self.samples.try_lock() else { return };
-        let first = &tokens[..tokens.len().min(self.sample_blocks.saturating_mul(size))];
-        if let Some(of_scope) = samples.get_mut(scope) {
-            if of_scope.len() < self.most_samples {
-                of_scope.push(first.to_vec());
-            }
-        } else if samples.len() < MAX_SCOPES {
-            samples.insert(scope.clone(), vec![first.to_vec()]);
-        }
-    }
-
-    /// Returns and removes the samples.
-    pub(crate) fn samples(&self) -> Vec<PromptSample> {
-        let taken = std::mem::take(&mut *self.samples.lock());
-        let of_scope = |(scope, prompts): (Scope, Vec<Vec<u32>>)| {
-            prompts.into_iter().map(move |tokens| PromptSample {
-                scope: scope.clone(),
-                tokens,
-            })
-        };
-        taken.into_iter().flat_map(of_scope).collect()
     }
 
     /// The counters as JSON.

@@ -356,7 +356,6 @@ fn choose<'a>(
             considered.insert(0, chosen);
             considered
         }),
-        missing: "",
     })
 }
 

@@ -30,7 +30,7 @@ use crate::fleet::Table;
 use crate::forward::{Sent, Upstream, end_to_end};
 use crate::grpc;
 use crate::loads::EngineLoads;
-use crate::metrics::{Metrics, PromptSample};
+use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::problems::{CLOSE, JSON, Problem};
 use crate::receive::{Unreceived, receive};
@@ -144,12 +144,6 @@ impl Server {
             "unread": connections.unread(),
         });
         all.to_string().into_bytes()
-    }
-
-    /// Returns the sampled prompts of lookups since the last call.
-    #[must_use]
-    pub fn samples(&self) -> Vec<PromptSample> {
-        self.shared.endpoints.metrics.samples()
     }
 
     /// Accepts no more connections, and waits at most `time` until the open ones have ended.

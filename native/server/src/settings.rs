@@ -94,9 +94,6 @@ pub(crate) struct Settings {
     /// Bounds of the histograms' buckets: of durations, and of shares of a prompt.
     pub(crate) seconds: Vec<f64>,
     pub(crate) depths: Vec<f64>,
-    /// Most blocks of a sampled prompt, and most sampled prompts of one scope between two reads.
-    pub(crate) sample_blocks: usize,
-    pub(crate) samples: usize,
     pub(crate) threads: usize,
     pub(crate) tls: Option<Tls>,
 }

@@ -166,8 +166,6 @@ class MatchAnswer(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     workers: list[WorkerMatch]
     """Workers with a match come first."""
-    missing: str = ""
-    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class PromptMatch(Struct, frozen=True, kw_only=True):
@@ -183,8 +181,6 @@ class MatchManyAnswer(Struct, frozen=True, kw_only=True):
     matches: list[PromptMatch]
     workers: list[WorkerTrust]
     """All workers that may hold prefixes of the prompts. A worker that is not a holder of a prompt holds none of it."""
-    missing: str = ""
-    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,8 +249,6 @@ class Selection(Struct, frozen=True, kw_only=True):
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
     """Candidates that were left out because they have no connection, if the request has `explain`."""
-    missing: str = ""
-    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class GapView(Struct, frozen=True, kw_only=True):
@@ -374,33 +368,6 @@ class BlocksAnswer(Struct, frozen=True, kw_only=True):
     """`cursor` of the next page; None on the last page."""
     trust: TrustStatus
     """Trust in the worker at that moment."""
-
-
-class HotPrefix(Struct, frozen=True, kw_only=True):
-    """A node of the tree of prefixes that prompts begin with most."""
-
-    key: str
-    """Rolling key of its last block, 16 hex digits."""
-    parent: str | None
-    tokens: int
-    """Length of the prefix."""
-    lookups: int
-    """Sampled prompts that begin with it."""
-    workers: int
-    """Workers that hold it."""
-
-
-class HotAnswer(Struct, frozen=True, kw_only=True):
-    """Prefixes, most frequent first and parents before children."""
-
-    model: str
-    sampled: int
-    """Number of sampled prompts."""
-    prefixes: list[HotPrefix]
-    workers: list[WorkerTrust]
-    """All workers that may hold the prefixes."""
-    missing: str = ""
-    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class StatsAnswer(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -23,7 +22,6 @@ import msgspec
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
@@ -67,14 +65,6 @@ class Counts(msgspec.Struct):
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSample:
-    """The first tokens of a prompt that was looked up."""
-
-    scope: Scope
-    tokens: memoryview = field(repr=False)
 
 
 class ControlPlane(Protocol):
@@ -158,15 +148,6 @@ class DataPlane:
     def counts(self) -> Counts:
         """Return the counters of the data plane."""
         return Counts() if self._native is None else _decode_counts(self._native.metrics())
-
-    def samples(self) -> list[PromptSample]:
-        """Return a sample of the prompts that were looked up since the last call, limited for each scope."""
-        if self._native is None:
-            return []
-        return [
-            PromptSample(Scope(model, tenant, group, number if name is None else name, salt), memoryview(tokens).cast("I"))
-            for (model, tenant, group, name, number, salt), tokens in self._native.samples()
-        ]
 
     # --- shutdown
 

@@ -66,7 +66,6 @@ def exposition(service: Service) -> bytes:
 
 
 def _write_requests(page: MetricsPage, service: Service) -> None:
-    service.lookups.count()
     counts = service.data_plane.counts()
     native, own = counts.answers, service.metrics
     page.counter("kvevents_lookups_total", "Prefix lookups.", {"": own.lookups + native.lookups})

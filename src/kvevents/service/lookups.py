@@ -10,47 +10,25 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from kvevents.client.schemas import BlocksAnswer, BlockView, HotPrefix, Media, SelectRequest, TrustStatus
-from kvevents.index import Block, Namespace
-from kvevents.service.data_plane import DataPlane
+from kvevents.client.schemas import BlocksAnswer, BlockView, Media, TrustStatus
+from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import MemberMatch
 from kvevents.service.fleet.registration import Key, Scope
-from kvevents.service.hot_prefixes import HotNode, HotPrefixes
 from kvevents.service.http.thread_pools import RunStep
 from kvevents.service.metrics import Metrics
 
-MAX_UNCOUNTED: Final = 64
-"""Uncounted lookups above which the next lookup counts them."""
-_PLAIN: Final = Namespace()
-"""Namespace of prompts without LoRA and salt."""
-
-
-class HottestPrefixes(NamedTuple):
-    """The prefixes that prompts begin with most."""
-
-    sampled: int
-    """Number of sampled prompts."""
-    prefixes: list[HotPrefix]
-
 
 class Lookups:
-    """Looks prompts up, counts lookups, and samples prompts for the hottest prefixes.
+    """Looks prompts up, and counts lookups. `run` calls the slow steps."""
 
-    `run` calls the slow steps. `count` counts lookups and samples their prompts after the response was sent.
-    """
-
-    def __init__(self, fleet: Fleet, metrics: Metrics, data_plane: DataPlane | None = None) -> None:
-        self.hot: Final = HotPrefixes(clock=time.monotonic)
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet: Final = fleet
         self._metrics: Final = metrics
-        self._data_plane: Final = data_plane
-        self._uncounted: Final[deque[tuple[Scope, Any, list[MemberMatch]]]] = deque()
         self.on_lookup: Callable[[Scope, int, list[MemberMatch]], None] | None = None
         """Called within a request with the scope, the number of tokens (0 if unknown) and the result of each lookup."""
 
@@ -90,68 +68,19 @@ class Lookups:
         found = []
         for tokens in prompts:
             found.append(self._fleet.match(scope, tokens, mm=mm, expected=expected, whole_prompt=whole_prompt))
-            self._record(scope, tokens, found[-1])
+            self._record(scope, len(tokens), found[-1])
         return found
-
-    def _record(self, scope: Scope, tokens: Any, found: list[MemberMatch]) -> None:
-        if self.on_lookup is not None:
-            self.on_lookup(scope, len(tokens), found)
-        self._uncounted.append((scope, tokens, found))
-        if len(self._uncounted) > MAX_UNCOUNTED:
-            self.count()
-
-    def count(self) -> None:
-        """Count the lookups so far. Any thread may call it: after a response, and before counters are read."""
-        if self._data_plane is not None:
-            for sample in self._data_plane.samples():
-                self._sample(sample.scope, sample.tokens)
-        while True:
-            try:
-                scope, tokens, found = self._uncounted.popleft()
-            except IndexError:
-                return
-            self._metrics.record_lookup(len(tokens), max([row.tokens for row in found], default=0))
-            self._sample(scope, tokens)
 
     async def find_keys(self, run: RunStep, scope: Scope, keys: list[int], *, local: bool) -> list[MemberMatch]:
         """Look up a prompt by block keys: hashes of each block alone if `local`, otherwise rolling keys."""
         rows = await run(lambda: self._fleet.match_keys(scope, keys, local=local))
-        self._record(scope, (), rows)
+        self._record(scope, 0, rows)
         return rows
 
-    def expect(self, scope: Scope, worker: tuple[str, int], request: SelectRequest) -> None:
-        """Count a prompt as held by a worker for `expect_seconds`, until its events arrive."""
-        self._fleet.expect(scope, worker, request.tokens, request.expect_seconds)
-
-    def _sample(self, scope: Scope, tokens: Any) -> None:
-        size = self._fleet.block_sizes(scope)[:1]
-        if size and len(tokens) >= size[0]:
-            namespace = _PLAIN if scope.lora is scope.salt is None else Namespace(lora=scope.lora, salt=scope.salt)
-            self.hot.record(scope, tokens, size[0], namespace)
-
-    async def hottest(self, run: RunStep, scope: Scope, limit: int) -> HottestPrefixes:
-        """Return the prefixes that prompts begin with most."""
-        nodes, sampled = await run(self._top_prefixes, scope, limit)
-        paths = [list(node.path) for node in nodes]
-        found = await run(lambda: [self._fleet.match_keys(scope, path) for path in paths])
-        return HottestPrefixes(sampled, _prefixes(nodes, found))
-
-    def _top_prefixes(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
-        self.count()
-        return self.hot.top(scope, limit), self.hot.sampled(scope)
-
-
-def _prefixes(nodes: list[HotNode], found: list[list[MemberMatch]]) -> list[HotPrefix]:
-    return [
-        HotPrefix(
-            key=f"{node.key:016x}",
-            parent=None if node.parent is None else f"{node.parent:016x}",
-            tokens=node.tokens,
-            lookups=node.lookups,
-            workers=sum(row.tokens >= node.tokens for row in rows),
-        )
-        for node, rows in zip(nodes, found, strict=True)
-    ]
+    def _record(self, scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
+        if self.on_lookup is not None:
+            self.on_lookup(scope, tokens, found)
+        self._metrics.record_lookup(tokens, max([row.tokens for row in found], default=0))
 
 
 # --- listings of blocks

@@ -25,7 +25,6 @@ from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.discovery.runner import check_engines
-from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
 from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.selection import terms_of
@@ -267,8 +266,6 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
         "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
         "seconds": service.metrics.DURATION_BOUNDS,
         "depths": service.metrics.MATCH_RATIO_BOUNDS,
-        "sample_blocks": MAX_DEPTH,
-        "samples": SAMPLES_PER_SECOND,
         "threads": min(MAX_THREADS, cpus),
         "tls": config.tls,
     }

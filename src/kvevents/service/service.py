@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 CLAIM_SECONDS: Final = 120.0
 """Time for which the blocks of a snapshot wait for the registration of their stream, before they are removed."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause between two updates of the answers to probes and of the counts of sampled prompts."""
+"""Pause between two updates of the answers to probes."""
 STANDING_SECONDS: Final = 10.0
 """Longest time for which a snapshot waits for the checkpoints of the streams."""
 
@@ -88,7 +88,7 @@ class Service:
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
-        self.lookups = Lookups(self.fleet, self.metrics, self.data_plane)
+        self.lookups = Lookups(self.fleet, self.metrics)
         self.lost: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._checkpoints: dict[Key, Checkpoint] = {}
@@ -139,7 +139,6 @@ class Service:
             await asyncio.sleep(REFRESH_SECONDS)
             self.data_plane.publish()
             self.data_plane.refresh()
-            self.lookups.count()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Log the error of a task, which is a defect of the service, and mark the service as failed."""
@@ -329,7 +328,6 @@ class Service:
 
     def stats(self) -> StatsAnswer:
         """Return the numbers of `/v1/stats`."""
-        self.lookups.count()
         members = list(self.fleet.members.values())
         stats, answers = self.index.stats(), self.data_plane.counts().answers
         tiers: Counter[str] = Counter()

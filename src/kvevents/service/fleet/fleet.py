@@ -271,8 +271,8 @@ class Fleet(Listener):
                 found += self._rows(self.index.match_keys(rolling, size, namespace))
         return found
 
-    def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> bool:
-        """Add a speculative entry for `seconds`: the worker will hold the prompt. Return whether the worker is a member."""
+    def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> None:
+        """Add a speculative entry for `seconds`: the worker will hold the prompt. Do nothing if it is not a member."""
         for member in list(self.members.values()):
             registration = member.registration
             if (registration.instance, registration.rank) == worker and member.admits(scope):
@@ -281,8 +281,7 @@ class Fleet(Listener):
                     model=own.name, lora=None if own.lora else scope.lora, salt=None if own.salt else scope.salt
                 )
                 self.index.speculate(registration.key, tokens, namespace, ttl=seconds)
-                return True
-        return False
+                return
 
     def block_sizes(self, scope: Scope) -> list[int]:
         """Return the tokens per block of the members in a scope, the smallest first."""

@@ -111,7 +111,6 @@ class App:
         if endpoint is not None and response is not ADMITTED:
             status = response.status if isinstance(response, Response) else 200
             self.service.metrics.record_request(path, status, perf_counter() - began)
-        self.service.lookups.count()
 
     async def _respond(
         self, endpoint: Route | None, methods: dict[str, Route] | None, scope: AsgiScope, receive: Receive

@@ -285,23 +285,6 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
             Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
         ),
     ),
-    Route(
-        "GET",
-        "/v1/hot",
-        v1.hot,
-        Role.READ,
-        "v1",
-        gives=schemas.HotAnswer,
-        pool=MATCHING,
-        parameters=(
-            _MODEL,
-            _TENANT,
-            _GROUP,
-            Parameter("lora", "name of the LoRA; default: the base model"),
-            Parameter("salt", "cache salt; default: none"),
-            _limit(v1.MAX_HOT),
-        ),
-    ),
     Route("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     Route("GET", "/health", health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),

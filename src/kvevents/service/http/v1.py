@@ -11,7 +11,6 @@ import msgspec
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
     Candidate,
-    HotAnswer,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
@@ -31,7 +30,6 @@ from kvevents.service.fleet.event_bus import StreamEvent
 from kvevents.service.fleet.member import Member, MemberMatch
 from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
-from kvevents.service.lookups import HottestPrefixes
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
@@ -44,7 +42,6 @@ SELECT: Final = Body.of(SelectRequest)
 MAX_PAGE: Final = 10_000
 """Largest page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
-MAX_HOT: Final = 500
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
 MAX_DIGITS: Final = 10
@@ -170,7 +167,7 @@ async def select(service: Service, request: HttpRequest) -> Response:
     )
     chosen = await run(_selection_answer, service, scope, query, found)
     if query.expect_seconds > 0:
-        service.lookups.expect(scope, (chosen.instance, chosen.rank), query)
+        service.fleet.expect(scope, (chosen.instance, chosen.rank), query.tokens, query.expect_seconds)
     return answer(chosen, request)
 
 
@@ -215,25 +212,6 @@ def _is_wanted(view: SourceView | StreamEvent, wanted: Mapping[str, str]) -> boo
 def stats(service: Service, request: HttpRequest) -> Response:
     """Return the counters of the service."""
     return answer(service.stats(), request)
-
-
-async def hot(service: Service, request: HttpRequest) -> Response:
-    """Return the tree of prefixes that prompts begin with most."""
-    wanted = request.wanted
-    model = wanted.get("model")
-    if model is None:
-        raise RefusedError("parameter model is missing", "missing-model", "send a model of /v1/sources")
-    tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
-    scope = Scope(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
-    scope = service.candidates.resolve(scope)
-
-    found = await service.lookups.hottest(request.run, scope, _number(wanted, "limit", 100, MAX_HOT))
-    return await request.run(_hot_answer, service, request, scope, model, found)
-
-
-def _hot_answer(service: Service, request: HttpRequest, scope: Scope, model: str, found: HottestPrefixes) -> Response:
-    workers = _trusts(service, scope)
-    return answer(HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers), request)
 
 
 def _number(wanted: Any, name: str, default: int, most: int) -> int:
