@@ -33,11 +33,13 @@ from cli_service_cases import (
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.diagnosis import service_checks as checks
+from kvevents.diagnosis.replay import check_replay
 from kvevents.diagnosis.service_checks import ENOUGH_LOOKUPS
 from kvevents.diagnosis.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.testing import Faults, TapePlayer
+from kvevents.wire import MAX_SEQ, replay_batch_frames, replay_end_frames
 from kvevents.zeromq.handshake import perform_handshake
 
 DURATION = ("--duration", "0.6")
@@ -214,6 +216,31 @@ def test_an_engine_that_connects_is_examined_with_bind() -> None:
         publisher.shutdown()
     assert found["traffic"]["verdict"] == "ok"
     assert found["replay"]["verdict"] == "warn"
+
+
+def test_a_jump_of_numbers_in_a_replay_is_reported_without_a_list_of_all_that_is_missing() -> None:
+    """The numbers are a peer's: a list of them would take all memory."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def answer() -> None:
+        peer = router.recv_multipart()[0]
+        for frames in (
+            replay_batch_frames(None, 0, b"\x90"),
+            replay_batch_frames(None, MAX_SEQ, b"\x90"),
+            replay_end_frames(with_topic=False),
+        ):
+            router.send_multipart([peer, *frames])
+
+    serving_thread = threading.Thread(target=answer)
+    serving_thread.start()
+    try:
+        found, _ = check_replay(endpoint)
+        serving_thread.join(SECONDS)
+    finally:
+        context.destroy(linger=0)
+    assert f"{MAX_SEQ - 1:,} batches missing inside the response" in found[-1].text
 
 
 @pytest.mark.parametrize(

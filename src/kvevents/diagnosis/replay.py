@@ -21,6 +21,8 @@ COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
 """For an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
 """Requests until an answer contains a compared batch. Answers can have holes, and engines publish before they store."""
+MAX_MISSING: Final = 1_000_000
+"""Most missing batches that are requested again: a hundred times as many as an engine keeps by default."""
 _RETRIES: Final = 4
 """Further requests for batches that are missing in an answer. A subscriber retries as long as it receives new ones."""
 
@@ -88,8 +90,12 @@ def _losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[Ch
 
 
 def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckResult:
+    count = sum(last - first + 1 for first, last in sample.holes)
+    text = f"{plural(count, 'batch')} missing inside the response ({number_ranges(sample.holes)})"
+    if count > MAX_MISSING:
+        advice = "no engine keeps that many: check the port, since this may be another service"
+        return warn("replay", text, advice)
     missing = {seq for first, last in sample.holes for seq in range(first, last + 1)}
-    text = f"{plural(len(missing), 'batch')} missing inside the response ({number_ranges(sample.holes)})"
     again = sample_replay(endpoint, missing, PATIENCE, curve, requests=_RETRIES)
     left = missing - {batch.seq for batch in again.batches}
     if not left:
