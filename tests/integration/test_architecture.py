@@ -149,7 +149,7 @@ def native_modules(crate: str) -> dict[Path, set[Path]]:
     return {module: {each for each in named if each in graph} - {module} for module, named in graph.items()}
 
 
-@pytest.mark.parametrize("crate", ["index", "compaction", "server", "python"])
+@pytest.mark.parametrize("crate", ["index", "compaction", "routing", "server", "python"])
 def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
     graph = native_modules(crate)
     assert sum(map(len, graph.values())) > len(graph) / 2, "too few paths were found"

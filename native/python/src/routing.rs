@@ -8,8 +8,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
-use kvevents_server::score::{self, Candidate, LoadWeights, TierWeights};
-use kvevents_server::{MAX_TURNS, Tie};
+use kvevents_routing::score::{self, Candidate, LoadWeights, TierWeights};
+use kvevents_routing::{MAX_TURNS, Tie};
 
 /// Computes scores of workers from weights of tiers and loads.
 #[pyclass(frozen, module = "kvevents_native._native")]
@@ -141,7 +141,7 @@ pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
 /// Chooses among equally good workers in rotation. Any thread can call it.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
-    ties: kvevents_server::Ties,
+    ties: kvevents_routing::Ties,
 }
 
 #[pymethods]
@@ -157,7 +157,7 @@ impl Ties {
             drawn.unwrap_or(0)
         };
         Ok(Self {
-            ties: kvevents_server::Ties::new(start, max_workers, Box::new(draw)),
+            ties: kvevents_routing::Ties::new(start, max_workers, Box::new(draw)),
         })
     }
 
@@ -194,7 +194,7 @@ fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
 /// The load that engines report, and the selections since. Any thread can call it.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct EngineLoads {
-    pub(super) loads: Arc<kvevents_server::EngineLoads>,
+    pub(super) loads: Arc<kvevents_routing::EngineLoads>,
 }
 
 #[pymethods]
@@ -202,7 +202,7 @@ impl EngineLoads {
     /// Readings that are older than `max_age` seconds do not count.
     #[new]
     fn new(max_age: f64) -> PyResult<Self> {
-        let loads = kvevents_server::EngineLoads::new(seconds(max_age)?);
+        let loads = kvevents_routing::EngineLoads::new(seconds(max_age)?);
         Ok(Self { loads: Arc::new(loads) })
     }
 
@@ -236,7 +236,7 @@ pub(super) fn select<'py>(
     ties: &Bound<'py, Ties>,
     loads: &Bound<'py, EngineLoads>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let selected = kvevents_server::select_among(question, &ties.get().ties, &loads.get().loads);
+    let selected = kvevents_routing::select_among(question, &ties.get().ties, &loads.get().loads);
     let selected = selected.map_err(PyValueError::new_err)?;
     Ok(PyBytes::new(py, &selected))
 }

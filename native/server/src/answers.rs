@@ -3,10 +3,8 @@
 use std::collections::HashMap;
 use std::fmt::Write;
 
-use serde::ser::{Serialize, SerializeMap, Serializer};
-
-use crate::fleet::{Table, Trust};
-use kvevents_index::holders::placements::TIERS;
+use crate::fleet::Table;
+use kvevents_routing::{Tiers, Trust, WorkerTrust};
 
 /// The match of one worker in tokens, cumulative over tiers.
 #[derive(Clone, Copy, Debug)]
@@ -40,21 +38,6 @@ impl Row {
 
     pub(crate) fn tiers(&self) -> Tiers {
         Tiers(Some([self.gpu, self.cpu, self.disk]))
-    }
-}
-
-/// Tokens by tier; none for a worker that the index did not find.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Tiers(pub(crate) Option<[u32; 3]>);
-
-impl Serialize for Tiers {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let tokens = self.0.as_ref().map_or(&[][..], |tokens| tokens);
-        let mut map = to.serialize_map(Some(tokens.len()))?;
-        for (name, tokens) in TIERS.iter().zip(tokens) {
-            map.serialize_entry(name, tokens)?;
-        }
-        map.end()
     }
 }
 
@@ -184,57 +167,9 @@ pub(crate) struct PromptMatch<'a> {
     pub(crate) holders: Vec<Held<'a>>,
 }
 
-/// The trust of one worker.
-#[derive(serde::Serialize)]
-pub(crate) struct WorkerTrust<'a> {
-    pub(crate) instance: &'a str,
-    pub(crate) rank: i64,
-    pub(crate) trust: &'a Trust,
-}
-
 /// `/v1/match_many`.
 #[derive(serde::Serialize)]
 pub(crate) struct MatchManyAnswer<'a> {
     pub(crate) matches: Vec<PromptMatch<'a>>,
     pub(crate) workers: Vec<WorkerTrust<'a>>,
-}
-
-/// Where the loads of a choice come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum LoadFrom {
-    /// Without any.
-    None,
-    /// The request gives them.
-    Request,
-    /// Engines have reported them.
-    Engines,
-}
-
-/// Why a candidate has its score.
-#[derive(serde::Serialize)]
-pub(crate) struct Considered<'a> {
-    pub(crate) instance: &'a str,
-    pub(crate) rank: i64,
-    pub(crate) score: f64,
-    pub(crate) uncached: f64,
-    pub(crate) load: f64,
-    pub(crate) tokens: u32,
-    pub(crate) tiers: Tiers,
-    pub(crate) trust: &'a Trust,
-    pub(crate) inexact_tiers: &'a [String],
-    pub(crate) requests: Option<f64>,
-}
-
-/// `/v1/select`.
-#[derive(serde::Serialize)]
-pub(crate) struct Selected<'a> {
-    pub(crate) instance: &'a str,
-    pub(crate) rank: i64,
-    pub(crate) score: f64,
-    pub(crate) trust: &'a Trust,
-    pub(crate) why: String,
-    pub(crate) load_from: LoadFrom,
-    pub(crate) considered: Option<Vec<Considered<'a>>>,
-    pub(crate) unreachable: Option<Vec<WorkerTrust<'a>>>,
 }

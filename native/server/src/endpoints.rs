@@ -6,19 +6,18 @@ use parking_lot::RwLock;
 use serde::Serialize;
 use serde::de::{Deserialize, DeserializeOwned};
 
-use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row, WorkerTrust};
-use crate::fleet::{Candidates, Table, Trust, monotonic};
+use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row};
+use crate::fleet::{Candidates, Table, monotonic};
 use crate::json_tokens;
-use crate::loads::EngineLoads;
 use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
 use crate::metrics::Metrics;
 use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
-use crate::select::{self, Terms};
+use crate::select;
 use crate::settings::Limits;
-use crate::ties::Ties;
 use kvevents_index::Matches;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
+use kvevents_routing::{EngineLoads, Terms, Ties, Trust, WorkerTrust};
 
 /// A query that is answered here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

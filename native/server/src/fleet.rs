@@ -6,8 +6,9 @@ use std::sync::Arc;
 use kvevents_index::keys;
 use kvevents_index::store::members::Worker as Stream;
 use kvevents_index::{Index, Scope as IndexScope};
+use kvevents_routing::{State, Trust};
 use parking_lot::RwLock;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 /// Most scopes whose candidates are cached, since clients can name any LoRA and salt.
 const MAX_REMEMBERED: usize = 256;
@@ -57,39 +58,6 @@ impl Scope {
 /// Model, tenant and routing group.
 type Fleet = (String, String, String);
 
-/// State of a worker's stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "UPPERCASE")]
-pub(crate) enum State {
-    Connecting,
-    Replaying,
-    Exact,
-    Degraded,
-    Stale,
-}
-
-impl State {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Connecting => "CONNECTING",
-            Self::Replaying => "REPLAYING",
-            Self::Exact => "EXACT",
-            Self::Degraded => "DEGRADED",
-            Self::Stale => "STALE",
-        }
-    }
-}
-
-/// The trust in a worker's part of an answer.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Trust {
-    pub(crate) state: State,
-    pub(crate) reason: String,
-    pub(crate) reason_codes: Vec<String>,
-    /// Whether the engine's own cache was the same at the newest attestation.
-    pub(crate) attested: bool,
-}
-
 /// One rank of an engine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
@@ -118,26 +86,6 @@ pub(crate) struct Worker {
     /// A number that workers of one instance name share.
     #[serde(skip)]
     pub(crate) instance_number: u32,
-}
-
-/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.fleet.faults` has the same.
-const UNCERTAIN: (&str, &str) = (
-    "uncertain-copies",
-    "some of these blocks were announced several times and removed less often, so they might be gone",
-);
-
-impl Trust {
-    /// Returns the trust in an answer that has blocks which might be gone.
-    fn if_uncertain(&self) -> Self {
-        let (code, sentence) = UNCERTAIN;
-        let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });
-        Self {
-            state: if is_exact { State::Degraded } else { self.state },
-            reason: format!("{}{separator}{sentence}", self.reason),
-            reason_codes: self.reason_codes.iter().cloned().chain([code.to_owned()]).collect(),
-            attested: false,
-        }
-    }
 }
 
 impl Worker {

@@ -5,9 +5,9 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
+use kvevents_routing::{State, Tie, Weights};
 
-use crate::fleet::{Lora, Scope, State};
-use crate::ties::Tie;
+use crate::fleet::{Lora, Scope};
 
 /// Characters of a name.
 const MAX_NAME: usize = 512;
@@ -335,58 +335,6 @@ impl Candidate {
 
     pub(crate) fn rank(&self) -> i64 {
         self.rank.into()
-    }
-}
-
-/// Weights by name, each name once, in the order given.
-#[derive(Clone, Debug)]
-pub(crate) struct Weights<K>(pub(crate) Vec<(K, f64)>);
-
-impl<K: Clone + PartialEq> Weights<K> {
-    /// Returns these weights with others, which take precedence.
-    pub(crate) fn updated(&self, others: &Self) -> Self {
-        let mut all = self.clone();
-        for (name, weight) in &others.0 {
-            all.set(name, *weight);
-        }
-        all
-    }
-
-    fn set(&mut self, name: &K, weight: f64) {
-        match self.0.iter_mut().find(|(known, _)| known == name) {
-            Some(known) => known.1 = weight,
-            None => self.0.push((name.clone(), weight)),
-        }
-    }
-}
-
-impl<K> Default for Weights<K> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<'de, K: Deserialize<'de> + Clone + PartialEq> Deserialize<'de> for Weights<K> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Visitor<K>(std::marker::PhantomData<K>);
-
-        impl<'de, K: Deserialize<'de> + Clone + PartialEq> serde::de::Visitor<'de> for Visitor<K> {
-            type Value = Weights<K>;
-
-            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                out.write_str("weights by name")
-            }
-
-            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut found = Weights::default();
-                while let Some((name, weight)) = map.next_entry()? {
-                    found.set(&name, weight);
-                }
-                Ok(found)
-            }
-        }
-
-        from.deserialize_map(Visitor(std::marker::PhantomData))
     }
 }
 

@@ -29,7 +29,6 @@ use crate::endpoints::{Endpoints, Format, Head, Question};
 use crate::fleet::Table;
 use crate::forward::{Sent, Upstream, end_to_end};
 use crate::grpc;
-use crate::loads::EngineLoads;
 use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::problems::{CLOSE, JSON, Problem};
@@ -38,6 +37,7 @@ use crate::server_state::{MAX_SILENCE, Probes, Shared};
 use crate::settings::{Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
+use kvevents_routing::EngineLoads;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
 /// Most concurrent streams of one HTTP/2 connection.

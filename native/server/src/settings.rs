@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::select::Terms;
+use kvevents_routing::Terms;
 
 /// Limits of requests and connections: the fields of `kvevents.service.settings.Limits` that the data plane uses.
 #[derive(Clone, Debug, Deserialize)]

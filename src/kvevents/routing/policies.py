@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 EQUAL: Final = 1e-9
-"""Scores and shares that differ by no more are equal, as in `native/server/src/score.rs`."""
+"""Scores and shares that differ by no more are equal, as in `native/routing/src/score.rs`."""
 TIES: Final = ("rotate", "random", "first")
 """Ways to break a tie: the worker chosen longest ago, a random one, or the first of the candidates."""
 

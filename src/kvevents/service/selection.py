@@ -1,6 +1,6 @@
 """Candidate workers of a prompt, and the choice among them for requests that the data plane does not answer itself.
 
-`native/server/src/select.rs` chooses, there and here, and describes the score.
+`native/routing/src/choice.rs` chooses, there and here, and describes the score.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Standing(NamedTuple):
     trust: TrustStatus
     """The trust in its stream."""
     distance: int
-    """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
+    """How unlikely it is to accept a request, as `kvevents.routing.weights` defines it."""
     source: str | None = None
     """Name of its stream, by which the load of its engine is known; None if it is not followed."""
     stores_only: tuple[str, ...] = ()

@@ -197,7 +197,7 @@ class Member:
 
     @property
     def distance(self) -> int:
-        """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
+        """How unlikely it is to accept a request, as `kvevents.routing.weights` defines it."""
         state = self.trust_status.state
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
         return DISTANCE_LOST if is_known_dead else distance_of(state)

@@ -55,8 +55,8 @@ impl Ties {
         }
     }
 
-    /// A random one of the equal candidates.
-    pub(crate) fn by_chance() -> Self {
+    /// Creates a rotation that begins at a random one of the equal candidates, with its own random numbers.
+    pub fn by_chance() -> Self {
         let (random, drawn) = (RandomState::new(), AtomicU64::new(0));
         let start = (random.hash_one("start") >> 11) as f64 / (1_u64 << 53) as f64;
         let draw = move |count: usize| (random.hash_one(drawn.fetch_add(1, Ordering::Relaxed)) % count as u64) as usize;

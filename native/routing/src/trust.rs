@@ -1,0 +1,65 @@
+//! How far a stream is known to be what its engine has.
+
+use serde::{Deserialize, Serialize};
+
+/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.fleet.faults` has the same.
+const UNCERTAIN: (&str, &str) = (
+    "uncertain-copies",
+    "some of these blocks were announced several times and removed less often, so they might be gone",
+);
+
+/// State of a worker's stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum State {
+    /// It has no connection yet.
+    Connecting,
+    /// It gets batches that it missed.
+    Replaying,
+    /// Nothing is missing.
+    Exact,
+    /// Something might be missing.
+    Degraded,
+    /// It has lost its connection.
+    Stale,
+}
+
+impl State {
+    /// Its name in answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Connecting => "CONNECTING",
+            Self::Replaying => "REPLAYING",
+            Self::Exact => "EXACT",
+            Self::Degraded => "DEGRADED",
+            Self::Stale => "STALE",
+        }
+    }
+}
+
+/// The trust in a worker's part of an answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Trust {
+    /// The state of its stream, or `Degraded` if some of these blocks might be gone.
+    pub state: State,
+    /// Why it is not EXACT; empty for EXACT.
+    pub reason: String,
+    /// Codes of the reasons.
+    pub reason_codes: Vec<String>,
+    /// Whether the engine's own cache was the same at the newest attestation.
+    pub attested: bool,
+}
+
+impl Trust {
+    /// Returns the trust in an answer that has blocks which might be gone.
+    pub fn if_uncertain(&self) -> Self {
+        let (code, sentence) = UNCERTAIN;
+        let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });
+        Self {
+            state: if is_exact { State::Degraded } else { self.state },
+            reason: format!("{}{separator}{sentence}", self.reason),
+            reason_codes: self.reason_codes.iter().cloned().chain([code.to_owned()]).collect(),
+            attested: false,
+        }
+    }
+}
