@@ -126,7 +126,7 @@ fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples
 	+$(MAKE) --no-print-directory sanitize SANITIZED_CASES=1000
 
 model:  ## What lookups may read beside a writer, in the orders of threads and of memory that loom knows: a minute
-	RUSTFLAGS="--cfg loom" cargo test $(CARGO_FLAGS) --package kvevents-index --lib --target-dir native/target/loom model::
+	RUSTFLAGS="--cfg loom" cargo test $(CARGO_FLAGS) --package kvevents-index --lib --target-dir native/target/loom testing::model::
 
 # Sanitizers are nightly features that stable ships; RUSTC_BOOTSTRAP lets them in. A target of its own keeps them off build scripts. The
 # module has none of the sanitizer's own code, so Python is started with that of the C compiler.

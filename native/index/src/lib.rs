@@ -8,14 +8,14 @@ pub mod keys;
 pub mod limits;
 pub mod lookup;
 pub mod memory;
-#[cfg(all(loom, test))]
-mod model;
 pub mod prefix_index;
 pub mod snapshot;
 mod step_counter;
 pub mod store;
 pub mod stream;
 pub mod sync;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod wire;
 
 pub use lookup::{Matches, Scope};

@@ -3,8 +3,6 @@
 //! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only
 //! locked by `try_lock`.
 
-#[cfg(test)]
-mod bounded_time;
 mod deliveries;
 mod registry;
 mod reports;

@@ -9,8 +9,9 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
 use super::index::plain_heartbeat;
+use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe};
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
-use kvevents_index::wire::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
+use kvevents_index::wire::scan::{self, Kind, Schema};
 
 /// Number of times that calls have let other Python threads run, and checked for signals, during work with Python objects.
 #[pyfunction]
@@ -26,7 +27,7 @@ pub(super) fn scanned<'py>(
     payload: &[u8],
 ) -> PyResult<Option<Vec<Bound<'py, PyDict>>>> {
     let schema = Schema::new(wire_limits_of(wire_limits)).map_err(PyValueError::new_err)?;
-    let found = scan::describe(payload, &schema);
+    let found = describe(payload, &schema);
     found
         .map(|events| events.iter().map(|event| described(py, event)).collect())
         .transpose()

@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Tiers that are known, the fastest first; `kvevents.weights` has the same.
+/// Tiers that are known, the fastest first; `kvevents.events.TIERS` is the same.
 pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
 /// Engines' names of the media of each tier; no name means the device.

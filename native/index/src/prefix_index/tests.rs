@@ -9,8 +9,8 @@ use super::*;
 use crate::holders::holder_sets::EMPTY;
 use crate::lookup::Scope;
 use crate::store::records::Row;
+use crate::testing::cases::{batch, map, text};
 use crate::wire::scan::Limits as ScanLimits;
-use crate::wire::scan::tests::cases::{batch, map, text};
 
 fn index() -> Index {
     Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())

@@ -3,21 +3,17 @@
 //! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
 //! a payload only if that function would read the same events and reject nothing. Everything unexpected or rare is left to that function.
 
-#[cfg(any(test, feature = "testing"))]
-mod describe;
 mod extra;
 pub(crate) mod layouts;
 mod schema;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 
 use std::num::NonZeroU32;
 
 use crate::wire::msgpack::Reader;
 use crate::wire::tokens::{self, Lengths};
 
-#[cfg(any(test, feature = "testing"))]
-pub use describe::{Described, OwnedExtra, OwnedId, describe};
 pub use extra::{Extra, Id, extra_keys};
 pub use schema::{Limits, Schema};
 

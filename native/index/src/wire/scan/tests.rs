@@ -1,10 +1,8 @@
-#[path = "cases.rs"]
-pub(crate) mod cases;
-
 use proptest::prelude::*;
 
 use super::*;
-use cases::{batch, map, text};
+use crate::testing::cases::{batch, map, text};
+use crate::testing::{Described, OwnedExtra, OwnedId, describe};
 
 fn schema_within(limits: Limits) -> Schema {
     Schema::new(limits).unwrap()

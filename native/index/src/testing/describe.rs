@@ -1,6 +1,6 @@
 //! Scanned events with owned values, for tests that compare them with those of another decoder.
 
-use super::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
+use crate::wire::scan::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
 
 /// `Id` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,9 +3,10 @@
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::limits::Limits;
+use crate::prefix_index::{Index, Outcome};
 use crate::step_counter::{self, Steps};
-use crate::wire::scan::Limits as ScanLimits;
+use crate::wire::scan::{Limits as ScanLimits, Schema};
 
 /// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const PER_BYTE: usize = 40;

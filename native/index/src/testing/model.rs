@@ -13,7 +13,7 @@ use crate::holders::holder_sets::Move;
 use crate::holders::placements::Placement;
 use crate::keys::{self, Scheme};
 use crate::limits::Limits;
-use crate::lookup::matching::Walk;
+use crate::lookup::matching::{PromptLength, Walk};
 use crate::memory::hasher::Secret;
 use crate::store::members::{Member, Worker};
 use crate::store::records::CHUNK;
@@ -139,7 +139,11 @@ fn run_lookup_beside(
         walk.find(&view, prompt, Some(context), None);
         if walk.is_sound(&view) {
             let mut hits = Vec::new();
-            walk.hits(&view, SCHEME, &view.models[&None].streams, &mut hits);
+            let length = PromptLength {
+                tokens: prompt.len(),
+                longest: prompt.len(),
+            };
+            walk.hits(&view, SCHEME, length, &view.models[&None].streams, &mut hits);
             let found = hits.iter().map(|hit| (hit.stream, hit.tokens[0])).collect();
             seen.0.lock().unwrap().insert(found);
         } else {

@@ -1,0 +1,12 @@
+//! What only tests need: the batches that they read, what `scan` reads from them, a search for payloads that take too long, and
+//! models of lookups beside a writer.
+
+#[cfg(test)]
+mod bounded_time;
+#[cfg(test)]
+pub(crate) mod cases;
+mod describe;
+#[cfg(all(loom, test))]
+mod model;
+
+pub use describe::{Described, OwnedExtra, OwnedId, describe};
