@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from kvevents.conform.scenario import Check, PublisherScenario, Scenario, shippe
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result
 
-JOBS: Final = 4
+JOBS: Final = 12
+"""Scenarios at a time: they wait more than they work."""
 SHORT_CHECK_SECONDS: Final = 2.0
 """Seconds of the last check of a scenario whose verdict is `reported`: the answer stays wrong for that time."""
 EXCLUDED: Final = frozenset({"stalled"})
@@ -43,34 +44,38 @@ def shorten(scenario: Scenario) -> Scenario:
     )
 
 
-def play_shortened(scenarios: Sequence[Scenario], driver: Driver, verdicts: dict[str, str]) -> Iterator[Result]:
-    """Play the scenarios, with little time for those whose answer stays wrong."""
-    timed = [shorten(each) if verdicts[each.name] == "reported" else each for each in scenarios]
-    return play_all([partial(play, each, driver) for each in timed], JOBS)
+def shortened_play(scenario: Scenario, driver: Driver, verdicts: dict[str, str]) -> Callable[[], Result]:
+    """Return a function that plays a scenario, with little time for an answer that stays wrong."""
+    return partial(play, shorten(scenario) if verdicts[scenario.name] == "reported" else scenario, driver)
 
 
-def test_our_service_ends_every_scenario_as_documented() -> None:
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Return the URL of a service that scenarios share."""
+    with kvevents_indexer().running() as running:
+        yield running
+
+
+def test_our_service_ends_every_scenario_as_documented(url: str) -> None:
     """Scenarios share one service, except those that kill it."""
     verdicts = load_verdicts("ours")
+    own_services, shared_service = kvevents_indexer(), RunningIndexer(url)
     scenarios = [each for each in shipped_scenarios() if isinstance(each, Scenario) and each.name in verdicts]
-    killing_scenarios = [each for each in scenarios if "kill" in each.needs]
-    sharing_scenarios = [each for each in scenarios if "kill" not in each.needs]
-    own_services = kvevents_indexer()
-    results = list(play_shortened(killing_scenarios, own_services, verdicts))
-    with own_services.running() as url:
-        results += play_shortened(sharing_scenarios, RunningIndexer(url), verdicts)
+    scenarios.sort(key=lambda scenario: "kill" not in scenario.needs)  # those take longest
+    plays = [shortened_play(each, own_services if "kill" in each.needs else shared_service, verdicts) for each in scenarios]
+    results = list(play_all(plays, JOBS))
     wrong = [each for each in results if each.verdict != verdicts[each.name]]
     assert not wrong
     assert len(results) == len(verdicts)
 
 
-def test_our_service_also_passes_with_the_indexer_api_of_mooncake() -> None:
+def test_our_service_also_passes_with_the_indexer_api_of_mooncake(url: str) -> None:
     """Scenarios of ranks, tenants, salts, lists of workers and degraded answers have equal verdicts with this API."""
     names = {"ranks", "tenants", "salt", "gap-no-replay", "reannounced", "unreachable", "register-again"}
     verdicts = load_verdicts("ours")
     scenarios = [each for each in shipped_scenarios() if isinstance(each, Scenario) and each.name in names]
-    with kvevents_indexer().running() as url:
-        results = list(play_shortened(scenarios, RunningIndexer(url, kind=MooncakeIndexer), verdicts))
+    driver = RunningIndexer(url, kind=MooncakeIndexer)
+    results = list(play_all([shortened_play(each, driver, verdicts) for each in scenarios], JOBS))
     assert {each.name: each.verdict.value for each in results} == {name: verdicts[name] for name in names}, results
 
 
