@@ -25,7 +25,7 @@ import msgspec
 import pytest
 from rich.console import Console as RichConsole
 
-from cli_cases import SECONDS, Program, interrupts_enabled, refuse_connections, run
+from cli_cases import KVEVENTS, SECONDS, Program, interrupts_enabled, refuse_connections, run
 from cli_service_cases import (
     BLOCK,
     READY,
@@ -91,7 +91,8 @@ def test_a_table_shows_how_much_each_worker_holds(fleet: RunningService) -> None
 
 
 def test_an_encoding_without_block_characters_gets_an_ascii_bar(fleet: RunningService) -> None:
-    with Program("query", *PROMPT, "--whole-prompt", "--service", fleet.url, PYTHONIOENCODING="ascii") as querying:
+    words = ("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
+    with Program(*words, command=KVEVENTS, PYTHONIOENCODING="ascii") as querying:
         out = querying.end().out
     assert f"{'#' * 12}{'=' * 12}" in out
     assert f"{'#' * 12}{'.' * 12}" in out

@@ -174,3 +174,11 @@ def test_top_writes_all_columns_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "40")
     assert not TopView(None).is_terminal
     assert TopView(None)._console.width == UNLIMITED
+
+
+def test_commands_start_in_new_processes() -> None:
+    """Other tests start commands in forks of a process that has imported all of them. test_docs_blocks.py starts the others."""
+    names = ("conform", "demo", "keys", "publish", "top")
+    started = [subprocess.Popen([*KVEVENTS, name, "--help"], stdout=subprocess.PIPE, env=environment()) for name in names]
+    printed = [process.communicate(timeout=SECONDS)[0].decode() for process in started]
+    assert [text.partition(" [")[0] for text in printed] == [f"usage: kvevents {name}" for name in names]

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from kvevents.events import BlockStored
 from load_cases import load_server
-from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, wait_for
+from service_cases import BLOCK, DEADLINE, MODEL, Client, engines, prompt, serving, wait_for
 from service_connection_cases import TRACED
 from service_grpc_cases import read_messages
 
@@ -74,7 +74,7 @@ def service_with_three_engines(request: pytest.FixtureRequest) -> Iterator[Clien
             "once": {"load": once.url},
             "lmcache": {"stores_only": ["cpu"]},
         }
-        command = COMMAND if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
+        command = None if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
         service = stack.enter_context(serving(command=command))
         for (name, more), each in zip(settings.items(), made, strict=True):
             assert service.register(name, each.publisher, **more).status == 201

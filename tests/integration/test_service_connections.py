@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
-from service_cases import COMMAND, DEADLINE, Client, Service, serving, wait_for, write
+from service_cases import DEADLINE, Client, Service, serving, wait_for, write
 from service_connection_cases import TRACED
 
 # --- a real service ----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def write_config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
 def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Return a service with short timeouts. With tracing, requests go through the control plane with the same limits."""
     settings = write_config(tmp_path_factory.mktemp("limits"), LIMITS)
-    command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
+    command = None if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
     with serving("--config", settings, command=command) as service:
         yield service
 

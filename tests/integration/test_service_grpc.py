@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from certificate_cases import make_certificates
-from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, write
+from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, write
 from service_connection_cases import TRACED
 from service_grpc_cases import read_messages
 
@@ -34,7 +34,7 @@ def proto_messages() -> Any:
 @pytest.fixture(scope="module", name="service", params=["plain", "traced"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Service]:
     """Return a service with engines that hold different parts of a prompt. With tracing, the control plane answers."""
-    command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
+    command = None if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
     with engines(3) as made, serving(command=command) as service:
         service.register("e0", made[0].publisher)
         service.register("e1", made[1].publisher, rank=1)

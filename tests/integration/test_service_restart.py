@@ -18,7 +18,6 @@ import pytest
 from cli_cases import run
 from service_cases import (
     BLOCK,
-    COMMAND,
     DEADLINE,
     Engine,
     EventStream,
@@ -223,7 +222,7 @@ runpy.run_module("kvevents", run_name="__main__")
 
 
 @contextmanager
-def fill_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...], Callable[[Service], None]]]:
+def fill_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...] | None, Callable[[Service], None]]]:
     """Return a folder on a full disk, the command of a service that uses it, and a function that makes room."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False, capture_output=True)  # noqa: S607
@@ -235,7 +234,7 @@ def fill_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...], Callable[[S
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while file.write(b"x" * 4096):
                 pass
-        yield folder, COMMAND, lambda _: filler.unlink()
+        yield folder, None, lambda _: filler.unlink()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)  # noqa: S607
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -205,7 +206,8 @@ class BridgeProcess(Program):
             "watches": watches,
             "ping": ping,
         }
-        super().__init__(json.dumps(arguments), command=(*command, sys.executable, "-W", "error", __file__))
+        program = (sys.executable, "-W", "error", "-m", "bridge_cases")
+        super().__init__(json.dumps(arguments), command=(*command, *program), PYTHONPATH=os.pathsep.join(sys.path))
 
     def wait_until_ready(self) -> Self:
         self.out.wait("ready")

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import paths
-from forked_commands import command_server
+from forked_commands import ForkedProcess, command_server
 from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
@@ -54,7 +54,11 @@ def run(*args: object, stdin: bytes = b"") -> ProcessResult:
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
-        code = command_server().run([*map(str, args)], (given, out, err), environment(), SECONDS)
+        process = command_server().start([*map(str, args)], [each.fileno() for each in (given, out, err)], environment())
+        try:
+            code = process.wait(SECONDS)
+        finally:
+            process.kill()
         out.seek(0)
         err.seek(0)
         return ProcessResult(code, out.read().decode(), err.read().decode())
@@ -103,15 +107,38 @@ def interrupts_enabled() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class Program:
-    """A process under test that runs until it is stopped; a context manager that kills it."""
+def _start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with interrupts_enabled():
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(variables)
+        )
 
-    def __init__(self, *args: object, command: Sequence[str] = KVEVENTS, **env: str) -> None:
-        argv = [*command, *map(str, args)]
-        with interrupts_enabled():
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
-            )
+
+def _start_fork(args: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess:
+    pipes = [os.pipe() for _ in range(3)]
+    child_ends = [pipes[0][0], pipes[1][1], pipes[2][1]]
+    try:
+        process = command_server().start(args, child_ends, variables)
+    finally:
+        for descriptor in child_ends:
+            os.close(descriptor)
+    process.stdin = os.fdopen(pipes[0][1], "wb", buffering=0)
+    process.stdout, process.stderr = os.fdopen(pipes[1][0], "rb"), os.fdopen(pipes[2][0], "rb")
+    return process
+
+
+class Program:
+    """A process under test that runs until it is stopped; a context manager that kills it.
+
+    Without `command` it is `kvevents`, in a fork of a process that has imported it.
+    """
+
+    def __init__(self, *args: object, command: Sequence[str] | None = None, **env: str) -> None:
+        self.process = (
+            _start_fork([*map(str, args)], environment(**env))
+            if command is None
+            else _start([*command, *map(str, args)], environment(**env))
+        )
         assert self.process.stdout
         assert self.process.stderr
         self.out = Lines(self.process.stdout)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import paths
-from cli_cases import SECONDS, Program
+from cli_cases import KVEVENTS, SECONDS, Program
 from service_cases import Client, wait_for
 
 SHELLS = ("sh", "console", "")
@@ -149,7 +149,7 @@ class CommandRunner:
         before = Path.cwd()
         os.chdir(self._folder)
         try:
-            program = self._stack.enter_context(Program(*words, *more, **self._environment))
+            program = self._stack.enter_context(Program(*words, *more, command=KVEVENTS, **self._environment))
         finally:
             os.chdir(before)
         self._running.append(program)

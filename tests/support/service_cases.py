@@ -8,7 +8,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ import msgspec
 import zmq
 
 from cli_cases import ProcessResult, Program
+from forked_commands import ForkedProcess
 from kvevents.client.schemas import Problem
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
@@ -39,7 +39,7 @@ BLOCK = 16
 MODEL = "m"
 
 
-def suspend(process: subprocess.Popen[Any]) -> None:
+def suspend(process: subprocess.Popen[Any] | ForkedProcess) -> None:
     """Suspend a child process and wait until all of its threads are stopped."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -231,15 +231,13 @@ class Service(Client):
         self.program.end()
 
 
-COMMAND = (sys.executable, "-W", "error", "-m", "kvevents", "serve", "--port", "0")
-
-
 @contextmanager
 def serving(
-    *args: object, token: str | None = None, tls: ssl.SSLContext | None = None, command: Sequence[str] = COMMAND, **env: str
+    *args: object, token: str | None = None, tls: ssl.SSLContext | None = None, command: Sequence[str] | None = None, **env: str
 ) -> Iterator[Service]:
     """Yield a service and kill it afterwards. Check that it has written no traceback and no warning of Python."""
-    with Program(*args, command=command, **env) as program:
+    words = ("serve", "--port", "0") if command is None else ()
+    with Program(*words, *args, command=command, **{"PYTHONWARNINGS": "error", **env}) as program:
         service = Service(program, token, tls)
         try:
             yield service
