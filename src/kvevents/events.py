@@ -154,17 +154,6 @@ class BlockStored(KVCacheEvent):
     """vLLM 0.33: per block, the tokens beyond it that its hash covers."""
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
-    skipped_parent_block_hash: int | None = None
-    """Proposed in vllm#44488: hash of the block before those that `skipped_token_ids` are of; None for the root.
-
-    A group that holds only some blocks of a prompt announces them without their ancestors, so `parent_block_hash` can name a
-    block that was never announced. These three fields describe the blocks between, which are not stored. Their shape is that of
-    the proposal, which was not released by vLLM 0.33; a value of another shape is in `unknown_fields`. The index does not use
-    them: a block with an unknown parent gives no credit until the parent is stored."""
-    skipped_token_ids: list[int] | None = None
-    """The tokens of the blocks between, up to `parent_block_hash`; None without such blocks."""
-    skipped_extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
-    """Per block between, of `block_size` tokens each, its extra keys, as `extra_keys`."""
     block_keys: list[int] | None = None
     """One per block if a relay of kvevents has removed the tokens: keys that `kvevents.index` computes from tokens and
     namespace, or numbers without a meaning."""

@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
 def fields_of(event: KVEvent) -> dict[str, Any]:
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     if isinstance(event, BlockStored):
-        fields |= {name: plain(fields[name]) for name in ("extra_keys", "skipped_extra_keys")}
+        fields["extra_keys"] = plain(fields["extra_keys"])
     if isinstance(event, BlockRemoved) and event.heartbeat is not None:
         fields["heartbeat"] = msgspec.structs.astuple(event.heartbeat)
     rest = event.unknown_fields
@@ -290,7 +290,6 @@ def test_both_decoders_agree_on_numbers_of_every_width(number: int) -> None:
     check(batch_of(make_store(token_ids=[number, str(number)]), make_store(token_ids=[[number, 1], [1, number]])))
     check(batch_of(make_store(kv_cache_spec_sliding_window=number, block_keys=[number], tomorrow=number)))
     check(batch_of(make_store(extra_keys=[[number, ["a", number], [number, number, number]]])))
-    check(batch_of(make_store(skipped_parent_block_hash=number, skipped_token_ids=[number], skipped_extra_keys=[[number]])))
     check(pack([number, [make_store()], number]))
 
 
@@ -314,13 +313,6 @@ def test_both_decoders_apply_limits_equally(changes: dict[str, int]) -> None:
     check(batch_of(make_store(block_hashes=[1, 2, 3])), limits)
     check(batch_of(make_store(extra_keys=[None, None, None]), make_store(block_keys=[1, 2, 3])), limits)
     check(batch_of(make_store(lookahead_token_ids=[[], [], []], tomorrow=1)), limits)
-    check(
-        batch_of(
-            make_store(skipped_extra_keys=[None, None, None]), make_store(skipped_extra_keys=[["a" * 9], ["b" * 5]], new=1)
-        ),
-        limits,
-    )
-    check(batch_of(make_store(skipped_token_ids=[1, 2, 3, 4], skipped_extra_keys=[[[["a"]]]])), limits)
     check(batch_of(make_store(one=1), make_store(one=1, two=2), ["BlockRemoved", [1], *range(8)]), limits)
     check(
         batch_of(make_store(one=[[[[1]]]], two="0123456789"), make_store(one="0123456789"), make_store(extra_keys=[["a" * 9]])),

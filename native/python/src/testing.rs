@@ -184,9 +184,8 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("ownership", &event.ownership)?;
     plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
-    for (name, value) in &event.unused_fields {
-        let value = value.as_ref().map(|value| value_of(py, value)).transpose()?;
-        plain.set_item(name, value)?;
+    for (name, text) in &event.unused_texts {
+        plain.set_item(name, text)?;
     }
     plain.set_item("block_keys", &event.block_keys)?;
     rest_of(plain, &event.unknown_fields)

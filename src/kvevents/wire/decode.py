@@ -230,9 +230,9 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
         if parent is not None and parent < 0:
             event.parent_block_hash = parent & _MASK
         keys = event.block_keys
-        if event.parent_block_digest is not None or (keys and min(keys) < 0) or (event.skipped_parent_block_hash or 0) < 0:
+        if event.parent_block_digest is not None or (keys and min(keys) < 0):
             return False
-        for values in (keys, event.extra_keys, event.lookahead_token_ids, event.skipped_extra_keys):
+        for values in (keys, event.extra_keys, event.lookahead_token_ids):
             if values is not None and len(values) > limits.max_hashes:
                 return False
     return event.block_digests is None

@@ -30,8 +30,6 @@ _DECLARED: Final = replace(
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
 """Fields that no engine has and that kvevents sends in every dialect with events as maps."""
-_SKIPPED_FIELDS: Final = ("skipped_parent_block_hash", "skipped_token_ids", "skipped_extra_keys")
-"""Fields that no engine release has yet; array events leave them out, since no consumer needs them."""
 
 _SCALARS: Final = (str, int, bytes)
 """Types of extra keys that the index can match."""
@@ -153,7 +151,6 @@ def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         return _extend_array(converted, extra, dialect) if extra else converted
-    extra |= {name: value for name in _SKIPPED_FIELDS if (value := getattr(event, name, None)) is not None}
     extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
         return converted
@@ -234,9 +231,6 @@ def _normalized_store_fields(event: BlockStored) -> dict[str, Any]:
         "extra_keys": _extra_keys(event),
         "kv_cache_spec_sliding_window": None if window is None else min(window, _SIGN - 1),
         "parent_block_digest": None,
-        "skipped_parent_block_hash": None,
-        "skipped_token_ids": None,
-        "skipped_extra_keys": None,
         "session_id": None,
     }
 

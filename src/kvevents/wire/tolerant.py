@@ -254,9 +254,6 @@ def _build_stored(fields: FieldReader) -> BlockStored:
         locality=fields.text("locality"),
         ownership=fields.text("ownership"),
         session_id=fields.text("session_id"),
-        skipped_parent_block_hash=fields.skipped_parent(),
-        skipped_token_ids=fields.skipped_tokens(),
-        skipped_extra_keys=fields.skipped_extra_keys(),
         lookahead_token_ids=fields.lookahead(),
         cache_salt=fields.text("cache_salt"),
         block_keys=fields.keys(),
@@ -372,40 +369,6 @@ class FieldReader:
         self._check_count(name)
         tokens: list[list[int]] = self._read(name, _LOOKAHEAD)
         return tokens
-
-    def skipped_parent(self) -> int | None:
-        """Return the hash before the skipped blocks as an unsigned integer. Any other value stays an unknown field."""
-        name = "skipped_parent_block_hash"
-        value = self._read_or_leave(name, _HASH)
-        if value is None or (type(value) is bytes and len(value) < _MIN_DIGEST_BYTES):
-            return None
-        del self._fields[name]
-        return _unsigned_hash(name, value)
-
-    def skipped_tokens(self) -> list[int] | None:
-        """Return the tokens of the skipped blocks. Any other value stays an unknown field."""
-        tokens: list[int] | None = self._read_or_leave("skipped_token_ids", _INTEGERS)
-        if tokens is not None:
-            del self._fields["skipped_token_ids"]
-        return tokens
-
-    def skipped_extra_keys(self) -> list[tuple[Any, ...] | None] | None:
-        """Return the extra keys of each skipped block. Any other value stays an unknown field."""
-        name = "skipped_extra_keys"
-        keys: list[tuple[Any, ...] | None] | None = self._read_or_leave(name, _EXTRA_KEYS)
-        if keys is None or len(keys) > self._limits.max_hashes:
-            return None
-        self._budget.take_bytes(name, len(memoryview(self._fields.pop(name))))
-        return keys
-
-    def _read_or_leave(self, name: str, decoder: _Decoder[Any]) -> Any:
-        """Return a field without removing it, or None if it is missing, nil or of another type."""
-        raw = self._optional(name)
-        if raw is None:
-            return None
-        with suppress(*MSGPACK_ERRORS):
-            return decoder.decode(raw)
-        return None
 
     def keys(self) -> list[int] | None:
         """Return the block keys that are sent instead of tokens, modulo 2**64, or None if the field is missing or nil."""

@@ -151,9 +151,9 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
-    /// The fields of engines that the index does not use, by name (`scan::layouts::unused_fields`); None for those that
+    /// The texts of engines that the index does not use, by name (`scan::layouts::unused_texts`); None for those that
     /// the event does not have.
-    pub unused_fields: Vec<(&'static str, Option<Value>)>,
+    pub unused_texts: Vec<(&'static str, Option<String>)>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unknown_fields: Vec<(String, Value)>,
 }

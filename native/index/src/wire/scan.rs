@@ -41,12 +41,6 @@ pub enum Field {
     Lookahead,
     /// Not used, but it must be text or nil.
     IgnoredText,
-    /// Not used, but it must be a hash as an integer, or nil.
-    IgnoredHash,
-    /// Not used, but it must be a list of integers or nil.
-    IgnoredInts,
-    /// Not used, but it must be extra keys or nil.
-    IgnoredExtraKeys,
     /// A field that only Python's events use; any other value than nil is refused.
     IgnoredNil,
 }
@@ -428,9 +422,6 @@ impl<'a> Scanner<'a> {
             Field::BlockKeys => self.keys(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
-            Field::IgnoredHash => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
-            Field::IgnoredInts => self.ints()?,
-            Field::IgnoredExtraKeys => drop(self.extra_keys()?),
             Field::Lookahead => event.lookahead = self.int_lists()?,
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
@@ -564,15 +555,6 @@ impl<'a> Scanner<'a> {
         extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| ())?;
         self.free(self.reader.at - start)?;
         Some(Some(Span::new(start, self.reader.at)?))
-    }
-
-    fn ints(&mut self) -> Option<()> {
-        if !self.reader.nil() {
-            for _ in 0..self.reader.array()? {
-                self.reader.int()?;
-            }
-        }
-        Some(())
     }
 
     fn int_lists(&mut self) -> Option<Option<Span>> {

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 
 use crate::step_counter;
 use crate::wire::msgpack::{Int, Reader};
-use crate::wire::scan::layouts::unused_fields;
-use crate::wire::scan::{Field, Limits};
+use crate::wire::scan::Limits;
+use crate::wire::scan::layouts::unused_texts;
 
 use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
@@ -77,31 +77,12 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
-/// Levels of containers in extra keys as engines send them: blocks, keys, and the parts of a key.
-const MAX_USUAL_DEPTH: usize = 3;
-
 /// Whether extra keys have the form in which engines send them: texts, numbers, and lists of these for each block.
 fn is_usual(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
     let is_block = |raw: &[u8]| head_of(raw) == 0xC0 || list(raw).is_ok_and(|mut keys| keys.all(is_key));
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
-}
-
-/// Extra keys as engines send them, by block.
-fn usual_keys(raw: &[u8]) -> Option<Vec<Option<Vec<Value>>>> {
-    if !is_usual(raw) {
-        return None;
-    }
-    let block = |block| match block {
-        Value::List(keys) => Some(keys),
-        _ => None,
-    };
-    let mut free = usize::MAX;
-    match value(raw, MAX_USUAL_DEPTH, &mut free).ok()? {
-        Value::List(blocks) => Some(blocks.into_iter().map(block).collect()),
-        _ => None,
-    }
 }
 
 fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
@@ -133,7 +114,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             kv_cache_spec_sliding_window: self.integer("kv_cache_spec_sliding_window")?,
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
-            unused_fields: self.unused()?,
+            unused_texts: self.unused()?,
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,
             block_keys: self.keys()?,
@@ -301,33 +282,9 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
-    /// The fields that the index does not use. A bad text is refused as in Python; any other bad value stays in the event as an unknown field.
-    fn unused(&mut self) -> Result<Vec<(&'static str, Option<Value>)>, Refusal<'a>> {
-        let mut found = Vec::new();
-        for (name, kind) in unused_fields() {
-            let hash = |raw| Some(Value::Int(Hash::read(raw).ok()?.canonical(name).ok()?.into()));
-            let list_of = |values: Vec<i128>| Value::List(values.into_iter().map(Value::Int).collect());
-            let value = match kind {
-                Field::IgnoredText => self.text(name)?.map(Value::Text),
-                Field::IgnoredHash => self.read_or_leave(name, hash),
-                Field::IgnoredInts => self.read_or_leave(name, |raw| integers(raw).ok().map(list_of)),
-                Field::IgnoredExtraKeys => self.unused_extra_keys(name)?,
-                _ => continue,
-            };
-            found.push((name, value));
-        }
-        Ok(found)
-    }
-
-    fn unused_extra_keys(&mut self, name: &'static str) -> Result<Option<Value>, Refusal<'a>> {
-        let limit = self.limits.max_hashes;
-        let raw = self.get(name);
-        let Some(blocks) = self.read_or_leave(name, |raw| if declared(raw) > limit { None } else { usual_keys(raw) }) else {
-            return Ok(None);
-        };
-        self.free.take(&name.into(), raw.unwrap_or_default())?;
-        let block = |keys: Option<Vec<Value>>| keys.map_or(Value::Nil, Value::List);
-        Ok(Some(Value::List(blocks.into_iter().map(block).collect())))
+    /// The texts that the index does not use. A bad text is refused as in Python.
+    fn unused(&mut self) -> Result<Vec<(&'static str, Option<String>)>, Refusal<'a>> {
+        unused_texts().map(|name| Ok((name, self.text(name)?))).collect()
     }
 
     /// The field, read by `read`; one that it cannot read stays in the event as an unknown field.

@@ -33,9 +33,6 @@ const STORED_MAP: &[&str] = &[
     "session_id",
     "lookahead_token_ids",
     "cache_salt",
-    "skipped_parent_block_hash",
-    "skipped_token_ids",
-    "skipped_extra_keys",
     "block_keys",
     "block_digests",
     "parent_block_digest",
@@ -83,21 +80,13 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "session_id" => Field::IgnoredText,
         "lookahead_token_ids" => Field::Lookahead,
         "block_keys" => Field::BlockKeys,
-        "skipped_parent_block_hash" => Field::IgnoredHash,
-        "skipped_token_ids" => Field::IgnoredInts,
-        "skipped_extra_keys" => Field::IgnoredExtraKeys,
         "block_digests" | "heartbeat" | "parent_block_digest" | "unknown_fields" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
     })
 }
 
-/// The fields of stores that engines send and the index does not use, each with the kind of its value.
-pub fn unused_fields() -> impl Iterator<Item = (&'static str, Field)> {
-    let fields = STORED_MAP.iter().filter_map(|&name| Some((name, field(name).ok()?)));
-    fields.filter(|(_, kind)| {
-        matches!(
-            kind,
-            Field::IgnoredText | Field::IgnoredHash | Field::IgnoredInts | Field::IgnoredExtraKeys
-        )
-    })
+/// The names of the texts of stores that engines send and the index does not use.
+pub fn unused_texts() -> impl Iterator<Item = &'static str> {
+    let names = STORED_MAP.iter().copied();
+    names.filter(|name| matches!(field(name), Ok(Field::IgnoredText)))
 }
