@@ -12,6 +12,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -231,7 +232,7 @@ def assert_no_child_is_left() -> Iterator[None]:
 TWO = ["random", "round-robin"]
 
 
-def kill_itself(_number: int, policy: str, _settings: SimulationSettings) -> None:
+def kill_itself(_pipe: Connection, policy: str, _settings: SimulationSettings) -> None:
     """Kill the process for `round-robin`, as the kernel does if it is out of memory; the others wait."""
     if policy == "round-robin":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -242,7 +243,7 @@ def test_a_killed_process_is_reported_and_ends_the_others(
     settings: SimulationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_compare, "_run_in_child", kill_itself)
-    with pytest.raises(WorkerError, match="a process was killed before its simulation was done"):
+    with pytest.raises(WorkerError, match="the process for round-robin ended with exit code -9 before its simulation was done"):
         run_policies(TWO, settings, jobs=2, on_progress=no_progress)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from argparse import ArgumentParser, Namespace
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import active_children, get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -20,7 +21,7 @@ from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.errors import ConfigError, ExternalError
+from kvevents.errors import ConfigError, ExternalError, KVEventsError
 from kvevents.routing import POLICIES
 from kvevents.sim.report import check_matplotlib, page
 from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
@@ -51,12 +52,25 @@ def read_simulation(args: Namespace) -> SimulationSettings:
 
 OnProgress: TypeAlias = Callable[[str, Progress], None]
 
-POLL_SECONDS: Final = 0.1
-"""Time between two looks at the progress of other processes."""
+_SPAWNED: Final = get_context("spawn")
+"""A new process does not inherit the threads and locks of this one."""
 
 
 class WorkerError(ExternalError):
     """A process ended before its simulation did."""
+
+
+class _Run(NamedTuple):
+    policy: str
+    process: SpawnProcess
+    pipe: Connection
+
+    def end(self) -> None:
+        """End the process, which has nothing to do after its result."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
 
 
 def run_policies(
@@ -66,48 +80,58 @@ def run_policies(
 
     Raises the errors of `simulate`, and `WorkerError`. No process is left behind after an error.
     """
-    jobs = min(jobs, len(policies))
-    if jobs == 1:
+    if min(jobs, len(policies)) == 1:
         return [_simulate(settings, each, partial(on_progress, each)) for each in policies]
-    spawned = get_context("spawn")  # a new process does not inherit the threads and locks of this one
-    counters = [spawned.RawArray("d", len(Progress._fields)) for _ in policies]
     resource_tracker.ensure_running()  # before Python 3.12 its start unblocks signals that `_block_interrupts` blocks
-    with ProcessPoolExecutor(jobs, spawned, _receive_counters, (counters,)) as pool:
+    waiting, running, results = deque(policies), dict[Any, _Run](), dict[str, PolicyResult]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                run = _start(waiting.popleft(), settings)
+                running[run.pipe] = run
+            for pipe in wait(list(running)):
+                run = running[pipe]
+                message = _receive(run)
+                if isinstance(message, PolicyResult):
+                    results[run.policy] = message
+                    running.pop(pipe).end()
+                else:
+                    on_progress(run.policy, message)
+    finally:
+        for run in running.values():
+            run.end()
+    return [results[policy] for policy in policies]
+
+
+def _start(policy: str, settings: SimulationSettings) -> _Run:
+    ours, theirs = _SPAWNED.Pipe(duplex=False)
+    process = _SPAWNED.Process(target=_run_in_child, args=(theirs, policy, settings), daemon=True)
+    with theirs, _block_interrupts():
+        process.start()
+    return _Run(policy, process, ours)
+
+
+def _receive(run: _Run) -> Progress | PolicyResult:
+    """Return the next message of a process. Raises its error, and `WorkerError` if it has ended."""
+    try:
+        message: Progress | PolicyResult | KVEventsError = run.pipe.recv()
+    except (EOFError, OSError) as error:
+        run.process.join()
+        raise WorkerError(
+            f"the process for {run.policy} ended with exit code {run.process.exitcode} before its simulation was done; "
+            "if memory is short, use fewer --jobs"
+        ) from error
+    if isinstance(message, KVEventsError):
+        raise message
+    return message
+
+
+def _run_in_child(pipe: Connection, policy: str, settings: SimulationSettings) -> None:
+    with suppress(BrokenPipeError):  # the parent process has ended
         try:
-            with _block_interrupts():
-                runs = [pool.submit(_run_in_child, number, policy, settings) for number, policy in enumerate(policies)]
-            running = set(runs)
-            while running:
-                done, running = wait(running, POLL_SECONDS, FIRST_EXCEPTION)
-                for policy, (now, arrived, finished) in zip(policies, counters, strict=True):
-                    on_progress(policy, Progress(now, int(arrived), int(finished)))
-                for run in done:
-                    run.result()
-            return [run.result() for run in runs]
-        except BaseException as error:
-            for process in active_children():
-                process.kill()
-            if isinstance(error, BrokenProcessPool):
-                raise WorkerError(
-                    "a process was killed before its simulation was done; if memory is short, use fewer --jobs"
-                ) from error
-            raise
-
-
-_counters: list[Any]
-"""Shared memory in a process for simulations: the progress of each."""
-
-
-def _receive_counters(counters: list[Any]) -> None:
-    global _counters  # noqa: PLW0603 - only a process that starts can receive shared memory
-    _counters = counters
-
-
-def _run_in_child(number: int, policy: str, settings: SimulationSettings) -> PolicyResult:
-    def report(progress: Progress) -> None:
-        _counters[number][:] = progress
-
-    return _simulate(settings, policy, report)
+            pipe.send(_simulate(settings, policy, pipe.send))
+        except KVEventsError as error:
+            pipe.send(error)
 
 
 def _simulate(settings: SimulationSettings, policy: str, report: Callable[[Progress], None]) -> PolicyResult:
