@@ -228,15 +228,15 @@ def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Ite
     try:
         from rich.console import Console as RichConsole  # noqa: PLC0415 - optional package
         from rich.live import Live  # noqa: PLC0415 - as above
-
-        terminal = RichConsole(stderr=True)
     except ImportError:
-        terminal = None
-    if terminal is None or not terminal.is_interactive:
-        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
-        return
-    with Live(console=terminal, auto_refresh=False, transient=True) as live:
-        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
+        pass  # lines without it
+    else:
+        terminal = RichConsole(stderr=True)
+        if terminal.is_interactive:
+            with Live(console=terminal, auto_refresh=False, transient=True) as live:
+                yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
+            return
+    yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
 
 
 def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:

@@ -379,8 +379,12 @@ class FieldReader:
 
     def heartbeat(self) -> Heartbeat | None:
         """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""
-        heartbeat: Heartbeat | None = self._read_or_leave("heartbeat", _HEARTBEAT)
-        if heartbeat is not None:
+        raw = self._optional("heartbeat")
+        if raw is None:
+            return None
+        heartbeat: Heartbeat | None = None
+        with suppress(*MSGPACK_ERRORS):
+            heartbeat = _HEARTBEAT.decode(raw)
             del self._fields["heartbeat"]
         return heartbeat
 
