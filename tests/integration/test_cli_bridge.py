@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -94,6 +95,10 @@ def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
+
+
+def has_queued_records(port: int) -> bool:
+    return sum(value for _, value in scrape(port)["kvevents_bridge_partition_queued_records"]) > 0
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------------
@@ -257,9 +262,13 @@ def test_a_suspended_bridge_continues_after_another_of_its_name_has_written(
 def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_one_at_once(tmp_path: Path) -> None:
     """The bridge reports how many records were not written."""
     with nats_server(tmp_path) as server, run_publisher(replay_endpoint=ANY) as publisher:
+        ports = reserve_port(), reserve_port()
         both = [
-            Program("bridge", "--nats", server.url, "--bridge-name", name, *PARTITION, *worker_arguments("a", publisher))
-            for name in ("one", "two")
+            Program(
+                *("bridge", "--nats", server.url, "--bridge-name", name, "--metrics-port", port),
+                *(*PARTITION, *worker_arguments("a", publisher)),
+            )
+            for name, port in zip(("one", "two"), ports, strict=True)
         ]
         with both[0] as patient, both[1] as hasty:
             for program in both:
@@ -270,8 +279,9 @@ def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_o
             wait_for_batches(Log(plane_at(server.url)), "a", 1)
             server.kill()
             publisher.publish(batch(1))
-            for program in both:
+            for program, port in zip(both, ports, strict=True):
                 program.err.wait("reconnecting")
+                wait_for("a queued batch", partial(has_queued_records, port))
                 program.process.send_signal(signal.SIGTERM)
             # The subscribers of both bridges end first.
             wait_for("the end to begin", lambda: publisher.stats().subscribers == 0)

@@ -125,8 +125,14 @@ def _null_window(script: Script) -> None:
     engine.publish([BlockRemoved(hashes[:2], medium="GPU", group_idx=1)])
     short, whole = Tokens((A.first, 32)), Tokens((A.first, 64))
     script.check(ARRIVE_SECONDS, queries=[CheckQuery(short, {}), CheckQuery(whole, {"a": 64})])
-    engine.publish(stores)
-    script.check(queries=[CheckQuery(short, {}), CheckQuery(whole, {"a": 64})])
+    # Without a new prompt, an answer from before the batch arrived would pass.
+    new = [
+        BlockStored([B.name_of(0, 1)], None, list(range(B.first, B.first + 16)), 16, medium="GPU", **group)  # type: ignore[arg-type]
+        for group in (full, window)
+    ]
+    engine.publish([*stores, *new])
+    arrived = CheckQuery(Tokens((B.first, 16)), {"a": 16})
+    script.check(queries=[CheckQuery(short, {}), CheckQuery(whole, {"a": 64}), arrived])
 
 
 def _window(script: Script) -> None:
