@@ -31,7 +31,7 @@ def main() -> int:
         print(json.dumps({"machine": report.machine(), "rows": [row.plain() for row in found], "runs": results}))
     else:
         print(report.machine())
-        print(f"medians of {runs} interleaved runs or fewer (least - most); benchmarks/README.md says how each is taken\n")
+        print(f"medians of {runs} interleaved runs or fewer (least to most); benchmarks/README.md says how each is taken\n")
         print(report.table(found))
         missed = sum(row.met is False for row in found)
         print(f"\n{missed or 'none'} missed of {sum(row.met is not None for row in found)}; {time.monotonic() - began:.0f} s")

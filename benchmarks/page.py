@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.report import number
+from benchmarks.report import spread
 from tools.released import CHECKOUT
 
 RESULTS: Final = Path(__file__).with_name("results.json")
@@ -107,22 +107,15 @@ def _verdict(ratio: float, *, more: bool) -> str:
 def _losses(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         yield (
-            f"- {row['what']}: {_spread(row['ours'], row['unit'])}, {row['rival']} {_spread(row['theirs'], row['unit'])},"
+            f"- {row['what']}: {spread(row['ours'], row['unit'])}, {row['rival']} {spread(row['theirs'], row['unit'])},"
             f" ratio {row['ratio']:.2f}"
         )
 
 
 def _line(row: dict[str, Any]) -> str:
     ratio = f"{row['ratio']:.2f}" if row["ratio"] and not row["context"] else ""
-    ours, theirs = (_spread(row[side], row["unit"]) for side in ("ours", "theirs"))
+    ours, theirs = (spread(row[side], row["unit"]) for side in ("ours", "theirs"))
     return f"| {row['what']} | {ours} | {theirs} | {row['rival']} | {ratio} |"
-
-
-def _spread(values: list[float], unit: str) -> str:
-    if not values:
-        return ""
-    middle, least, most = (number(value) for value in (median(values), min(values), max(values)))
-    return f"{middle} {unit} ({least} to {most})" if len({middle, least, most}) > 1 else f"{middle} {unit}".strip()
 
 
 def _native(runs: list[list[dict[str, Any]]]) -> Iterator[str]:

@@ -43,15 +43,15 @@ def _line(row: Row) -> tuple[str, str, str, str, str, str, str]:
     unit = row.figure.unit
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     verdict = {True: "met", False: "MISSED", None: ""}[row.met]
-    return row.figure.what, TITLES[row.rival], _spread(row.ours, unit), _spread(row.theirs, unit), ratio, _reach(row), verdict
+    return row.figure.what, TITLES[row.rival], spread(row.ours, unit), spread(row.theirs, unit), ratio, _reach(row), verdict
 
 
-def _spread(values: list[float], unit: str) -> str:
+def spread(values: list[float], unit: str) -> str:
+    """Return the median, with the least and the most if they differ."""
     if not values:
         return ""
     middle, least, most = (number(value) for value in (median(values), min(values), max(values)))
-    spread = f" ({least} - {most})" if len(values) > 1 else ""
-    return f"{middle} {unit}{spread}" if unit else f"{middle}{spread}"
+    return f"{middle} {unit} ({least} to {most})" if len({middle, least, most}) > 1 else f"{middle} {unit}".strip()
 
 
 def number(value: float) -> str:
