@@ -14,7 +14,6 @@ import nats
 from cli_cases import ProcessResult, run
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout, create_plane, partition_info
-from kvevents.plane.leases import LeaseHolder
 from kvevents.plane.records import VERSION as PAGE_VERSION
 from kvevents.plane.records import Page, encode_page
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
@@ -66,8 +65,6 @@ def test_plane_status_shows_the_snapshots_of_each_partition(server: NatsServer) 
     async def put() -> None:
         client = await nats.connect(server.url)
         layout = Layout("snapshots", 4)
-        leases = await client.jetstream().key_value(layout.leases)
-        await leases.put("lease.snapshot.3", msgspec.json.encode(LeaseHolder("host", 18, "x")))
         bucket = await client.jetstream().key_value(layout.bucket)
         for partition, found in snapshots.items():
             await bucket.put(f"snapshot.{partition}", msgspec.json.encode(SnapshotList(VERSION, found)))
@@ -80,13 +77,10 @@ def test_plane_status_shows_the_snapshots_of_each_partition(server: NatsServer) 
         for line in (
             r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
             r"snapshot  none of partitions 1, 3$",
-            r"lease     snapshots of partition 3: process 18 at host$",
         ):
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
         assert ended.out.count("snapshot  of partition   0") == 1
         assert "{" not in ended.out
-        found = msgspec.json.decode(plane_status("--nats", server.url, "--plane", "snapshots", "--output=json").out)
-        assert set(found["leases"]) == {"lease.snapshot.3"}
 
 
 def test_partitions_are_formatted_as_ranges() -> None:

@@ -1,12 +1,10 @@
-"""Tests of servers whose clock is set, an hour forward and back, while bridges write, replicas read and leases are held.
+"""Tests of servers whose clock is set, an hour forward and back, while bridges write and replicas read.
 
-A server uses its clock for the time of messages, the expiry of lease entries, and its memory of message ids. Nothing in the log
+A server uses its clock for the time of messages, the expiry of digests, and its memory of message ids. Nothing in the log
 about engines depends on it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,14 +18,12 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet.registration import Registration
 from nats_cases import needs_nats
 from plane_cases import SECONDS, Log, ThreadRunner, run_bridge
-from plane_lease_cases import Clock, bucket
 from service_cases import MODEL, wait_for
 from service_replica_digest_cases import ReplicaRunner
 from tools.nats_servers import NatsServer, nats_cluster, nats_server
 
 pytestmark = [needs_nats, needs_clocks]
 HOUR = 3600
-LEASE = 60.0
 
 
 @pytest.fixture
@@ -103,35 +99,3 @@ def test_a_server_that_restarts_with_another_time_has_all_its_data(clock: Server
                 assert abs(read_clock_shift(server) - seconds) < HOUR / 2
                 wait_until_complete(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
-
-
-@pytest.fixture
-def timed(clock: ServersClock, tmp_path: Path) -> Iterator[NatsServer]:
-    with nats_server(tmp_path / "nats", command=clock.command) as found:
-        yield found
-
-
-@pytest.mark.parametrize("seconds", [HOUR, -HOUR])
-def test_a_lease_can_be_acquired_after_its_duration_whatever_the_clock_of_the_server_shows(
-    clock: ServersClock, timed: NatsServer, seconds: int
-) -> None:
-    """If its clock is set back, the server would keep the entry for an hour more. If it is set forward, the former holder
-    learns the loss with its next renewal.
-
-    Holders use clocks of the test, so their time passes only as the test says."""
-
-    async def main() -> None:
-        async with bucket(timed, name="clock", ttl=LEASE) as lease_bucket:
-            own_clock, other_clock = Clock(), Clock()
-            one = lease_bucket.lease("here", seconds=LEASE, clock=own_clock)
-            two = lease_bucket.lease("there", seconds=LEASE, clock=other_clock)
-            assert await one.acquire()
-            set_clock(clock, [timed], seconds)
-            await two.acquire()  # succeeds only if the server has already expired the entry
-            other_clock.now += LEASE
-            assert await two.acquire()
-            assert not await one.renew()
-            assert not one.is_held
-            assert await two.renew()
-
-    asyncio.run(main())

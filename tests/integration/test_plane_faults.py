@@ -20,6 +20,7 @@ from kvevents.plane.connection import open_client
 from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
 from kvevents.plane.settings import PlaneSettings
 from nats_cases import needs_nats
+from plane_cases import plane_at
 from tools.nats_servers import NatsServer, nats_server
 
 ROOM = 64 << 10
@@ -171,3 +172,21 @@ async def test_errors_of_a_real_server_map_to_their_faults(
         with pytest.raises(PlaneError) as caught, map_errors("provoking the error"):
             await provoke(client.jetstream())
     assert caught.value.fault == fault, caught.value
+
+
+@needs_nats
+async def test_a_request_can_be_cancelled_while_its_answer_arrives(server: NatsServer) -> None:
+    """The task is cancelled in the same turn of the event loop in which the answer arrives."""
+    async with open_client(plane_at(server.url), name="tests") as client:
+
+        async def answer(message: Any) -> None:
+            await message.respond(b"answer")
+
+        await client.subscribe("echo", cb=answer)
+        assert (await client.request("echo")).data == b"answer"
+        query = asyncio.create_task(client.request("echo", timeout=60.0))
+        while not client._resp_map:  # noqa: ASYNC110 - the client has no event for it
+            await asyncio.sleep(0)
+        client._resp_map[next(iter(client._resp_map))].add_done_callback(lambda _: query.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await query

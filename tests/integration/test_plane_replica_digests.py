@@ -7,7 +7,7 @@ import asyncio
 import nats
 import pytest
 
-from kvevents.plane.digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
+from kvevents.plane.digests import PartitionDigest, ReplicaDigests
 from kvevents.plane.layout import create_plane
 from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.plane.partition_state import PartitionState
@@ -111,9 +111,9 @@ def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: Na
         try:
             js = client.jetstream()
             layout = await create_plane(js, plane)
-            bucket = await js.key_value(layout.leases)
+            bucket = await js.key_value(layout.digests)
             for name, content in (("a", stream_digests), ("b", stream_digests), ("c", other)):
-                await bucket.put(DIGEST_PREFIX + name, read_log(content).encode())
+                await bucket.put(name, read_log(content).encode())
             return await inspect_plane(js, layout)
         finally:
             await client.close()

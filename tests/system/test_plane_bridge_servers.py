@@ -22,7 +22,7 @@ from bridge_cases import (
 )
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
-from kvevents.plane.digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
+from kvevents.plane.digests import PartitionDigest, ReplicaDigests
 from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
 from kvevents.plane.records import ResetRecord
 from kvevents.plane.settings import PlaneSettings
@@ -119,7 +119,7 @@ def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
         return {*streams} <= {info.config.name for info in await js.streams_info()}
 
     layout = Layout(plane.name, plane.partitions)
-    streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
+    streams = (f"KV_{layout.bucket}", f"KV_{layout.digests}", f"OBJ_{layout.snapshots}")
     with run_bridge(plane, unreadable_seconds=0.2):
         assert run_with_jetstream(plane, found)
         run_with_jetstream(plane, remove)
@@ -426,9 +426,9 @@ def test_a_partition_is_readable_if_its_first_page_is_present_or_a_replica_holds
         await js.purge_stream(layout.stream(0), seq=4)
         state = await partition_info(js, layout, 0)
         found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
-        bucket = await js.key_value(layout.leases)
+        bucket = await js.key_value(layout.digests)
         for partition in (1, 0):
-            await bucket.put(f"{DIGEST_PREFIX}replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
+            await bucket.put("replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
             found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
         return found
 

@@ -83,7 +83,7 @@ def test_if_no_snapshot_arrives_in_time_loading_fails(monkeypatch: pytest.Monkey
 def test_a_snapshot_is_saved_even_if_the_servers_do_not_delete_the_old_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """The replica that saves it would hold the lease of the partition while it waits."""
+    """The replica that saves it would write no other snapshot while it waits."""
 
     async def entry(_: Snapshots, __: int) -> tuple[list[SnapshotInfo], int]:
         return [], 0

@@ -31,8 +31,6 @@ EXAMPLES: Final = """\
 """
 
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
-SNAPSHOT_LEASE: Final = "lease.snapshot."
-"""Prefix of the leases under which snapshots are written; the partition follows."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -81,8 +79,6 @@ def _print(console: Console, view: PlaneView) -> None:
     _print_snapshots(console, view, now)
     for each in view.replicas:
         console.line(f"  replica   {each.name}: {each.lag:,} pages since its last digest")
-    for key, holder in sorted(view.leases.items()):
-        console.line(f"  lease     {_lease(key)}: {holder}")
     for fault in view.faults:
         console.line(Span(f"  {fault}", "bad"))
 
@@ -101,11 +97,6 @@ def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
     without = [partition.partition for partition in view.partitions if partition.partition not in newest]
     if newest and without:
         console.line(Span(f"  snapshot  none of {format_partitions(without)}", "warn"))
-
-
-def _lease(key: str) -> str:
-    """Return what the lease is for."""
-    return f"snapshots of partition {key.removeprefix(SNAPSHOT_LEASE)}" if key.startswith(SNAPSHOT_LEASE) else key
 
 
 def _size(count: int) -> str:

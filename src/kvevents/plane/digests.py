@@ -1,23 +1,30 @@
 """Digests by which the replicas of a plane compare their indexes: of each partition, after some of its pages.
 
-Replicas publish them in the lease bucket. One digest covers all streams of a partition. Its size does not depend on the number
-of streams, so it fits into a message and can be published every few seconds.
+Replicas publish them in a bucket of their own, by the replicas' names. One digest covers all streams of a partition. Its size
+does not depend on the number of streams, so it fits into a message and can be published every few seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvevents.errors import PlaneError
+from kvevents.plane.layout import Layout
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import StreamKey
 from kvevents.settings import build_decoder_now
 
-DIGEST_PREFIX: Final = "digest."
-"""Prefix of the keys of `ReplicaDigests` in the lease bucket; the replica's name follows."""
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+
+LIST_SECONDS: Final = 5.0
+"""Timeout of reading the digests of all replicas."""
 DIGEST_BYTES: Final = 16
 """Size of a partition's digest, which protects against errors and not against attacks."""
 
@@ -70,3 +77,32 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
             if one.position == two.position
         ]
         return all(comparisons) if comparisons else None
+
+
+async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, ReplicaDigests]:
+    """Return the digests of all replicas by name, without invalid ones. Raises `PlaneError`.
+
+    The function lists the bucket's subjects and requests each entry, because nats-py's `KeyValue.keys` waits forever if the
+    last entry of its list is rewritten meanwhile.
+    """
+    from nats.js.errors import KeyNotFoundError  # noqa: PLC0415 - an extra
+
+    begin = f"$KV.{layout.digests}."
+    found: dict[str, ReplicaDigests] = {}
+    activity = "reading the digests of the replicas"
+    try:
+        with map_errors(activity):
+            async with asyncio.timeout(LIST_SECONDS):
+                bucket = await js.key_value(layout.digests)
+                info = await js.stream_info(f"KV_{layout.digests}", subjects_filter=f"{begin}>")
+                for subject in info.state.subjects or {}:
+                    name = subject.removeprefix(begin)
+                    with suppress(KeyNotFoundError):  # it was deleted or has expired
+                        digests = ReplicaDigests.decode((await bucket.get(name)).value or b"")
+                        if digests is not None:
+                            found[name] = digests
+    except TimeoutError as error:
+        raise PlaneError(
+            f"{activity}: no answer in {LIST_SECONDS:g} s; check the load of the servers", fault="timeout"
+        ) from error
+    return found

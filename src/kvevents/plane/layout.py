@@ -2,7 +2,7 @@
 
     KVEVENTS_<plane>_<partition>    stream; subject kvevents.<plane>.partition.<partition>
     KVEVENTS_<plane>                key-value bucket: which snapshots are valid
-    KVEVENTS_<plane>_leases         key-value bucket whose entries expire: leases, replicas and their digests
+    KVEVENTS_<plane>_digests        key-value bucket whose entries expire: the digests of each replica
     KVEVENTS_<plane>_snapshots      object store
 
 The number of subjects does not depend on the number of engines, because a server's memory grows with its subjects. A hash of
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -30,16 +29,14 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
     from nats.js.api import StreamInfo
 
-LAYOUT: Final = 2
+LAYOUT: Final = 3
 """Version of these objects; releases with another version cannot use the plane."""
 METADATA: Final = "kvevents-"
 """Prefix of the keys in a stream's metadata; the name of a field of `PartitionMetadata` follows."""
-LEASE_SECONDS: Final = 15
-"""Seconds after which an entry of the lease bucket expires unless it is renewed."""
+DIGEST_SECONDS: Final = 15
+"""Seconds after which the digests of a replica expire unless it publishes them again."""
 FETCH_SECONDS: Final = 5.0
 """Timeout of one request for a message."""
-LIST_SECONDS: Final = 5.0
-"""Timeout of listing the entries of the lease bucket."""
 
 
 @build_decoder_now
@@ -100,9 +97,9 @@ class Layout:
         return f"KVEVENTS_{self.name}"
 
     @property
-    def leases(self) -> str:
+    def digests(self) -> str:
         """Name of the bucket whose entries expire."""
-        return f"KVEVENTS_{self.name}_leases"
+        return f"KVEVENTS_{self.name}_digests"
 
     @property
     def snapshots(self) -> str:
@@ -177,7 +174,7 @@ async def create_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSe
     from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
 
     with map_errors(f"creating the buckets of plane {settings.name!r}"):
-        for bucket, ttl in ((layout.bucket, None), (layout.leases, LEASE_SECONDS)):
+        for bucket, ttl in ((layout.bucket, None), (layout.digests, DIGEST_SECONDS)):
             try:
                 await js.key_value(bucket)
             except NotFoundError:
@@ -298,29 +295,3 @@ async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: P
         if found is not None and found.history not in {None, NEW_HISTORY}:
             return found.history == tail.history.hex()
     return True
-
-
-async def list_entries(js: JetStreamContext, layout: Layout, activity: str, prefix: str = "") -> dict[str, bytes]:
-    """Return the entries of the lease bucket whose keys begin with `prefix`, by the rest of their keys. Raises `PlaneError`.
-
-    `activity` says in the error what the entries are for. The function lists the bucket's subjects and requests each entry,
-    because nats-py's `KeyValue.keys` waits forever if the last entry of its list is rewritten meanwhile.
-    """
-    from nats.js.errors import KeyNotFoundError  # noqa: PLC0415 - an extra
-
-    begin = f"$KV.{layout.leases}.{prefix}"
-    found: dict[str, bytes] = {}
-    try:
-        with map_errors(activity):
-            async with asyncio.timeout(LIST_SECONDS):
-                bucket = await js.key_value(layout.leases)
-                info = await js.stream_info(f"KV_{layout.leases}", subjects_filter=f"{begin}>")
-                for subject in info.state.subjects or {}:
-                    name = subject.removeprefix(begin)
-                    with suppress(KeyNotFoundError):  # it was deleted or has expired
-                        found[name] = (await bucket.get(prefix + name)).value or b""
-    except TimeoutError as error:
-        raise PlaneError(
-            f"{activity}: no answer in {LIST_SECONDS:g} s; check the load of the servers", fault="timeout"
-        ) from error
-    return found

@@ -23,8 +23,8 @@ import msgspec
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane.digests import DIGEST_PREFIX, ReplicaDigests
-from kvevents.plane.layout import Layout, PartitionInfo, has_tail, list_entries, partition_info
+from kvevents.plane.digests import read_digests
+from kvevents.plane.layout import Layout, PartitionInfo, has_tail, partition_info
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
@@ -236,9 +236,8 @@ class Snapshots:
         for snapshot in await self.matching(partition, info):
             if snapshot.position + 1 >= info.first and await self.is_complete(snapshot):
                 return True
-        entries = await list_entries(self._js, self._layout, "reading the digests of the replicas", DIGEST_PREFIX)
-        found = [digests for value in entries.values() if (digests := ReplicaDigests.decode(value)) is not None]
-        return any(str(partition) in digests.partitions for digests in found)
+        found = await read_digests(self._js, self._layout)
+        return any(str(partition) in digests.partitions for digests in found.values())
 
     # --- read
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvevents.errors import PlaneError
-from kvevents.plane.digests import DIGEST_PREFIX, ReplicaDigests
-from kvevents.plane.layout import LIST_SECONDS, Layout, fetch_message, partition_info
-from kvevents.plane.leases import LeaseHolder
-from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.digests import ReplicaDigests, read_digests
+from kvevents.plane.layout import Layout, fetch_message, partition_info
 from kvevents.plane.records import HeartbeatRecord, bridge_name, decode_page
 from kvevents.plane.snapshots import SnapshotInfo, Snapshots
 
@@ -55,8 +51,6 @@ class PlaneView(msgspec.Struct, frozen=True):
     name: str
     partitions: list[PartitionView]
     snapshots: list[SnapshotInfo]
-    leases: dict[str, str]
-    """Holders by the keys of the leases."""
     replicas: list[ReplicaView]
 
     @property
@@ -93,16 +87,15 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     partitions = [await _partition_view(js, layout, partition) for partition in range(layout.partitions)]
     snapshots = Snapshots(js, layout)
     valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
-    entries = await _lease_entries(js, layout)
-    digests = {
-        key.removeprefix(DIGEST_PREFIX): found
-        for key, value in sorted(entries.items())
-        if key.startswith(DIGEST_PREFIX) and (found := ReplicaDigests.decode(value)) is not None
-    }
-    leases = {key: _holder(value) for key, value in entries.items() if not key.startswith(DIGEST_PREFIX)}
+    digests: dict[str, ReplicaDigests] = {}
+    try:
+        digests = await read_digests(js, layout)
+    except PlaneError as error:
+        if error.fault != "missing":  # a bridge that was killed early has created the partitions alone
+            raise
     ends = {str(each.partition): each.last for each in partitions}
     replicas = [_replica_view(name, digests, ends) for name in sorted(digests)]
-    return PlaneView(layout.name, partitions, valid, leases, replicas)
+    return PlaneView(layout.name, partitions, valid, replicas)
 
 
 async def _partition_view(js: JetStreamContext, layout: Layout, partition: int) -> PartitionView:
@@ -135,33 +128,6 @@ def _shared_names(bridges: Iterable[str]) -> list[str]:
         before.add(bridge)
         last[name] = bridge
     return sorted(found)
-
-
-async def _lease_entries(js: JetStreamContext, layout: Layout) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    try:
-        with map_errors("reading the leases"):
-            bucket = await js.key_value(layout.leases)
-            # Not key by key, because entries expire meanwhile.
-            watcher: Any = await bucket.watchall(ignore_deletes=True)
-            with suppress(TimeoutError):  # the last entry was rewritten meanwhile, so the end marker is missing
-                async with asyncio.timeout(LIST_SECONDS):
-                    async for entry in watcher:
-                        if entry is None:
-                            break
-                        found[entry.key] = entry.value or b""
-            await watcher.stop()
-    except PlaneError as error:
-        if error.fault != "missing":
-            raise
-    return found
-
-
-def _holder(value: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(value, type=LeaseHolder))
-    except msgspec.MsgspecError:
-        return value.decode(errors="replace")
 
 
 def _replica_view(name: str, digests: Mapping[str, ReplicaDigests], ends: Mapping[str, int]) -> ReplicaView:

@@ -9,13 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo, partition_info
-from kvevents.plane.leases import Lease, LeaseHolder
 from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.plane.partition_reader import DEFAULT_LIMITS, PartitionReader
 from kvevents.plane.partition_state import PartitionState
@@ -27,8 +27,6 @@ from kvevents.service.replica.consistency_check import ConsistencyCheck
 from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:
-    from nats.js import JetStreamContext
-
     from kvevents.plane.nats_client import PlaneClient
 
 
@@ -269,8 +267,6 @@ def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
     return None
 
 
-LEASE: Final = "lease.snapshot"
-"""Prefix of the lease keys. The replica with the lease of a partition writes its next snapshot."""
 FRESH_FRACTION: Final = 0.8
 """Fraction of the snapshot interval for which a snapshot of another replica is new enough after it was found."""
 CHECKS_PER_INTERVAL: Final = 50
@@ -278,13 +274,20 @@ CHECKS_PER_INTERVAL: Final = 50
 
 
 class Snapshotter:
-    """Takes snapshots of the partitions of one replica, each under a lease."""
+    """Writes snapshots of the partitions of one replica when it is this replica's turn.
 
-    def __init__(self, name: str, comparing: ConsistencyCheck, seconds: float) -> None:
+    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order, in which
+    all of them agree without a message. The first writes the partition's snapshots. Each of the following waits one interval
+    longer than the one before it, in case that one is alive but cannot write. Two replicas that know different names can both
+    write; then the second finds another list of snapshots than it has read, and discards its own.
+    """
+
+    def __init__(self, name: str, consistency: ConsistencyCheck, seconds: float) -> None:
         self._name: Final = name
-        self._consistency: Final = comparing
+        self._consistency: Final = consistency
         self._seconds: Final = seconds
         self._due: dict[int, float] = {}
+        self._since = 0.0
         self._faults: dict[int, str] = {}
 
     @property
@@ -292,12 +295,12 @@ class Snapshotter:
         """Why the last due snapshot of a partition was not written; empty if all were."""
         return next(iter(self._faults.values()), "")
 
-    async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
+    async def run(self, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
         """Write snapshots while `build` is the build that answers queries.
 
         Partitions have different times, so that their snapshots do not coincide.
         """
-        now = time.monotonic()
+        self._since = now = time.monotonic()
         self._due = {partition: now + random.uniform(0.0, self._seconds) for partition in range(layout.partitions)}  # noqa: S311
         self._faults = {}
         while True:
@@ -308,34 +311,30 @@ class Snapshotter:
                 self._due[partition] = time.monotonic() + self._seconds
                 # If digests differ, this index may be the wrong one.
                 if not self._consistency.differs:
-                    await self._take(
-                        Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, build
-                    )
+                    await self._write_if_due(partition, snapshots, build)
 
-    async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write a snapshot, unless another replica does. An error is served in `fault`, and the next interval tries again."""
+    async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
+        """Write a snapshot if it is this replica's turn. An error is served in `fault`, and the next interval tries again."""
         try:
-            # Checked again with the lease, since its last holder may just have written one.
-            if (
-                not await self._is_fresh(partition, snapshots, build)
-                and await lease.acquire()
-                and not await self._is_fresh(partition, snapshots, build)
-            ):
-                build.record(await self._take_within(lease, partition, snapshots, build))
+            if not await self._is_fresh(partition, snapshots, build):
+                if self._consistency.write_fault:  # a router, which cannot write snapshots either
+                    raise PlaneError(self._consistency.write_fault, fault="denied")
+                build.record(await self._write(partition, snapshots, build))
         except (KVEventsError, OSError, TimeoutError) as error:
             self._set_fault(partition, error)
         else:
             self._faults.pop(partition, None)
-        finally:
-            await lease.release()
 
     async def _is_fresh(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
-        """Return whether the newest valid snapshot of any replica is new enough."""
+        """Return whether the newest valid snapshot of any replica is new enough for this replica's turn."""
         valid = await snapshots.list_valid(partition)
         if valid:
             build.record(valid[0])
         known_for = snapshots.newest_age(partition)
-        return known_for is not None and known_for < self._seconds * FRESH_FRACTION
+        intervals = turn(self._name, self._consistency.others, partition)
+        if known_for is None:
+            return time.monotonic() - self._since < self._seconds * intervals
+        return known_for < self._seconds * (FRESH_FRACTION + intervals)
 
     def _set_fault(self, partition: int, error: Exception) -> None:
         fault = f"partition {partition}: {str(error) or 'it was not written in time'}"
@@ -345,13 +344,18 @@ class Snapshotter:
             log.warning("no snapshot was written: %s", fault)
         self._faults[partition] = fault
 
-    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
+    async def _write(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
         made = build.stream_ids[partition]
-        keeping = asyncio.create_task(lease.renew_until_lost())
-        try:
-            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
-                path = Path(folder, "index")
-                taken, blocks = await build.take(partition, path)
-                return await snapshots.save(taken, path, blocks, self._name, made)
-        finally:
-            keeping.cancel()
+        with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+            path = Path(folder, "index")
+            taken, blocks = await build.take(partition, path)
+            return await snapshots.save(taken, path, blocks, self._name, made)
+
+
+def turn(name: str, others: Collection[str], partition: int) -> int:
+    """Return how many of the other replicas write a partition's snapshots before the replica `name` does."""
+
+    def weight(each: str) -> bytes:
+        return sha256(f"{partition} {each}".encode()).digest()
+
+    return sum(weight(each) < weight(name) for each in others if each != name)

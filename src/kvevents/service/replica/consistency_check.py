@@ -1,4 +1,4 @@
-"""Compares the index of this replica with those of the other replicas of a plane, by digests in the plane's lease bucket."""
+"""Compares the index of this replica with those of the other replicas of a plane, by digests in a bucket of the plane."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError
-from kvevents.plane.digests import DIGEST_PREFIX, ReplicaDigests
-from kvevents.plane.layout import Layout, list_entries
+from kvevents.plane.digests import ReplicaDigests, read_digests
+from kvevents.plane.layout import Layout
 from kvevents.plane.nats_errors import map_errors
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class ConsistencyCheck:
         """Number of times that another replica had other contents at the same position."""
         self.write_fault = ""
         """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
+        self.others: tuple[str, ...] = ()
+        """The other replicas that published digests recently."""
         self._name: Final = name
         self._differs_since: float | None = None
 
@@ -68,16 +70,17 @@ class ConsistencyCheck:
         """Publish the digests of this replica, and return those of the others."""
         js = client.jetstream()
         with map_errors("publishing the digests of this replica"):
-            await self._publish(await js.key_value(layout.leases), own)
-        found = await list_entries(js, layout, "reading the digests of the other replicas", DIGEST_PREFIX)
-        said = {name: ReplicaDigests.decode(value) for name, value in found.items() if name != self._name}
-        return {name: replica_digests for name, replica_digests in said.items() if replica_digests is not None}
+            await self._publish(await js.key_value(layout.digests), own)
+        found = await read_digests(js, layout)
+        found.pop(self._name, None)
+        self.others = tuple(found)
+        return found
 
     async def _publish(self, bucket: KeyValue, own: ReplicaDigests) -> None:
         """Publish the digests of this replica. A replica without permission to write continues without it."""
         try:
             with map_errors("publishing the digests of this replica"):
-                await bucket.put(DIGEST_PREFIX + self._name, own.encode())
+                await bucket.put(self._name, own.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise

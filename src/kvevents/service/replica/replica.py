@@ -130,7 +130,7 @@ class Replica:
         while True:
             build = await self._complete_build(client, layout, snapshots)
             await self._switch_to_build(build)
-            async with _concurrently(self._snapshotter.run(js, layout, snapshots, build)):
+            async with _concurrently(self._snapshotter.run(layout, snapshots, build)):
                 await self._keep(client, layout, build)
 
     # --- index builds
