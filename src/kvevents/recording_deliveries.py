@@ -46,7 +46,7 @@ class RecordedStream:
         """Batches that were recorded again, or were replayed after they counted as lost."""
         self.recorded_at: float | None = None
         """Time at which the newest delivery was recorded, in seconds since the epoch."""
-        self._stream = Stream(Source(_ENDPOINT, _ENDPOINT if waits else None), decode=None)
+        self._stream = Stream(Source(_ENDPOINT, _ENDPOINT if waits else None))
         self._stream.connected(_NOW)
         self._last_live = -1
         self._newest: RawBatch | None = None
@@ -97,7 +97,7 @@ class RecordedStream:
         yield from self.finish()
         self.run = run
         incarnation = self._stream.incarnation + (self._stream.last_seq >= 0)
-        self._stream = Stream(self._stream.source, decode=None, first_incarnation=incarnation)
+        self._stream = Stream(self._stream.source, first_incarnation=incarnation)
         self._stream.connected(_NOW)
 
     def finish(self) -> Iterator[RawDelivery]:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import pytest
 
@@ -80,7 +79,7 @@ class FaultyConnection:
         self._inner = inner
         self._label = label
 
-    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         self._transport.raise_if_failing("read", self._label)
         return self._inner.read_into(stream, now, limit)
 

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from decoding_stream import DecodingStream
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.stream import (
     Batch,
@@ -244,8 +245,8 @@ class StreamPair:
 
     def __init__(self, source: Source, limits: StreamLimits) -> None:
         self.source = source
-        self.raw = Stream(source, limits, decode=None)
-        self.decoding = Stream(source, limits)
+        self.raw = Stream(source, limits)
+        self.decoding = DecodingStream(source, limits)
         self.unreported: list[tuple[RawBatch, Batch]] = []
 
     def position(self) -> StreamPosition:
@@ -359,7 +360,7 @@ class Saved:
 class Network:
     """Passes frames between one publisher and one stream. The test controls every fault."""
 
-    def __init__(self, publisher: Publisher, stream: Stream | StreamPair) -> None:
+    def __init__(self, publisher: Publisher, stream: DecodingStream | StreamPair) -> None:
         self.publisher = publisher
         self.stream = stream
         # Without replay, a new incarnation that has already passed the old number cannot be distinguished from the old one.
@@ -467,7 +468,7 @@ class Network:
         if (newest.incarnation, newest.last_seq) <= (checkpoint.incarnation, checkpoint.last_seq):
             self.saved.append(Saved(checkpoint, state))
 
-    def resubscribe(self, stream: Stream | StreamPair, which: int, newer: int) -> None:
+    def resubscribe(self, stream: DecodingStream | StreamPair, which: int, newer: int) -> None:
         """Restart the subscriber's process with an older checkpoint, and the state that was saved `newer` checkpoints later."""
         self.cut()
         older = which % len(self.saved)

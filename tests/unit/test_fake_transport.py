@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockRemoved
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, StreamLimits, Trust
-from kvevents.subscriber import AsyncSubscriber, Subscriber
+from kvevents.subscriber import AsyncSubscriber, Subscriber, aio
+from kvevents.subscriber.front_end import DELIVERIES_PER_SLICE
+from kvevents.subscriber.multiplexer import MAX_READY, MESSAGES_PER_READ
 from kvevents.testing import FakeEngine, FakeTransport
 
 ENDPOINT, REPLAY = "tcp://engine:5557", "tcp://engine:5558"
@@ -163,3 +168,71 @@ def test_a_stream_that_left_the_replay_queue_can_queue_again(transport: FakeTran
         engine.publish(BlockRemoved([2]), lost=True)
         engine.publish(BlockRemoved([3]))
         assert [item.seq for item in receive_all(subscriber, 20.0) if isinstance(item, Batch)] == [1, 2]
+
+
+class CountingSink:
+    """Counts the deliveries that are applied between two turns of the event loop."""
+
+    def __init__(self) -> None:
+        self.count = self.most = 0
+
+    def apply_many(self, deliveries: Sequence[Any], /) -> list[Any]:
+        self.count += len(deliveries)
+        self.most = max(self.most, self.count)
+        return [SimpleNamespace(report=None) for _ in deliveries]
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(("call", "most"), [("receive", 1), ("iterate", 1), ("receive_many", DELIVERIES_PER_SLICE)])
+async def test_other_tasks_run_while_deliveries_are_ready(
+    call: str, most: int, decode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a gap closes, thousands of batches are ready at once. They are decoded and applied in many turns of the loop."""
+    monkeypatch.setattr(aio, "MAX_TURN", 0.0)
+    transport, sink = FakeTransport(), CountingSink()
+    engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
+    source = Source(engine.endpoint, engine.replay_endpoint)
+    count = 100
+
+    async def tick() -> None:
+        while True:
+            sink.count = 0
+            await asyncio.sleep(0)
+
+    async with AsyncSubscriber(source, transport=transport, clock=transport.clock, decode=decode, sink=sink) as subscriber:
+        assert await subscriber.receive(1) is None
+        engine.publish(BlockRemoved([0]), lost=True)
+        for number in range(1, count):
+            engine.publish(BlockRemoved([number]))
+        ticking = asyncio.ensure_future(tick())
+        received = 0
+        while received < count:
+            if call == "receive_many":
+                received += len(await subscriber.receive_many(timeout=1))
+            elif call == "receive":
+                received += await subscriber.receive(timeout=1) is not None
+            else:
+                async for _ in subscriber:
+                    received += 1
+                    if received == count:
+                        break
+        ticking.cancel()
+    assert sink.most <= most
+
+
+def test_a_run_ends_when_many_deliveries_are_ready() -> None:
+    """One turn is bounded in the number of streams that it reads, and the others are read in the next one."""
+    transport = FakeTransport()
+    engines = [transport.engine(f"tcp://engine:{port}") for port in range(5_001, 5_041)]
+    with Subscriber(
+        [Source(engine.endpoint) for engine in engines], transport=transport, clock=transport.clock, decode=False
+    ) as subscriber:
+        assert subscriber.receive(1) is None
+        for engine in engines:
+            for _ in range(300):
+                engine.publish(BlockRemoved([1]))
+        sizes = []
+        while batches := subscriber.receive_many(timeout=1):
+            sizes.append(len(batches))
+        assert sum(sizes) == 300 * len(engines)
+        assert max(sizes) < MAX_READY + MESSAGES_PER_READ

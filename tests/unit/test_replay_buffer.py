@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding_stream import DecodingStream
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import MAX_SNAPSHOT_PARTS, Compactor, SequencedPayload
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.publisher.settings import ReplayBufferSettings
-from kvevents.stream import Batch, Source, Stream
+from kvevents.stream import Batch, Source
 from kvevents.wire import decode_batch, encode_batch
 from kvevents.wire.framing import live_frames, replay_batch_frames, replay_end_frames
 from publisher_engine import WORKER, Engine
@@ -99,7 +100,7 @@ class Consumer:
         self._reply: deque[list[bytes]] = deque()
         self._now = 0.0
         self._up = False
-        self.stream = Stream(Source("tcp://a:1", "tcp://a:2", name="engine"))
+        self.stream = DecodingStream(Source("tcp://a:1", "tcp://a:2", name="engine"))
         self.index = PrefixIndex()
 
     def receive(self, batch: SequencedPayload) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paths
+from decoding_stream import DecodingStream
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.stream import (
@@ -62,7 +62,7 @@ class Wire:
     """A stream, its clock, and what it has delivered."""
 
     def __init__(self, source: Source = SOURCE, limits: StreamLimits = LIMITS) -> None:
-        self.stream = Stream(source, limits)
+        self.stream = DecodingStream(source, limits)
         self.now = 0.0
         self.out: list[Batch | Gap | Reset] = []
 
@@ -761,10 +761,9 @@ def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_earlier_batches
     assert DegradedReason.LOST not in wire.stream.degraded_reasons
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_numbers_that_a_snapshot_represents_are_not_lost(decode: bool) -> None:
-    """They have a separate counter, with and without decoding; a checkpoint right after them has no degraded reason."""
-    stream = Stream(SOURCE, LIMITS) if decode else Stream(SOURCE, LIMITS, decode=None)
+def test_numbers_that_a_snapshot_represents_are_not_lost() -> None:
+    """They have a separate counter; a checkpoint right after them has no degraded reason."""
+    stream = Stream(SOURCE, LIMITS)
     before = stream.position()
     stream.connected(0.0)
     assert stream.request_to_send(0.0) is not None
@@ -1173,24 +1172,34 @@ def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
     assert wire.new_deliveries() == ["r0", "b1"]
 
 
+def test_batches_that_waited_when_the_connection_was_lost_are_not_mixed_with_those_of_another_publisher(wire: Wire) -> None:
+    """The next incarnation may equal the old one up to the batch that verifies it, and differ in one that waited."""
+    wire.feed(live(0), live(1), live(3))
+    assert wire.next_request() == 2
+    wire.stream.disconnected()
+    wire.stream.connected(1.0)
+    wire.now = 1.0
+    assert wire.next_request() == 1
+    wire.answer(replayed(1), replayed(2), replayed(3, 7), END)
+    assert [delivery.payload for delivery in wire.stream.deliveries() if isinstance(delivery, Batch)][3:4] == [payload(3, 7)]
+
+
 # --- batches that the consumer decodes itself -------------------------------------------------------------------------------
 
 BAD = (Rejected("unknown-tag", "not a known tag", 0), Rejected("more", "and more", 1, count=4))
 
 
-def report(
-    stream: Stream[Any], incarnation: int, seq: int, rejected: Sequence[Rejected] = (), *, cleared: bool = False
-) -> None:
+def report(stream: Stream, incarnation: int, seq: int, rejected: Sequence[Rejected] = (), *, cleared: bool = False) -> None:
     """Report what a consumer found in a raw batch that was delivered."""
     batch = RawBatch("engine", 3, incarnation, seq, False, b"")
     stream.report(batch, BatchReport(tuple(rejected), cleared))
 
 
 class RawWire:
-    """A stream without decoding that has delivered batches 0 to 3."""
+    """A stream that has delivered batches 0 to 3."""
 
     def __init__(self, source: Source = SOURCE) -> None:
-        self.stream = Stream(source, decode=None)
+        self.stream = Stream(source)
         self.stream.connected(0.0)
         self.stream.request_to_send(0.0)
         self.stream.receive_replay(END, 0.0)
@@ -1217,7 +1226,7 @@ class RawWire:
 
 def test_raw_batches_decode_to_the_same_batches() -> None:
     """They are the same in a run or message by message, live or replayed."""
-    raw, decoding = Stream(SOURCE, decode=None), Stream(SOURCE)
+    raw, decoding = Stream(SOURCE), DecodingStream(SOURCE)
     for stream in (raw, decoding):
         stream.connected(0.0)
         stream.request_to_send(0.0)
@@ -1237,7 +1246,7 @@ def test_raw_batches_decode_to_the_same_batches() -> None:
 
 def test_a_run_is_expected_only_while_the_stream_waits_for_nothing() -> None:
     """`expected_run` returns the next numbers of a healthy stream, and no numbers of a stream that waits for something."""
-    fresh = Stream(SOURCE, decode=None)
+    fresh = Stream(SOURCE)
     assert not fresh.expected_run(3)
     fresh.connected(0.0)
     assert not fresh.expected_run(3)
@@ -1265,7 +1274,7 @@ def test_a_run_after_a_disconnect_waits_until_the_incarnation_is_verified() -> N
 
 def test_the_newest_batch_of_a_run_after_replayed_history_is_requested_for_comparison() -> None:
     """`receive_run` does not skip the comparison of replay with the live stream."""
-    stream = Stream(SOURCE, decode=None)
+    stream = Stream(SOURCE)
     stream.connected(0.0)
     stream.request_to_send(0.0)
     stream.receive_replay(replayed(0), 0.0)
@@ -1362,7 +1371,7 @@ def test_a_report_about_a_batch_that_was_never_delivered_is_ignored() -> None:
 # --- streams that continue from a checkpoint --------------------------------------------------------------------------------
 
 
-def save_checkpoint(stream: Stream[Batch]) -> Checkpoint:
+def save_checkpoint(stream: Stream) -> Checkpoint:
     """Return the checkpoint of a stream, encoded and decoded again."""
     return Checkpoint.decode(stream.position().checkpoint("engine", 3).encode())
 

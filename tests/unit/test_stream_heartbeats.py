@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from decoding_stream import DecodingStream
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import (
     Batch,
@@ -52,7 +53,7 @@ class Wire:
     """A stream, the sender's history, a clock, and a consumer that reports the digest results that a test passes."""
 
     def __init__(self, source: Source = SOURCE, *, raw: bool = False) -> None:
-        self.stream: Stream[Any] = Stream(source, decode=None) if raw else Stream(source)
+        self.stream = Stream(source) if raw else DecodingStream(source)
         self.now = 0.0
         self.history: list[bytes] = []
         self.out: list[Any] = []
@@ -456,7 +457,7 @@ def test_a_checkpoint_stores_that_the_sender_was_not_exact() -> None:
     wire.send(heartbeat_batch(trust="STALE", reason="its engine is gone"))
     checkpoint = Checkpoint.decode(wire.stream.position().checkpoint("relay", 0).encode())
     assert checkpoint.degraded_reasons == {"SENDER": 0}
-    wire.stream = Stream(SOURCE)
+    wire.stream = DecodingStream(SOURCE)
     wire.stream.restore(checkpoint)
     wire.stream.connected(1.0)
     wire.settle()

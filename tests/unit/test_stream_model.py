@@ -4,12 +4,12 @@ truncation."""
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from decoding_stream import DecodingStream
 from kvevents.stream import Batch, DegradedReason, RawBatch, Reset, Source, Stream, StreamLimits, Trust
 from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
 from kvevents.wire.framing import encode_seq
@@ -34,8 +34,8 @@ class StreamMachine(RuleBasedStateMachine):
         if up:
             self.network.connect()
 
-    def open(self, source: Source) -> Stream | StreamPair:
-        return Stream(source, LIMITS)
+    def open(self, source: Source) -> DecodingStream | StreamPair:
+        return DecodingStream(source, LIMITS)
 
     @rule(kinds=st.lists(KINDS, min_size=1, max_size=12))
     def publish(self, kinds: list[str]) -> None:
@@ -204,7 +204,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     )
     def begin(self, prefix: int, ahead: int, sent: int, steps: int | None, compacts: bool, decode: bool) -> None:
         source = Source("tcp://e:1", "tcp://e:2", topic="k", name="e")
-        self.stream: Stream[Any] = Stream(source, LIMITS) if decode else Stream(source, LIMITS, decode=None)
+        self.stream = DecodingStream(source, LIMITS) if decode else Stream(source, LIMITS)
         self.prefix, self.steps, self.compacts = prefix, steps, compacts
         self.sent, self.other = sent, ahead
         self.is_foreign = True
@@ -280,7 +280,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     def restart_the_subscriber(self) -> None:
         """Continue from the checkpoint in a new stream, whichever publisher answers now."""
         checkpoint = self.stream.position().checkpoint("e", 0)
-        self.stream = Stream(self.stream.source, LIMITS)
+        self.stream = type(self.stream)(self.stream.source, LIMITS)
         self.stream.restore(checkpoint)
         self.replies.clear()
         self.live.clear()

@@ -17,9 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_program() -> int:
     """Run the command line of this process, which is the program `kvevents`, and return its exit code.
 
+    It raises its soft limit of open files, because a fleet needs several for each engine.
     Importing the commands takes some tenths of a second. Until they can handle signals themselves, Ctrl-C ends the process as
     it ends programs in C: at once, and without a traceback.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kvevents.zeromq.sockets import raise_descriptor_limit  # noqa: PLC0415 - as above
+
+    raise_descriptor_limit()
     return main(sys.argv[1:])

@@ -30,11 +30,10 @@ from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings, Tls
+from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
 """Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""
-MAX_FILES: Final = 1 << 20
-"""Soft limit that the process sets if the hard limit is unlimited."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
@@ -42,12 +41,9 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
 
     Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    raised = raise_descriptor_limit()
+    if raised == resource.RLIM_INFINITY:
         return limits, ""
-    raised = max(soft, MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES))
-    if raised > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     room = max(raised - RESERVED_FILES - limits.reserved_clients, raised // 4)
     if limits.max_clients <= room:
         return limits, ""

@@ -275,7 +275,7 @@ class StreamPosition(NamedTuple):
     replay_seen: bool
     degraded_reasons: dict[DegradedReason, int]
 
-    def after_deliveries(self, taken: Iterable[Batch | RawBatch | Reset | Gap], current: StreamPosition) -> StreamPosition:
+    def after_deliveries(self, taken: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
         """Return the position after the application has taken some deliveries, of which others still wait.
 
         `current` is the position after all of them. Fingerprints stay as they were, so that an unverified incarnation is not
@@ -294,8 +294,6 @@ class StreamPosition(NamedTuple):
             else:
                 last_seq = delivery.seq
                 newest = delivery
-                if isinstance(delivery, Batch) and any(each.loses_events for each in delivery.rejected):
-                    reasons[DegradedReason.REJECTED] = last_seq
         if incarnation == current.incarnation:
             # What ended a reason was taken, or waits and will be delivered again. Reports arrive without a delivery.
             reasons = {

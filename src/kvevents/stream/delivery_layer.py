@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, ClassVar, Final, Generic
+from typing import Any, ClassVar, Final
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
-from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source, StreamPosition
+from kvevents.stream.deliveries import Batch, Gap, RawBatch, RawDelivery, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
 from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
 from kvevents.stream.settings import StreamLimits
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
-from kvevents.wire import Decoded, Rejected
+from kvevents.wire import Rejected
 from kvevents.wire.decode import begins_with_clear
 
 UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
@@ -57,9 +57,9 @@ class StreamCounters:
     overflowed: int = 0
     """Live batches for which there was no room to wait. They are replayed later."""
     discarded: int = 0
-    """Waiting batches of an incarnation that ended."""
+    """Waiting batches of a connection or an incarnation that ended."""
     heartbeats: int = 0
-    """Batches with a heartbeat of the publisher. If the stream does not decode, only reported ones count."""
+    """Reported batches with a heartbeat of the publisher."""
     digests_matched: int = 0
     """Heartbeats whose digest the consumer's state had."""
     digests_mismatched: int = 0
@@ -103,15 +103,13 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
     return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
 
 
-class DeliveryLayer(Generic[BatchT]):
+class DeliveryLayer:
     """The parts of a stream and the deliveries of one incarnation. `ReplayLayer` and `Stream` build on it."""
 
     _STEPS: ClassVar[Steps] = {}
     """The transition table with the method of each action. `Stream` defines it."""
 
-    def __init__(
-        self, source: Source, limits: StreamLimits, decode: Callable[[bytes], Decoded] | None, first_incarnation: int
-    ) -> None:
+    def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int) -> None:
         self.source = source
         self.counters = StreamCounters()
         self.state = State.CONNECTING
@@ -119,9 +117,8 @@ class DeliveryLayer(Generic[BatchT]):
         self.topic = source.topic.encode()
         """The topic of the newest message."""
         self._limits = limits
-        self._decode = decode
         self._name, self._rank = source.label, source.rank
-        self._deliveries: list[Any] = []
+        self._deliveries: list[RawDelivery] = []
         self._early = ReorderBuffer(limits)
         self._quarantine = Quarantine(limits)
         self._fetch: ReplayFetch | None = None
@@ -231,7 +228,7 @@ class DeliveryLayer(Generic[BatchT]):
     # --- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
-        """Take what reading and applying a delivered batch has shown; of a decoded batch, only the comparisons are new.
+        """Take what reading and applying a delivered batch has shown; of a `Batch`, only the comparisons are new.
 
         Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
         batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
@@ -248,7 +245,7 @@ class DeliveryLayer(Generic[BatchT]):
         if report.attestation_matches is not None and incarnation == self.incarnation:
             self._compare_attestation(seq, matches=report.attestation_matches, live=not delivery.replayed)
 
-    def _take_report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
+    def _take_report(self, delivery: RawBatch, report: BatchReport) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
         for each in report.rejected:
             self._count(self.counters.rejected, each.reason, each.count)
@@ -314,10 +311,7 @@ class DeliveryLayer(Generic[BatchT]):
                 self._set_last_live(newest, payload)
         self._has_delivered = True
         self.counters.delivered += 1
-        if self._decode is None:
-            self._deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
-        else:
-            self._deliver_decoded(self._decode(payload), seq, payload, replayed)
+        self._deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
 
     def _record_replayed(self, seq: int, payload: bytes) -> None:
         """Record a batch that replay has brought: live batches have to confirm it."""
@@ -337,22 +331,11 @@ class DeliveryLayer(Generic[BatchT]):
         began_with_live = fetch is not None and fetch.began_with_live
         self._cross_check.add_replayed(fingerprint, before if is_repair and not began_with_live else None)
 
-    def _deliver_decoded(self, decoded: Decoded, seq: int, payload: bytes, replayed: bool) -> None:
-        batch, rejected = decoded.batch, decoded.rejected
-        delivery = Batch(
-            self._name, self._rank, self.incarnation, seq, batch.ts, batch.events, replayed, payload, self.topic, rejected
-        )
-        self._deliveries.append(delivery)
-        report = inspect_events(batch.events, rejected)
-        if report is not None:
-            self._take_report(delivery, report)
-
     def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Deliver live payloads, when no later batch waits."""
+        """Deliver consecutive live payloads."""
         count = len(payloads)
-        if self._decode is not None or count == 1:
-            for seq, payload in enumerate(payloads, first):
-                self._deliver(seq, payload, replayed=False)
+        if count == 1:
+            self._deliver(first, payloads[0], replayed=False)
             return
         if self._chain.wants_first_of_connection:
             self._chain.add_first_of_connection(NewestBatch(first, payloads[0], True))
@@ -363,7 +346,7 @@ class DeliveryLayer(Generic[BatchT]):
         name, rank, number, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self._deliveries.extend(map(RawBatch, name, rank, number, range(first, first + count), repeat(False), payloads, topic))
         self._order.next_seq = first + count
-        self._order.highest_seen = first + count - 1
+        self._order.highest_seen = max(self._order.highest_seen, first + count - 1)
         newest = self._newest = NewestBatch(first + count - 1, payloads[-1], True)
         if self._cross_check.is_incomplete:
             self._set_last_live(newest)
@@ -385,8 +368,13 @@ class DeliveryLayer(Generic[BatchT]):
                 fetch.live_batch = live
 
     def _drain(self) -> None:
-        while (batch := self._order.pop_next()) is not None:
-            self._deliver(self._order.next_seq, batch.payload, replayed=batch.replayed)
+        while True:
+            if payloads := self._order.pop_live_run():
+                self._deliver_run(self._order.next_seq, payloads)
+            elif (batch := self._order.pop_next()) is not None:
+                self._deliver(self._order.next_seq, batch.payload, replayed=batch.replayed)
+            else:
+                return
 
     def _declare_gap_before_early(self) -> None:
         first = self._early.first()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvevents.stream.deliveries import BatchT
 from kvevents.stream.delivery_layer import DeliveryLayer
 from kvevents.stream.identity import Fingerprint, FingerprintChain, NewestBatch
 from kvevents.stream.replay_fetch import Purpose, ReplayFetch, Stage
@@ -15,7 +14,7 @@ from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
 from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 
-class ReplayLayer(DeliveryLayer[BatchT]):
+class ReplayLayer(DeliveryLayer):
     """Match each answer with fingerprints, put its batches in order, and decide at its end what to request next."""
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:

@@ -47,10 +47,25 @@ class ReorderBuffer:
         found = self._batches.pop(seq, None)
         if found is not None:
             self._bytes -= len(found.payload)
-            # Numbers that were removed out of order leave the heap here.
-            while self._order and self._order[0] not in self._batches:
-                heapq.heappop(self._order)
+            self._clean_order()
         return found
+
+    def pop_live_run(self, seq: int) -> list[bytes]:
+        """Remove and return the payloads of consecutive batches that came live, from number `seq` on."""
+        batches, payloads = self._batches, list[bytes]()
+        while (batch := batches.get(seq)) is not None and not batch.replayed:
+            payloads.append(batches.pop(seq).payload)
+            seq += 1
+        self._bytes -= sum(map(len, payloads))
+        self._clean_order()
+        return payloads
+
+    def _clean_order(self) -> None:
+        """Remove numbers from the beginning of the heap whose batches were removed."""
+        if not self._batches:
+            self._order.clear()
+        while self._order and self._order[0] not in self._batches:
+            heapq.heappop(self._order)
 
     def first(self) -> int | None:
         """Return the lowest number in the buffer."""
@@ -176,6 +191,10 @@ class Sequencer:
     def pop_next(self) -> EarlyBatch | None:
         """Remove and return the early batch whose turn it is, unless the next part of a snapshot may take its place."""
         return None if self.parts.last >= 0 else self.early.pop(self.next_seq)
+
+    def pop_live_run(self) -> list[bytes]:
+        """Remove and return the payloads of the early live batches whose turn it is; see `pop_next`."""
+        return [] if self.parts.last >= 0 else self.early.pop_live_run(self.next_seq)
 
     def skip_to(self, last: int) -> int:
         """Give up the numbers up to `last`. Return their count."""

@@ -6,11 +6,11 @@ table, and carries out its actions with the parts that `delivery_layer` owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, overload
+from collections.abc import Sequence
+from typing import Any, Final
 
 from kvevents.errors import ConfigError
-from kvevents.stream.deliveries import Batch, BatchT, Checkpoint, Gap, RawBatch, Reset, Source
+from kvevents.stream.deliveries import Checkpoint, RawDelivery, Reset, Source
 from kvevents.stream.delivery_layer import UNCONNECTED
 from kvevents.stream.identity import NewestBatch, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest, Purpose, ReplayFetch, Stage
@@ -19,54 +19,26 @@ from kvevents.stream.sequencer import Order
 from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.transitions import Action, Input, State, bind_actions
 from kvevents.stream.trust import DegradedReason
-from kvevents.wire import MAX_SEQ, Decoded, Live, Malformed, decode_batch, parse_live
+from kvevents.wire import MAX_SEQ, Live, Malformed, parse_live
 from kvevents.wire.decode import begins_with_clear
 
 
-class Stream(ReplayLayer[BatchT]):
+class Stream(ReplayLayer):
     """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take what follows from that.
 
     After each call that feeds it, take `deliveries()`, and send what `request_to_send()` returns. Call `tick` at
     `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is any monotonic clock in seconds.
 
+    Payloads are not decoded. The consumer decodes them, and must `report` what that has shown.
     Incarnations begin at `first_incarnation`. Those after a restored one are not below it either.
-    With `decode=None` it delivers `RawBatch`, and the consumer that decodes must `report` what decoding has shown. Whether the
-    consumer's state has the publisher's digest must be reported in either case.
     """
 
-    @overload
-    def __init__(
-        self: Stream[Batch],
-        source: Source,
-        limits: StreamLimits = ...,
-        decode: Callable[[bytes], Decoded] = ...,
-        first_incarnation: int = ...,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: Stream[RawBatch], source: Source, limits: StreamLimits = ..., *, decode: None, first_incarnation: int = ...
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: Stream[Batch | RawBatch],
-        source: Source,
-        limits: StreamLimits = ...,
-        *,
-        decode: Callable[[bytes], Decoded] | None,
-        first_incarnation: int = ...,
-    ) -> None: ...
-    def __init__(
-        self,
-        source: Source,
-        limits: StreamLimits = DEFAULT_STREAM_LIMITS,
-        decode: Callable[[bytes], Decoded] | None = decode_batch,
-        first_incarnation: int = 0,
-    ) -> None:
-        super().__init__(source, limits, decode, first_incarnation)
+    def __init__(self, source: Source, limits: StreamLimits = DEFAULT_STREAM_LIMITS, first_incarnation: int = 0) -> None:
+        super().__init__(source, limits, first_incarnation)
 
     # --- take -----------------------------------------------------------------------------------------------------------
 
-    def deliveries(self) -> list[BatchT | Reset | Gap]:
+    def deliveries(self) -> list[RawDelivery]:
         """Return what became deliverable since the last call, in order."""
         if self._restart_reason is not None and self.state not in UNCONNECTED:
             self._start_over(self._restart_reason)
@@ -155,6 +127,9 @@ class Stream(ReplayLayer[BatchT]):
             self.disconnected()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
+            # The publisher may be another one that equals the old one up to where it is verified. Replay brings them again.
+            self.counters.discarded += self._early.clear()
+            self._order.highest_seen = self._order.next_seq - 1
         self._chain.add(self._cross_check.live_before_replay, *self._cross_check.all_unconfirmed, self._newest)
 
     def disconnected(self) -> None:

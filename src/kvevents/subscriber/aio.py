@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
 from kvevents.subscriber.front_end import FrontEnd, Options, Sources
+
+MAX_TURN: Final = 0.005
+"""Seconds of work in the event loop after which other tasks run, even if more deliveries are ready."""
 
 
 class AsyncSubscriber(FrontEnd[BatchT]):
@@ -23,6 +27,8 @@ class AsyncSubscriber(FrontEnd[BatchT]):
 
     _is_waiting = False
     """Whether a task is waiting for deliveries."""
+    _resumed_at = 0.0
+    """When other tasks have run last."""
 
     if TYPE_CHECKING:
 
@@ -47,6 +53,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         delivery.
         """
         self._check_open()
+        await self._end_turn()
         if self._multiplexer.ready or await self._wait_ready(timeout):
             return self._pop_one()
         return None
@@ -56,12 +63,24 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         limit: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
     ) -> list[BatchT | Reset | Gap]:
-        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
+        """Wait as `receive` does, then return the deliveries that are ready, at most `limit`; [] after `timeout` seconds.
+
+        It returns those that could be decoded and applied in about 5 ms, so that the event loop turns. The next call returns
+        more.
+        """
         self._check_limit(limit)
         self._check_open()
+        await self._end_turn()
         if self._multiplexer.ready or await self._wait_ready(timeout):
-            return self._pop_many(limit)
+            return self._pop_many(limit, MAX_TURN)
         return []
+
+    async def _end_turn(self) -> None:
+        """Let other tasks run if this one has worked for long enough."""
+        if time.perf_counter() - self._resumed_at > MAX_TURN:
+            await asyncio.sleep(0)
+            self._resumed_at = time.perf_counter()
+            self._check_open()
 
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
@@ -75,6 +94,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
             self._begin_call(call)
             while True:
                 await self._wait_readable(self._wait_time(clock(), end))
+                self._resumed_at = time.perf_counter()
                 with self._lock:
                     self._check_open()
                     multiplexer.run_once(multiplexer.transport.wait(0), clock())
@@ -102,11 +122,12 @@ class AsyncSubscriber(FrontEnd[BatchT]):
     async def __aiter__(self) -> AsyncIterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
         while not self._closed:
-            if self._multiplexer.ready:
-                yield self._pop_one()
-            else:
-                with suppress(ClosedError):
+            with suppress(ClosedError):
+                await self._end_turn()
+                if not self._multiplexer.ready:
                     await self._wait_ready(None)
+            if self._multiplexer.ready and not self._closed:
+                yield self._pop_one()
 
     async def close(self) -> None:
         """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.

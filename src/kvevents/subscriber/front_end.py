@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeAlias, TypedDict
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypedDict
 
-from kvevents.errors import ClosedError, ConfigError
+from kvevents.errors import ClosedError, ConfigError, UsageError
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Batch,
@@ -16,14 +18,26 @@ from kvevents.stream import (
     Checkpoint,
     Gap,
     RawBatch,
+    RawDelivery,
     Reset,
     Source,
     StreamLimits,
     Trust,
+    inspect_events,
 )
-from kvevents.subscriber.multiplexer import DEFAULT_CONCURRENT_REPLAYS, Multiplexer, StreamStatus, Transport
+from kvevents.subscriber.multiplexer import (
+    DEFAULT_CONCURRENT_REPLAYS,
+    MESSAGES_PER_READ,
+    Multiplexer,
+    StreamStatus,
+    Transport,
+)
 from kvevents.subscriber.zmq_transport import ZmqTransport
 
+DECODED_MESSAGES_PER_READ: Final = 32
+"""Messages read from one stream at a time if they are decoded afterwards: more do not fit in the processor's cache with it."""
+DELIVERIES_PER_SLICE: Final = 8
+"""Deliveries that are decoded and applied between two looks at the clock."""
 Sources: TypeAlias = Source | str | Iterable[Source | str]
 
 
@@ -76,9 +90,16 @@ class FrontEnd(Generic[BatchT]):
         sink: Sink | None = None,
     ) -> None:
         self._clock = clock
-        self._multiplexer: Multiplexer[BatchT] = Multiplexer(
-            transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode
+        self._process = os.getpid()
+        if max_concurrent_replays < 1:
+            raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
+        self._multiplexer = Multiplexer(
+            transport or ZmqTransport(),
+            limits,
+            max_concurrent_replays,
+            DECODED_MESSAGES_PER_READ if decode else MESSAGES_PER_READ,
         )
+        self._decodes = decode
         self._sink = sink
         self._closed = False
         self._calls: set[object] = set()
@@ -122,9 +143,9 @@ class FrontEnd(Generic[BatchT]):
         """Report what reading and applying a batch has shown, so that trust can take it into account. None does nothing.
 
         Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
-        Degraded reasons that are newer than the batch stay. The subscriber has decoded a `Batch` itself, so only
-        `report.digest_matches` counts for it. If that is False, the next delivery may be a `Reset`. A report about another
-        kind of delivery, or about a source that was removed, is ignored.
+        Degraded reasons that are newer than the batch stay. The subscriber has read a `Batch` itself, so only the comparisons
+        of its report count. If a digest does not match, the next delivery may be a `Reset`. A report about another kind of
+        delivery, or about a source that was removed, is ignored.
         """
         if report is not None:
             with self._lock:
@@ -146,8 +167,8 @@ class FrontEnd(Generic[BatchT]):
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """Return how far the deliveries of a stream can be trusted. `name` can be omitted if there is one stream.
 
-        Trust covers everything received. An application that takes deliveries one by one, or with a `limit`, might not have all
-        of them: a gap may precede the clear that repaired it. Call this when `receive_many()` has returned everything.
+        It covers the deliveries that were taken, and every loss that is known: what decoding and applying a delivery shows
+        counts once the application takes it.
 
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
@@ -182,20 +203,34 @@ class FrontEnd(Generic[BatchT]):
 
     def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
-        delivery = self._multiplexer.ready.popleft()
-        self._apply_to_sink([delivery])
-        return delivery
+        return self._take([self._multiplexer.ready.popleft()])[0]
 
-    def _pop_many(self, limit: int | None) -> list[BatchT | Reset | Gap]:
-        """Remove and return at most `limit` deliveries that are ready."""
-        deliveries = self._multiplexer.pop(limit)
-        self._apply_to_sink(deliveries)
-        return deliveries
+    def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
+        """Remove and return at most `limit` deliveries that are ready, and about as many as `seconds` of work allow."""
+        if seconds == math.inf:
+            return self._take(self._multiplexer.pop(limit))
+        taken: list[BatchT | Reset | Gap] = []
+        most, end = math.inf if limit is None else limit, time.perf_counter() + seconds
+        while self._multiplexer.ready and len(taken) < most:
+            taken += self._take(self._multiplexer.pop(int(min(most - len(taken), DELIVERIES_PER_SLICE))))
+            if time.perf_counter() >= end:
+                break
+        return taken
 
-    def _apply_to_sink(self, deliveries: Sequence[BatchT | Reset | Gap]) -> None:
+    def _take(self, taken: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
+        """Decode, apply and report deliveries that were removed from `ready`, as far as this subscriber does that."""
+        deliveries: list[Any] = [self._decode(each) for each in taken] if self._decodes else taken
         if self._sink is not None:
             for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
                 self.report(delivery, outcome.report)
+        return deliveries
+
+    def _decode(self, delivery: RawDelivery) -> Batch | Reset | Gap:
+        if not isinstance(delivery, RawBatch):
+            return delivery
+        batch = delivery.decode()
+        self.report(delivery, inspect_events(batch.events, batch.rejected))
+        return batch
 
     @staticmethod
     def _check_limit(limit: int | None) -> None:
@@ -205,6 +240,10 @@ class FrontEnd(Generic[BatchT]):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
+        if self._process != os.getpid():
+            raise UsageError(
+                f"this {type(self).__name__} was made before a fork and belongs to the parent; make one in the child"
+            )
 
     def _begin_call(self, call: object) -> None:
         """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
@@ -219,7 +258,10 @@ class FrontEnd(Generic[BatchT]):
 
     def _close(self) -> None:
         self._closed = True
-        if self._calls:
+        if self._process != os.getpid():
+            # A lock that another thread held, or a call that it was in, never ends in the child.
+            self._multiplexer.transport.close()
+        elif self._calls:
             self._multiplexer.transport.wake()
         else:
             self._close_if_unused()

@@ -11,19 +11,19 @@ import logging
 from collections import deque
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Protocol
+from typing import Final, Protocol
 
 from kvevents.backoff import MAX_DELAY, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
 from kvevents.stream import (
     Batch,
     BatchReport,
-    BatchT,
     Checkpoint,
     DegradedReason,
     FetchRequest,
     Gap,
     RawBatch,
+    RawDelivery,
     Reset,
     Source,
     Stream,
@@ -31,14 +31,13 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
-from kvevents.wire import decode_batch
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_READ: Final = 32
-"""Messages read from one stream before the next one is read. More messages at once do not fit in the processor's cache."""
-RAW_MESSAGES_PER_READ: Final = 256
-"""Raw batches that are read at a time: their objects are smaller, so the fixed cost of a read is a larger share."""
+MESSAGES_PER_READ: Final = 256
+"""Messages read from one stream before the next one is read."""
+MAX_READY: Final = 4_096
+"""Deliveries after which a run ends, although streams have more to read: the event loop of the application must turn."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Replays at the same time in one process. A full replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 
@@ -46,7 +45,7 @@ DEFAULT_CONCURRENT_REPLAYS: Final = 64
 class Connection(Protocol):
     """The live connection of one stream and, while replay is requested, its replay connection."""
 
-    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed what has arrived to `stream`, at most about `limit` messages of each kind. Return True if there may be more.
 
         While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
@@ -149,7 +148,7 @@ class StreamEntry:
         "timer",
     )
 
-    def __init__(self, stream: Stream[Any], connection: Connection, first_incarnation: int) -> None:
+    def __init__(self, stream: Stream, connection: Connection, first_incarnation: int) -> None:
         self.stream = stream
         self.connection: Connection | None = connection
         """None between a failure and the next attempt, which is due at `reopen_at`."""
@@ -169,7 +168,7 @@ class StreamEntry:
     def mark_consumed(self) -> None:
         """Record that the application has taken every delivery."""
         self.consumed_position = self.stream.position()
-        self.delivered: list[Any] = []
+        self.delivered: list[RawDelivery] = []
 
     @property
     def label(self) -> str:
@@ -219,7 +218,7 @@ class StreamEntry:
         return position.checkpoint(self.stream.source.label, self.stream.source.rank)
 
 
-class Multiplexer(Generic[BatchT]):
+class Multiplexer:
     """All streams of one subscriber.
 
     The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
@@ -227,15 +226,12 @@ class Multiplexer(Generic[BatchT]):
     reply, so the stream repeats it.
     """
 
-    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, *, decode: bool) -> None:
-        if max_concurrent_replays < 1:
-            raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
+    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, messages_per_read: int) -> None:
         self.transport = transport
-        self.ready: deque[BatchT | Reset | Gap] = deque()
+        self.ready: deque[RawDelivery] = deque()
         """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
         self._limits = limits
-        self._decode = decode_batch if decode else None
-        self._messages_per_read = MESSAGES_PER_READ if decode else RAW_MESSAGES_PER_READ
+        self._messages_per_read = messages_per_read
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
         self._by_connection: dict[Connection, StreamEntry] = {}
@@ -260,7 +256,7 @@ class Multiplexer(Generic[BatchT]):
         if key in self._entries:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
         first = self._next_incarnation
-        stream = Stream(source, self._limits, decode=self._decode, first_incarnation=first)
+        stream = Stream(source, self._limits, first)
         if resume is not None:
             stream.restore(resume)
         connection = self.transport.open(source)
@@ -354,6 +350,8 @@ class Multiplexer(Generic[BatchT]):
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)
+            if len(self.ready) >= MAX_READY:
+                break
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
@@ -367,7 +365,7 @@ class Multiplexer(Generic[BatchT]):
                 self._collect(entry, now)
         self._start_queued_replays(now)
 
-    def pop(self, limit: int | None) -> list[BatchT | Reset | Gap]:
+    def pop(self, limit: int | None) -> list[RawDelivery]:
         """Remove and return at most `limit` deliveries, in order."""
         ready = self.ready
         if limit is not None and limit < len(ready):

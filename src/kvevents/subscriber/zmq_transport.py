@@ -13,8 +13,10 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+import warnings
+import weakref
+from collections.abc import Callable, Collection
+from typing import Final, NamedTuple
 
 import zmq
 import zmq.backend
@@ -27,7 +29,7 @@ from kvevents.zeromq.sockets import (
     DEFAULT_SOCKET_OPTIONS,
     SocketFactory,
     SocketOptions,
-    allow_descriptors,
+    check_descriptors,
     connect_or_bind,
     destroy_context,
     disable_monitor,
@@ -35,10 +37,8 @@ from kvevents.zeromq.sockets import (
     monitor_event,
     open_monitor,
     private_context,
-    register,
-    unregister_and_close,
 )
-from kvevents.zeromq.zap import secure_sockets
+from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""
@@ -62,7 +62,11 @@ log = logging.getLogger(__name__)
 
 
 class ZmqTransport:
-    """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not."""
+    """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not.
+
+    A transport that is dropped without `close` closes its sockets and descriptors, and causes a `ResourceWarning`. In a forked
+    child `close` closes only the child's copies of the descriptors, since the sockets belong to the parent.
+    """
 
     def __init__(
         self,
@@ -76,16 +80,22 @@ class ZmqTransport:
         self.context = context or private_context()
         self.selector = selectors.DefaultSelector()
         self._connections: set[ZmqConnection] = set()
+        self._sockets: set[zmq.Socket[bytes]] = set()
+        self._securities: set[SocketSecurity] = set()
+        self._process = os.getpid()
         self._wake_lock = threading.RLock()
         """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
-        self._closed = False
-        self._wake_reader, self._wake_writer = os.pipe()
+        pipe = self._wake_reader, self._wake_writer = os.pipe()
+        # Garbage collection finalizes a context before its sockets, and then waits for them for ever.
+        private = self.context if self.owns_context else None
+        self._finalizer = weakref.finalize(self, _abandon, self._process, private, self._sockets, self._securities, pipe)
+        self._finalizer.atexit = False
         os.set_blocking(self._wake_writer, False)
         self.selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def open(self, source: Source) -> ZmqConnection:
         """Start to connect to `source`. Raise `EndpointError`."""
-        allow_descriptors(len(self._connections) + 1)
+        check_descriptors(len(self._connections) + 1)
         connection = ZmqConnection(source, self)
         self._connections.add(connection)
         return connection
@@ -93,6 +103,36 @@ class ZmqTransport:
     def discard(self, connection: ZmqConnection) -> None:
         """Remove a connection that is closed."""
         self._connections.discard(connection)
+
+    def secure(self, source: Source) -> SocketSecurity | None:
+        """Return the keys of a source's sockets, to be closed by `end_security`. Raise `ConfigError`."""
+        security = secure_sockets(self.context, source.curve, source.endpoint)
+        if security is not None:
+            self._securities.add(security)
+        return security
+
+    def end_security(self, security: SocketSecurity | None) -> None:
+        """Close the keys of a source."""
+        if security is not None:
+            self._securities.discard(security)
+            security.close()
+
+    def own(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Return a new socket, which is to be closed by `close_socket`."""
+        self._sockets.add(socket)
+        return socket
+
+    def watch(self, socket: zmq.Socket[bytes], connection: ZmqConnection) -> None:
+        """Let `wait` report `connection` when the state of a socket changes."""
+        self.selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+
+    def close_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Watch a socket no longer, and close it. Idempotent."""
+        self._sockets.discard(socket)
+        if not socket.closed:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(socket.fileno())
+            socket.close(linger=0)
 
     def wait(self, timeout: float | None) -> set[ZmqConnection]:
         """Wait at most `timeout` seconds and return the connections whose descriptors are signalled."""
@@ -114,15 +154,19 @@ class ZmqTransport:
     def wake(self) -> None:
         """Make the selector readable from now on."""
         with self._wake_lock, contextlib.suppress(BlockingIOError):
-            if not self._closed:
+            if self._finalizer.alive:
                 os.write(self._wake_writer, b"\0")
 
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
+        if self._process != os.getpid():
+            # The epoll set is the parent's too: whatever is removed from it, the parent no longer sees.
+            self._finalizer()
+            self.selector.close()
+            return
         with self._wake_lock:
-            if self._closed:
+            if self._finalizer.detach() is None:
                 return
-            self._closed = True
             os.close(self._wake_writer)
         for connection in list(self._connections):
             connection.close()
@@ -130,6 +174,36 @@ class ZmqTransport:
         os.close(self._wake_reader)
         if self.owns_context:
             destroy_context(self.context)
+
+
+def _abandon(
+    process: int,
+    context: zmq.Context[zmq.Socket[bytes]] | None,
+    sockets: Collection[zmq.Socket[bytes]],
+    securities: Collection[SocketSecurity],
+    descriptors: Collection[int],
+) -> None:
+    """Close what a transport had open that was dropped, in a thread, since garbage collection must not wait."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if process != os.getpid():
+        return
+
+    def close() -> None:
+        for socket in sockets:
+            socket.close(linger=0)
+        for security in securities:
+            security.close()
+        if context is not None:
+            context.destroy(linger=0)
+
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending: the system closes them
+        threading.Thread(target=close, daemon=True, name="zmq-destroy").start()
+    warnings.warn(
+        f"a subscriber with {len(sockets)} open sockets was dropped without close(); use it in a `with` block",
+        ResourceWarning,
+        stacklevel=2,
+    )
 
 
 class StallDetector:
@@ -172,12 +246,12 @@ class ZmqConnection:
         self._read_ahead = 0
         """Live messages that were read while a replay reply was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
-        self._security = secure_sockets(transport.context, source.curve, source.endpoint)
+        self._security = transport.secure(source)
         self._sockets = SocketFactory(transport.context, transport.options, self._security, is_private=transport.owns_context)
         try:
             self._live = LiveSocket(source, self._sockets, transport, self)
         except BaseException:
-            self._close_security()
+            transport.end_security(self._security)
             raise
 
     @property
@@ -189,7 +263,7 @@ class ZmqConnection:
         """Return when the live socket is to be opened again; libzmq runs all other timers itself."""
         return self._live.reopen_at
 
-    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more."""
         has_more = self._live.read_into(stream, now, limit)
         replay = self._replay
@@ -215,13 +289,13 @@ class ZmqConnection:
         if request.new_connection:
             self.end_replay()
         if self._replay is None and endpoint is not None:
-            self._replay = self._sockets.open(zmq.DEALER, endpoint)
+            self._replay = self._transport.own(self._sockets.open(zmq.DEALER, endpoint))
             try:
                 # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so replies are read as they arrive.
                 self._replay.set(zmq.RCVHWM, 0)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
-                    register(self._transport.selector, self._replay, self)
+                    self._transport.watch(self._replay, self)
             except BaseException:
                 self.end_replay()
                 raise
@@ -235,19 +309,15 @@ class ZmqConnection:
     def end_replay(self) -> None:
         """Close the replay socket."""
         if self._replay is not None:
-            unregister_and_close(self._transport.selector, self._replay)
+            self._transport.close_socket(self._replay)
             self._replay = None
 
     def close(self) -> None:
         """Close all sockets. Idempotent."""
         self.end_replay()
         self._live.close()
-        self._close_security()
+        self._transport.end_security(self._security)
         self._transport.discard(self)
-
-    def _close_security(self) -> None:
-        if self._security is not None:
-            self._security.close()
 
 
 class LiveSocket:
@@ -256,7 +326,7 @@ class LiveSocket:
     def __init__(self, source: Source, sockets: SocketFactory, transport: ZmqTransport, connection: ZmqConnection) -> None:
         self._source = source
         self._sockets = sockets
-        self._selector = transport.selector
+        self._transport = transport
         self._stalls = transport.stalls
         self._connection = connection
         self._native = libzmq_io()
@@ -281,20 +351,20 @@ class LiveSocket:
 
     def _open(self) -> None:
         source = self._source
-        self._sub = self._sockets.open(zmq.SUB, source.endpoint)
+        self._sub = self._transport.own(self._sockets.open(zmq.SUB, source.endpoint))
         try:
             with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
-                self._monitor = open_monitor(self._sub, _MONITOR_EVENTS)
+                self._monitor = self._transport.own(open_monitor(self._sub, _MONITOR_EVENTS))
                 self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
-                register(self._selector, self._sub, self._connection)
-                register(self._selector, self._monitor, self._connection)
+                self._transport.watch(self._sub, self._connection)
+                self._transport.watch(self._monitor, self._connection)
                 connect_or_bind(self._sub, source.endpoint, bind=source.bind)
         except BaseException:
             self.close()
             raise
 
-    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more.
 
         libzmq reports changes on another socket, so their place among the messages is not known exactly. The monitor is read
@@ -343,7 +413,7 @@ class LiveSocket:
             self._reopen()
         return not is_drained or self._has_ended
 
-    def _abandon_socket(self, stream: Stream[Any]) -> None:
+    def _abandon_socket(self, stream: Stream) -> None:
         """Replace a socket whose connection was lost while the application was stalled. Replay returns what it held.
 
         If the socket was full, its pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket is
@@ -353,7 +423,7 @@ class LiveSocket:
         self._feed_disconnected(stream)
         self._reopen()
 
-    def _feed_disconnected(self, stream: Stream[Any]) -> None:
+    def _feed_disconnected(self, stream: Stream) -> None:
         self._has_ended = False
         if self._is_connected:
             self._is_connected = False
@@ -404,9 +474,9 @@ class LiveSocket:
         if not self._sub.closed:
             if self._monitor is not None:
                 disable_monitor(self._sub)
-                unregister_and_close(self._selector, self._monitor)
+                self._transport.close_socket(self._monitor)
                 self._monitor = None
-            unregister_and_close(self._selector, self._sub)
+            self._transport.close_socket(self._sub)
 
 
 # --- receiving without waiting ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-import selectors
 import sys
 import threading
 from collections.abc import Iterator
@@ -94,7 +93,10 @@ def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
     that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
     """
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
-    ending.start()
+    try:
+        ending.start()
+    except RuntimeError:  # the interpreter is ending, and starts no threads any more
+        return False
     ending.join(wait)
     return not ending.is_alive()
 
@@ -103,7 +105,7 @@ def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
 
 DESCRIPTORS_PER_SOURCE: Final = 8
 """A source needs up to 6: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
-_SPARE_DESCRIPTORS: Final = 256
+_SPARE_DESCRIPTORS: Final = 64
 """Descriptors left for the rest of the process."""
 
 
@@ -199,36 +201,30 @@ def disable_monitor(socket: Socket) -> None:
             return socket.disable_monitor()
 
 
-def register(selector: selectors.BaseSelector, socket: Socket, connection: object) -> None:
-    """Make the selector report `connection` when the state of a socket changes."""
-    selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+def check_descriptors(sources: int) -> None:
+    """Raise `EndpointError` if the process cannot open the descriptors of this many sources.
 
-
-def unregister_and_close(selector: selectors.BaseSelector, socket: Socket) -> None:
-    """Remove a socket from the selector and close it. Idempotent."""
-    if not socket.closed:
-        with suppress(KeyError, ValueError):
-            selector.unregister(socket.fileno())
-        socket.close(linger=0)
-
-
-def allow_descriptors(sources: int) -> None:
-    """Raise the soft limit of open files for this many sources. Raise `EndpointError` if the hard limit is too low.
-
-    The limit is checked here because libzmq does not report it in a way that could be mapped to an error.
+    libzmq does not report that in a way that could be mapped to an error. The limit itself belongs to the application: a
+    library that raised it would break `select()` for all of the process. The programs of kvevents raise it for themselves.
     """
     needed = DESCRIPTORS_PER_SOURCE * sources
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed + _SPARE_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    raised = wanted * 2 if hard == resource.RLIM_INFINITY else min(hard, wanted * 2)
-    if raised < wanted:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and needed + _SPARE_DESCRIPTORS > soft:
         raise EndpointError(
-            f"{needed} descriptors are needed for {sources} sources but the hard limit is {hard}; raise it (ulimit -Hn)",
+            f"{sources} sources need {needed} of the {soft} files that this process may open, and {_SPARE_DESCRIPTORS} are left"
+            " for the rest of it; raise the limit (ulimit -n, or resource.setrlimit in the program)",
             errno=errno.EMFILE,
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+def raise_descriptor_limit(most: int = 1 << 20) -> int:
+    """Raise the soft limit of open files of this process to the hard one, at most to `most`. Return the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 # --- sockets of publishers

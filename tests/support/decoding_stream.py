@@ -1,0 +1,58 @@
+"""A stream together with an application that decodes its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvevents.stream import RawBatch, Stream, inspect_events
+
+
+class DecodingStream(Stream):
+    """Decodes each batch as soon as it is delivered, and reports what that shows. It delivers `Batch`."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._read: list[Any] = []
+        super().__init__(*arguments, **named)
+
+    def receive_live(self, frames: Sequence[bytes], now: float) -> None:
+        super().receive_live(frames, now)
+        self._decode()
+
+    def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
+        super().receive_run(payloads, now)
+        self._decode()
+
+    def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
+        super().receive_replay(frames, now)
+        self._decode()
+
+    def connected(self, now: float) -> None:
+        super().connected(now)
+        self._decode()
+
+    def disconnected(self) -> None:
+        super().disconnected()
+        self._decode()
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self._decode()
+
+    def _decode(self) -> None:
+        delivered, self._deliveries = self._deliveries, []
+        for delivery in delivered:
+            if isinstance(delivery, RawBatch):
+                batch = delivery.decode()
+                self._read.append(batch)
+                report = inspect_events(batch.events, batch.rejected)
+                if report is not None:
+                    self.report(delivery, report)
+            else:
+                self._read.append(delivery)
+
+    def deliveries(self) -> list[Any]:
+        self._deliveries = super().deliveries()
+        self._decode()
+        taken, self._read = self._read, []
+        return taken
