@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 import msgspec
@@ -249,11 +250,12 @@ def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
 
         wait_until(is_subscribed, "the subscription")
         for number in range(20):
-            wait_until(lambda: publisher._is_asleep, "the thread to sleep")
+            sleep(0.002 * (number % 3))  # at different moments: just before the thread sleeps, and long after
             seq = publisher.stats().next_seq
             publisher.publish(batch(number))
             while receive(subscriber)[0] < seq:
                 pass
+        assert publisher.shutdown().complete, "a shutdown wakes it too"
 
 
 def test_stats_account_for_every_batch(context: Context) -> None:

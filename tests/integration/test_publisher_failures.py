@@ -15,7 +15,10 @@ from kvevents import Source, Subscriber
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.base import PollPlanner
+from kvevents.publisher.compaction import Compactor, DigestTracker
+from kvevents.publisher.event_server import EventSocket
 from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.replay_server import InFlightFrames
 from kvevents.publisher.settings import PollSettings, ReplayServerSettings
 from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures must be imported
@@ -59,7 +62,7 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
     with run_publisher(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._server._events, "send", raise_panic)
+            patch.setattr(EventSocket, "send", raise_panic)
             publisher.publish(batch(0))
             wait_until(lambda: publisher.stats().dropped["send_failed"] == 1, "the batch to be dropped")
         publisher.publish(batch(1))
@@ -88,7 +91,7 @@ def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, mo
             raise MemoryError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._buffer, "extend", raise_memory_error)
+            patch.setattr(ReplayBuffer, "extend", raise_memory_error)
             publisher.publish(batch(5))
             wait_until(lambda: is_drained(publisher), "the sixth batch to be sent")
         publisher.publish(batch(6))
@@ -109,9 +112,7 @@ def test_compaction_that_fails_is_switched_off(
     """The publisher sends no snapshot from then on, so history is truncated but never wrong. The log has one record, and the
     statistics have the reason."""
     with run_publisher(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
-        history = publisher._buffer._compactor
-        assert history is not None
-        monkeypatch.setattr(history, part, raise_panic)
+        monkeypatch.setattr(Compactor, part, raise_panic)
         for number in range(100):
             publisher.publish(batch(number))
         wait_until(lambda: is_drained(publisher), "all to be published")
@@ -137,8 +138,7 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
     """Batches continue, and no digest that lacks a batch is sent."""
     with run_publisher(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
         subscriber = subscribe(context, publisher)
-        assert publisher._digest_tracker is not None
-        monkeypatch.setattr(publisher._digest_tracker, "apply", raise_panic)
+        monkeypatch.setattr(DigestTracker, "apply", raise_panic)
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().failures == {"heartbeat": 1}, "heartbeats to be switched off")
         sent = publisher.stats().heartbeats
@@ -155,12 +155,10 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
 def test_a_failed_reply_is_abandoned_and_the_next_one_is_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay thread survives a request that it cannot answer and a message that it cannot encode."""
     with run_publisher(settings=SETTINGS, replay_endpoint=ANY) as publisher:
-        server = publisher._server._replay
-        assert server is not None
-        publisher.publish(batch(0))
+        publisher.publish(batch(0, blocks=1_000))  # a large frame
         wait_until(lambda: is_drained(publisher), "the batch to be published")
         replay = connect_dealer(context, publisher)
-        for count, (owner, part) in enumerate(((server._buffer, "batches_from"), (server, "_send_message")), 1):
+        for count, (owner, part) in enumerate(((ReplayBuffer, "batches_from"), (InFlightFrames, "track")), 1):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, part, raise_panic)
                 request_replay(replay, 0)

@@ -6,13 +6,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -30,6 +33,7 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     batch,
     connect_dealer,
     consumers_context,
+    find_faults_in_fork,
     hold_publisher,
     last_endpoint,
     open_consumer,
@@ -43,6 +47,15 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
 Context = zmq.Context[Socket]
 SLACK = 5.0
 """Seconds beyond its timeout that `shutdown` may take on a busy machine; waiting for a stalled reader would take for ever."""
+
+
+def publisher_threads() -> list[str]:
+    """Return the names of the threads of all publishers in this process."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("zmq-"))
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_shutdown_sends_all_queued_batches(context: Context) -> None:
@@ -78,30 +91,61 @@ def test_shutdown_can_be_repeated() -> None:
     assert publisher.stats().accepted == 0
 
 
-def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C during `shutdown`, a second call ends the threads and closes the context. Interpreter exit makes such a
+class Interrupted(BaseException):
+    """Raised by a signal, as `KeyboardInterrupt` is, which would end the session of the tests if it came too late."""
+
+
+def interrupt_shutdown(publisher: ZmqEventPublisher) -> None:
+    """Call `shutdown`, which something delays, and interrupt it by a signal while it waits."""
+
+    def interrupt() -> None:
+        wait_until(lambda: "closed" in repr(publisher), "the shutdown to begin")
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def fail(*_: Any) -> None:
+        raise Interrupted
+
+    handler = signal.signal(signal.SIGUSR1, fail)
+    interrupting = threading.Timer(0.05, interrupt)
+    interrupting.start()
+    try:
+        with pytest.raises(Interrupted):
+            publisher.shutdown(DEADLINE)
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGUSR1, handler)
+
+
+def test_an_interrupted_shutdown_is_completed_by_the_next_one(context: Context) -> None:
+    """After Ctrl-C during `shutdown`, a second call ends the threads and closes all sockets. Interpreter exit makes such a
     call."""
-    publisher = ZmqEventPublisher(0, ANY, ANY)
-    replay_thread = publisher._server._replay_thread
-    assert replay_thread is not None
-    threads = [publisher._thread, publisher._compaction, replay_thread]
+    stalled = open_consumer(context, zmq.DEALER)
+    stalled.rcvhwm, stalled.rcvbuf = 1, 4096
+    files = open_files()
+    publisher = ZmqEventPublisher(0, ANY, ANY, settings=QUICK)
+    assert publisher.replay_endpoint is not None
+    for number in range(1_000):  # in frames for which pyzmq opens no files of its own
+        publisher.publish(EventBatch(float(number), [BlockStored([number], None, [70_000] * 3_000, 3_000)]))
+    wait_until(lambda: publisher.stats().queued == 0, "all to be published")
+    stalled.connect(publisher.replay_endpoint)
+    request_replay(stalled, 0)
+    wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
+    with hold_publisher(publisher):
+        interrupt_shutdown(publisher)  # while it waits for the publisher thread
+    wait_until(lambda: "zmq-publisher" not in publisher_threads(), "the publisher thread to end")
+    interrupt_shutdown(publisher)  # while it waits for the reply
+    assert publisher_threads() == ["zmq-replay"]
+    report = publisher.shutdown(0.0)
+    assert (report.sent, report.replays_unfinished) == (1_000, 1)
+    stalled.close()
+    wait_until(lambda: (publisher_threads(), open_files()) == ([], files - 1), "threads and sockets to end")
 
-    def interrupt(timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
 
-    for thread in (publisher._thread, replay_thread):
-        with monkeypatch.context() as patch:
-            patch.setattr(thread, "join", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                publisher.shutdown()
-    assert publisher.shutdown().flushed is True
-    assert publisher._server._context.closed
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_shutdown_reports_unsent_batches(caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_reports_unsent_batches(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """If the thread hangs, shutdown still returns, counts the queued batches, and logs one warning."""
-    publisher = ZmqEventPublisher(0, ANY)
+    publisher = ZmqEventPublisher(0, ANY, context=context)  # which would not end if a socket stayed open
     with hold_publisher(publisher), caplog.at_level(logging.WARNING):
         for number in range(5):
             publisher.publish(batch(number))
@@ -112,21 +156,30 @@ def test_shutdown_reports_unsent_batches(caplog: pytest.LogCaptureFixture) -> No
         assert not report.complete
         assert publisher.shutdown() is report
     assert len([record for record in caplog.records if "unsent=6" in record.message]) == 1
-    publisher._thread.join(DEADLINE)
-    assert not publisher._thread.is_alive()
-    publisher._server._context.term()
+    wait_until(lambda: not publisher_threads(), "the thread to end")
 
 
-def test_shutdown_does_not_wait_for_a_socket_that_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_does_not_wait_for_a_socket_that_stays_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """ZeroMQ does not terminate a context that has an open socket, and has no timeout for it."""
-    publisher = ZmqEventPublisher(0, ANY, ANY, settings=replace(QUICK, term_timeout=0.05))
-    open_socket = publisher._server._context.socket(zmq.PUB)
+    contexts: list[Context] = []
+
+    class RecordedContext(zmq.Context[Socket]):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            contexts.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq, "Context", RecordedContext)
+        publisher = ZmqEventPublisher(0, ANY, ANY, settings=replace(QUICK, term_timeout=0.05))
+    (own,) = contexts
+    open_socket = own.socket(zmq.PUB)
     report = publisher.shutdown(0.1)
     assert report.flushed is False
     assert "did not end the publisher's context" in caplog.text
     open_socket.close(linger=0)
-    publisher._server.close()
-    assert publisher._server._is_closed
+    wait_until(lambda: own.closed, "the context to end")
 
 
 def test_shutdown_does_not_wait_for_a_subscriber_that_does_not_read(context: Context) -> None:
@@ -176,7 +229,7 @@ def test_a_terminated_context_ends_the_publisher_and_not_the_engine(caplog: pyte
     own: Context = zmq.Context()
     publisher = ZmqEventPublisher(0, ANY, ANY, context=own)
     own.term()
-    wait_until(lambda: not publisher._thread.is_alive(), "the thread to end")
+    wait_until(lambda: not publisher_threads(), "the thread to end")
     for _ in range(3):
         publisher.publish(batch())
     assert publisher.stats().dropped["ended"] == 3
@@ -199,10 +252,6 @@ def test_a_shared_context_stays_open(context: Context) -> None:
     assert receive(subscriber)[0] == 0
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_no_thread_or_file_is_left_open(context: Context) -> None:
     """The numbers of threads and file descriptors are as before, after use and after a failed start."""
     with run_publisher(replay_endpoint=ANY) as blocker:
@@ -216,49 +265,73 @@ def test_no_thread_or_file_is_left_open(context: Context) -> None:
         assert (threading.active_count(), open_files()) == (threads, files)
 
 
-def _find_faults_in_child(publisher: ZmqEventPublisher) -> list[str]:
+def _pauses(call: Callable[[], object]) -> Iterator[None]:
+    """Call a function in a thread, which pauses before each line of Python, with the locks that it holds there."""
+    reached, resume = threading.Semaphore(0), threading.Semaphore(0)
+    is_over = False
+
+    def trace(_frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line" and not is_over:
+            reached.release()
+            resume.acquire()
+        return trace
+
+    def run() -> None:
+        nonlocal is_over
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+            is_over = True
+            reached.release()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while reached.acquire(timeout=DEADLINE) and not is_over:
+            yield
+            resume.release()
+    finally:
+        is_over = True
+        resume.release()
+        thread.join()
+
+
+def _find_faults_in_child(publisher: ZmqEventPublisher, caplog: pytest.LogCaptureFixture) -> list[str]:
     faults = []
     publisher.publish(batch())
     if publisher.stats().dropped["ended"] != 1:
         faults.append("publish did not count the dropped batch")
-    if f"it belongs to process {os.getppid()}" not in publisher._end_reason:
-        faults.append(f"publish gave another reason: {publisher._end_reason}")
+    if f"it belongs to process {os.getppid()}" not in caplog.text:
+        faults.append(f"publish gave another reason: {caplog.text}")
     if publisher.shutdown() != publisher.shutdown():
         faults.append("two calls of shutdown returned different reports")
     if "closed" not in repr(publisher):
         faults.append(repr(publisher))
-    publisher.stats()
-    with run_publisher() as own:
-        own.publish(batch())
-    if own.shutdown().sent != 1:
-        faults.append("a publisher created in the child did not work")
     return faults
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_publisher_is_ended_in_a_forked_child(context: Context) -> None:
+def _find_faults_of_child(caplog: pytest.LogCaptureFixture) -> list[str]:
+    with run_publisher() as own:
+        own.publish(batch())
+    return [] if own.shutdown().sent == 1 else [f"a publisher created in the child did not work: {caplog.text}"]
+
+
+def test_a_publisher_is_ended_in_a_forked_child(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """In the child `publish` drops and counts, and `shutdown` does nothing. A new publisher works, and the parent's
     continues."""
     with run_publisher(replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
-        reading, writing = os.pipe()
-        # The parent holds locks that no thread releases in the child.
-        with publisher._lock, publisher._buffer._buffer_lock:
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    faults = _find_faults_in_child(publisher)
-                    os.write(writing, "; ".join(faults).encode())
-                    status = len(faults)
-                finally:
-                    os._exit(status)
-        os.close(writing)
-        with os.fdopen(reading) as output:
-            assert output.read() == ""
-        assert os.waitpid(child, 0)[1] == 0
+        forks = 0
+        # No thread of the child releases the locks that a thread of the parent holds at the fork.
+        with closing(_pauses(publisher.stats)) as pauses:
+            for _ in pauses:
+                assert find_faults_in_fork(lambda: _find_faults_in_child(publisher, caplog)) == ""
+                forks += 1
+        assert forks > 10
+        assert find_faults_in_fork(lambda: _find_faults_of_child(caplog)) == ""
         publisher.publish(batch(1))
         assert [receive(subscriber)[0] for _ in range(2)] == [0, 1]
 

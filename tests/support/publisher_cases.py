@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -111,6 +115,28 @@ def batch(number: int = 0, blocks: int = 1) -> EventBatch:
     """Return a batch that contains its number."""
     hashes = [number * 1000 + block for block in range(blocks)]
     return EventBatch(float(number), [BlockStored(hashes, None, list(range(1000, 1000 + 16 * blocks)), 16)])
+
+
+def find_faults_in_fork(find_faults: Callable[[], list[str]]) -> str:
+    """Return the faults that the function finds in a forked child of this process."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, "; ".join(find_faults()).encode())
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as output:
+        is_over = select.select([output], [], [], DEADLINE)[0]
+        if not is_over:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return output.read() if is_over else "the child hangs"
 
 
 class Gate:

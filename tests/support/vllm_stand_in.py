@@ -94,7 +94,14 @@ class Vllm:
         manager = types.ModuleType("vllm.v1.core.kv_cache_manager")
         scheduler = types.ModuleType("vllm.v1.core.sched.scheduler")
 
-        own_publisher: Any = OwnPublisher
+        own_publishers: list[OwnPublisher] = []
+
+        class RecordedPublisher(OwnPublisher):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                own_publishers.append(self)
+
+        own_publisher: Any = RecordedPublisher
 
         class Factory(compat.EventPublisherFactory):
             _registry = {"null": compat.NullEventPublisher, "zmq": own_publisher}  # noqa: RUF012 - as vLLM's class has it
@@ -124,6 +131,8 @@ class Vllm:
                 return done
 
         self.own_publisher = own_publisher
+        self.own_publishers = own_publishers
+        """All of vLLM's own publishers that were created."""
         self.factory: Any = Factory
         self.scheduler: Any = Scheduler
         for module, names in (
@@ -131,7 +140,7 @@ class Vllm:
                 self.events,
                 {
                     "EventPublisherFactory": Factory,
-                    "ZmqEventPublisher": OwnPublisher,
+                    "ZmqEventPublisher": own_publisher,
                     "KVEventsConfig": compat.KVEventsConfig,
                     "KVEventBatch": compat.KVEventBatch,
                     "BlockStored": compat.BlockStored,

@@ -481,3 +481,19 @@ def test_batches_are_evicted_in_groups(steps: int) -> None:
     found = publisher.buffer.batches_from(0)
     assert digest_of(found) == publisher.digests[-1]
     assert numbers(found) == list(range(found[0][0], len(publisher.digests)))
+
+
+@given(
+    numbers=st.sets(st.integers(0, 60), max_size=40),
+    steps=st.integers(0, 20),
+    start=st.integers(0, 2**64 - 1) | st.integers(0, 65),
+)
+def test_a_replay_buffer_agrees_with_a_list(numbers: set[int], steps: int, start: int) -> None:
+    """The buffer holds the last `steps` batches and returns the ones from `start` on, with and without gaps."""
+    batches = [(number, bytes([number])) for number in sorted(numbers)]
+    buffer = ReplayBuffer(steps)
+    for position in range(0, len(batches), 7):
+        buffer.extend(batches[position : position + 7])
+    buffered = batches[-steps:] if steps else []
+    assert buffer.batches_from(start) == [item for item in buffered if item[0] >= start]
+    assert buffer.size() == (len(buffered), len(buffered)) == (len(buffer), len(buffered))
