@@ -571,7 +571,7 @@ def test_a_sink_applies_each_delivery_before_it_is_returned(harness: Callable[..
 
 
 def test_an_exception_of_a_sink_is_raised(harness: Callable[..., Harness]) -> None:
-    """The next call continues with the deliveries that follow."""
+    """The next calls deliver everything again, after a reset."""
     sink = RecordingSink(PrefixIndex())
     with TapePlayer(make_frames(2)) as tape:
         consumer = harness(make_source(tape), sink=sink)
@@ -582,8 +582,9 @@ def test_an_exception_of_a_sink_is_raised(harness: Callable[..., Harness]) -> No
             consumer.until(lambda: bool(consumer.taken))
         sink.fails = False
         tape.play(1)
-        consumer.until(lambda: bool(consumer.taken))
+        consumer.until(lambda: len(consumer.taken) == 3)
         assert sink.given == consumer.taken
+        assert [getattr(each, "seq", None) for each in consumer.taken] == [None, 0, 1]
 
 
 @pytest.mark.parametrize("decode", [True, False])

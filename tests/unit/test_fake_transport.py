@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvevents.errors import EndpointError
-from kvevents.events import AllBlocksCleared, BlockRemoved
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber, aio
 from kvevents.subscriber.front_end import DELIVERIES_PER_SLICE
@@ -34,7 +34,7 @@ def subscribe(transport: FakeTransport, *, replay: bool = True) -> Subscriber:
     return Subscriber(Source(ENDPOINT, REPLAY if replay else None, name="e"), transport=transport, clock=transport.clock)
 
 
-def receive_all(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
+def receive_all(subscriber: Subscriber[Any], seconds: float = 5.0) -> list[Delivery]:
     """Return everything that arrives until nothing has arrived for `seconds` of virtual time."""
     taken = []
     while (delivery := subscriber.receive(seconds)) is not None:
@@ -236,3 +236,140 @@ def test_a_run_ends_when_many_deliveries_are_ready() -> None:
             sizes.append(len(batches))
         assert sum(sizes) == 300 * len(engines)
         assert max(sizes) < MAX_READY + MESSAGES_PER_READ
+
+
+class FailingSink:
+    """Applies deliveries, and raises for the batches in `bad`, once for each."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = list(bad)
+        self.applied: list[Any] = []
+
+    def apply_many(self, deliveries: Sequence[Any], /) -> list[Any]:
+        for delivery in deliveries:
+            if isinstance(delivery, Reset):
+                self.applied = [each for each in self.applied if each.source != delivery.source]
+            elif getattr(delivery, "seq", None) in self.bad and delivery.source == "e":
+                self.bad.remove(delivery.seq)
+                raise MemoryError("no room")
+            else:
+                self.applied.append(delivery)
+        return [SimpleNamespace(report=None) for _ in deliveries]
+
+    def numbers(self, source: str = "e") -> list[int]:
+        return [each.seq for each in self.applied if each.source == source]
+
+
+def receive_without_end(subscriber: Subscriber[Any], limit: int | None) -> None:
+    """Receive until that raises."""
+    while subscriber.receive_many(limit, timeout=5):
+        pass
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("limit", [1, 3, None])
+def test_a_sink_that_raises_loses_nothing(
+    transport: FakeTransport, engine: FakeEngine, limit: int | None, decode: bool
+) -> None:
+    """The stream starts over, trust says so until everything was applied, and the checkpoint stays behind. Others go on."""
+    other = transport.engine("tcp://other:5557", "tcp://other:5558")
+    sources = [Source(ENDPOINT, REPLAY, name="e"), Source(other.endpoint, other.replay_endpoint, name="o")]
+    sink = FailingSink(4)
+    with Subscriber(sources, transport=transport, clock=transport.clock, sink=sink, decode=decode) as subscriber:
+        assert subscriber.receive(1) is None
+        for number in range(6):
+            engine.publish(BlockRemoved([number]))
+            other.publish(BlockRemoved([number]))
+        with pytest.raises(MemoryError):
+            receive_without_end(subscriber, limit)
+        assert subscriber.trust("e") == Trust.REPLAYING
+        assert subscriber.checkpoint("e").last_seq < 4
+        while sink.numbers() != list(range(6)):
+            assert subscriber.trust("e") != Trust.EXACT
+            assert subscriber.receive_many(limit, timeout=5), sink.numbers()
+        for each in (engine, other):
+            each.publish(BlockRemoved([6]))  # a live batch, which confirms the replayed ones
+        receive_all(subscriber)
+        assert (subscriber.trust("e"), subscriber.trust("o")) == (Trust.EXACT, Trust.EXACT)
+        assert subscriber.checkpoint("e").last_seq == 6
+        assert sink.numbers("o") == list(range(7))
+
+
+def test_a_sink_that_raises_without_replay_is_a_loss(transport: FakeTransport, engine: FakeEngine) -> None:
+    """What it was given cannot be delivered again."""
+    sink = FailingSink(2)
+    with Subscriber(Source(ENDPOINT, name="e"), transport=transport, clock=transport.clock, sink=sink) as subscriber:
+        assert subscriber.receive(1) is None
+        for number in range(3):
+            engine.publish(BlockRemoved([number]))
+        with pytest.raises(MemoryError):
+            subscriber.receive_many(timeout=1)
+        engine.publish(BlockRemoved([3]))
+        deliveries = receive_all(subscriber)
+        assert [type(each) for each in deliveries] == [Reset, Gap, Batch]
+        assert "MemoryError: no room" in deliveries[0].reason  # type: ignore[union-attr]
+        assert DegradedReason.LOST in subscriber.status().degraded_reasons
+
+
+async def test_a_sink_that_raises_in_a_task_loses_nothing(transport: FakeTransport, engine: FakeEngine) -> None:
+    """Deliveries are applied in several slices, of which the second one fails."""
+    sink = FailingSink(DELIVERIES_PER_SLICE + 1)
+    source = Source(ENDPOINT, REPLAY, name="e")
+    async with AsyncSubscriber(source, transport=transport, clock=transport.clock, sink=sink) as subscriber:
+        assert await subscriber.receive(1) is None
+        count = 3 * DELIVERIES_PER_SLICE
+        for number in range(count):
+            engine.publish(BlockRemoved([number]))
+        with pytest.raises(MemoryError):
+            await subscriber.receive_many(2 * DELIVERIES_PER_SLICE, timeout=5)
+        while sink.numbers() != list(range(count)):
+            await subscriber.receive_many(timeout=5)
+
+
+def test_a_failure_while_disconnected_is_delivered_again_later(transport: FakeTransport, engine: FakeEngine) -> None:
+    """The checkpoint stays behind meanwhile, too."""
+    sink = FailingSink(1)
+    source = Source(ENDPOINT, REPLAY, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, sink=sink) as subscriber:
+        assert subscriber.receive(1) is None
+        engine.publish(BlockRemoved([0]))
+        engine.publish(BlockRemoved([1]))
+        engine.disconnect()
+        assert isinstance(subscriber.receive(1), Batch)
+        with pytest.raises(MemoryError):
+            subscriber.receive(1)
+        assert subscriber.trust() == Trust.STALE
+        assert subscriber.checkpoint().last_seq == -1
+        engine.reconnect()
+        receive_all(subscriber)
+        assert sink.numbers() == [0, 1]
+
+
+def test_trust_ages_while_the_application_does_not_receive(transport: FakeTransport, engine: FakeEngine) -> None:
+    """Another thread that routes by `trust()` learns that the receiving thread is blocked or has ended."""
+    with subscribe(transport) as subscriber:
+        assert subscriber.receive(1) is None
+        engine.publish(BlockRemoved([0]))
+        receive_all(subscriber)
+        assert subscriber.trust() == Trust.EXACT
+        subscriber.trust_changes()
+        transport.clock.advance(StreamLimits().max_unread)
+        assert subscriber.trust() == Trust.EXACT
+        transport.clock.advance(1.0)
+        assert str(subscriber.trust()) == "STALE (the application has not called receive() for 11 s)"
+        assert subscriber.status().trust == subscriber.statuses()[0].trust == Trust.STALE
+        assert [(key, trust.name) for key, trust in subscriber.trust_changes()] == [(("e", 0), "STALE")]
+        receive_all(subscriber)
+        assert subscriber.trust() == Trust.EXACT
+        assert [(key, trust.name) for key, trust in subscriber.trust_changes()] == [(("e", 0), "EXACT")]
+
+
+def test_trust_ages_as_fast_as_heartbeats_promise(transport: FakeTransport, engine: FakeEngine) -> None:
+    """A publisher whose heartbeats come twice per second is silent after 1.5 s, whether or not the application looks."""
+    with subscribe(transport) as subscriber:
+        assert subscriber.receive(1) is None
+        engine.publish(BlockRemoved([], heartbeat=Heartbeat("0" * 32, 0.5, "EXACT")))
+        assert subscriber.receive(1) is not None
+        assert subscriber.receive(0.1) is None
+        transport.clock.advance(1.6)
+        assert subscriber.trust() == Trust.STALE

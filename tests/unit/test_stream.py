@@ -2211,6 +2211,7 @@ TEST_OF_LIMIT = {
     "distrust_cooldown": "test_a_distrusted_replay_endpoint_is_used_again_after_the_cooldown",
     "max_replayed_digests": "test_stream_sequencer.py",
     "max_missed_heartbeats": "test_stream_heartbeats.py",
+    "max_unread": "test_fake_transport.py",
     "max_consecutive_resyncs": "test_stream_heartbeats.py",
 }
 """The test or the module that reaches each limit."""

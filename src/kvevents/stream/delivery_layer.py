@@ -203,6 +203,12 @@ class DeliveryLayer:
         return self._heartbeats.silence if reason is DegradedReason.SILENT else reason.value
 
     @property
+    def max_unread(self) -> float:
+        """Seconds without a read of the connection after which the state of the stream is unknown."""
+        silence = self._heartbeats.max_silence
+        return self._limits.max_unread if silence is None else min(silence, self._limits.max_unread)
+
+    @property
     def degraded_reasons(self) -> frozenset[DegradedReason]:
         """Why the stream is, or would be, DEGRADED. It includes `REPLAY_UNPROVEN` while a comparison is on its way."""
         reasons = frozenset(self._ledger)
@@ -220,6 +226,8 @@ class DeliveryLayer:
 
     def position(self) -> StreamPosition:
         """Return what a checkpoint needs, once the deliveries so far were taken."""
+        if self._restart_reason is not None:
+            return StreamPosition(self.incarnation, -1, FingerprintChain(), None, self._has_replayed, {})
         last_seq = self._order.next_seq - 1
         chain = self._chain.up_to(last_seq)
         chain.add(self._cross_check.live_before_replay, *self._cross_check.all_unconfirmed)

@@ -47,6 +47,9 @@ class StreamLimits:
     max_missed_heartbeats: float = 3.0
     """Heartbeat intervals without anything received after which a publisher counts as silent: one heartbeat may be lost and
     the next one late."""
+    max_unread: float = 10.0
+    """Seconds without a call of `receive` after which a stream is STALE, whatever has arrived meanwhile. Less if its publisher
+    has promised heartbeats."""
     max_consecutive_resyncs: int = 2
     """Times in a row, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
     heartbeat's incarnation, or an unconfirmed batch that replay has evicted. What a second history from 0 does not repair, a

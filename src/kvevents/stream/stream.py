@@ -50,6 +50,12 @@ class Stream(ReplayLayer):
         """Whether a replay request is open, sent or not."""
         return self._fetch is not None
 
+    def start_over(self, reason: str) -> None:
+        """Have everything delivered again, after a `Reset` with this reason. A checkpoint is then of the start."""
+        self._restart_reason = reason
+        if self.state not in UNCONNECTED:
+            self._start_over(reason)
+
     def request_to_send(self, now: float) -> FetchRequest | None:
         """Return the replay request to send now, once; its timeout begins. None while requests are paced: see `deadline`."""
         fetch = self._fetch

@@ -91,7 +91,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         call = object()
         try:
             self._is_waiting = True
-            self._begin_call(call)
+            self._begin_wait(call)
             while True:
                 await self._wait_readable(self._wait_time(clock(), end))
                 self._resumed_at = time.perf_counter()
@@ -104,7 +104,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
                     return False
         finally:
             self._is_waiting = False
-            self._end_call(call)
+            self._end_wait(call)
 
     async def _wait_readable(self, wait_time: float | None) -> None:
         """Wait until a connection is readable, at most `wait_time` seconds."""

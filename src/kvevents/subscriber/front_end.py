@@ -103,6 +103,10 @@ class FrontEnd(Generic[BatchT]):
         self._sink = sink
         self._closed = False
         self._calls: set[object] = set()
+        self._waits: set[object] = set()
+        """The calls that wait for deliveries."""
+        self._read_at = clock()
+        """When the last such call has returned."""
         self._lock = threading.RLock()
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
@@ -173,7 +177,7 @@ class FrontEnd(Generic[BatchT]):
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
         with self._lock:
-            return self._multiplexer.entry(name, rank).trust
+            return self._multiplexer.entry(name, rank).trust(self._unread)
 
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Return (source, rank) and trust of each stream whose trust or reason has changed since the last call.
@@ -181,17 +185,22 @@ class FrontEnd(Generic[BatchT]):
         The first call returns all streams. Each change is returned once, so only one thread should call this.
         """
         with self._lock:
-            return self._multiplexer.trust_changes()
+            return self._multiplexer.trust_changes(self._unread)
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Return trust, sequence numbers and counters of one stream. Raise `UnknownSourceError`."""
         with self._lock:
-            return self._multiplexer.entry(name, rank).status()
+            return self._multiplexer.entry(name, rank).status(self._unread)
 
     def statuses(self) -> list[StreamStatus]:
         """Return trust, sequence numbers and counters of every stream."""
         with self._lock:
-            return self._multiplexer.statuses()
+            return self._multiplexer.statuses(self._unread)
+
+    @property
+    def _unread(self) -> float:
+        """Seconds for which the application has not read the connections; 0 while it waits for them."""
+        return 0.0 if self._waits or self._closed else self._clock() - self._read_at
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
         """Return the seconds until a timer is due or `end` is reached; None for no limit."""
@@ -203,7 +212,10 @@ class FrontEnd(Generic[BatchT]):
 
     def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
-        return self._take([self._multiplexer.ready.popleft()])[0]
+        if self._sink is not None or not self._decodes:
+            return self._take([self._multiplexer.ready.popleft()])[0]
+        delivery: Any = self._decode(self._multiplexer.ready.popleft())
+        return delivery
 
     def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
         """Remove and return at most `limit` deliveries that are ready, and about as many as `seconds` of work allow."""
@@ -221,15 +233,23 @@ class FrontEnd(Generic[BatchT]):
         """Decode, apply and report deliveries that were removed from `ready`, as far as this subscriber does that."""
         deliveries: list[Any] = [self._decode(each) for each in taken] if self._decodes else taken
         if self._sink is not None:
-            for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
-                self.report(delivery, outcome.report)
+            try:
+                for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
+                    self.report(delivery, outcome.report)
+            except BaseException as error:
+                reason = f"the sink could not apply a delivery ({type(error).__name__}: {error}); all are delivered again"
+                with self._lock:
+                    self._multiplexer.start_over(taken, reason)
+                raise
         return deliveries
 
     def _decode(self, delivery: RawDelivery) -> Batch | Reset | Gap:
         if not isinstance(delivery, RawBatch):
             return delivery
         batch = delivery.decode()
-        self.report(delivery, inspect_events(batch.events, batch.rejected))
+        report = inspect_events(batch.events, batch.rejected)
+        if report is not None:
+            self.report(delivery, report)
         return batch
 
     @staticmethod
@@ -249,6 +269,17 @@ class FrontEnd(Generic[BatchT]):
         """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
         self._calls.add(call)
         self._check_open()
+
+    def _begin_wait(self, call: object) -> None:
+        """Start to wait for deliveries, as `_begin_call`; `_end_wait` must follow."""
+        self._waits.add(call)
+        self._begin_call(call)
+
+    def _end_wait(self, call: object) -> None:
+        """Stop waiting for deliveries, as `_end_call`."""
+        self._read_at = self._clock()
+        self._waits.discard(call)
+        self._end_call(call)
 
     def _end_call(self, call: object) -> None:
         """Stop using the connections, and close them if `close` was called meanwhile."""
@@ -273,4 +304,4 @@ class FrontEnd(Generic[BatchT]):
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe()}>"
+            return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe(self._unread)}>"

@@ -42,6 +42,11 @@ DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Replays at the same time in one process. A full replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 
 
+MIN_AGE: Final = 0.1
+"""Seconds without a read of the connections up to which the trust of no stream can have changed by that."""
+_CAUGHT_UP: Final = ("EXACT", "DEGRADED")
+
+
 class Connection(Protocol):
     """The live connection of one stream and, while replay is requested, its replay connection."""
 
@@ -138,6 +143,7 @@ class StreamEntry:
         "consumed_position",
         "delivered",
         "error",
+        "failure",
         "first_incarnation",
         "is_queued",
         "opened_at",
@@ -155,6 +161,8 @@ class StreamEntry:
         self.reopen_at = self.opened_at = float("-inf")
         self.backoff = Backoff()
         self.error = ""
+        self.failure = ""
+        """Why the application could not apply a delivery. It is set until everything was delivered again and taken."""
         self.first_incarnation = first_incarnation
         """Smaller incarnations belong to an earlier subscription to the source, except `resumed_incarnation`."""
         self.resumed_incarnation = stream.incarnation
@@ -169,16 +177,24 @@ class StreamEntry:
         """Record that the application has taken every delivery."""
         self.consumed_position = self.stream.position()
         self.delivered: list[RawDelivery] = []
+        if self.failure and self.stream.trust.name in _CAUGHT_UP:
+            self.failure = ""
 
     @property
     def label(self) -> str:
         """Name of the stream in the log."""
         return f"{self.stream.source.label} rank {self.stream.source.rank}"
 
-    @property
-    def trust(self) -> Trust:
-        """Trust of the stream. Its reason includes the fault of the connection, if there is one."""
+    def trust(self, unread: float) -> Trust:
+        """Return the trust of the stream. Its reason includes the fault of the connection, if there is one.
+
+        `unread` is the number of seconds for which the application has not read the connections.
+        """
         trust, fault, inexact = self.stream.trust, self.fault, self.stream.source.stores_only
+        if self.failure and trust.name in _CAUGHT_UP:
+            trust = Trust.REPLAYING.with_reason(self.failure)
+        if trust != Trust.CONNECTING and unread > self.stream.max_unread:
+            trust = Trust.STALE.with_reason(f"the application has not called receive() for {unread:.0f} s")
         trust = replace(trust, inexact_tiers=inexact) if inexact else trust
         return trust.with_reason(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
 
@@ -193,14 +209,14 @@ class StreamEntry:
         due = self.stream.deadline()
         return due if own is None else own if due is None else min(due, own)
 
-    def status(self) -> StreamStatus:
+    def status(self, unread: float) -> StreamStatus:
         """Return the state of the stream."""
         stream, source = self.stream, self.stream.source
         return StreamStatus(
             source=source.label,
             rank=source.rank,
             endpoint=source.endpoint,
-            trust=self.trust,
+            trust=self.trust(unread),
             degraded_reasons=stream.degraded_reasons,
             incarnation=stream.incarnation,
             last_seq=stream.last_seq,
@@ -241,6 +257,7 @@ class Multiplexer:
         """Streams to read: a set that keeps its order, so that equal inputs give equal runs."""
         self._changed: dict[StreamEntry, None] = {}
         """Streams whose trust may have changed since `trust_changes`."""
+        self._was_aging = False
         self._timers: list[tuple[float, int, StreamEntry]] = []
         self._timer_count = 0
         self._next_incarnation = 0
@@ -285,9 +302,9 @@ class Multiplexer:
             raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {known}")
         return entry
 
-    def statuses(self) -> list[StreamStatus]:
+    def statuses(self, unread: float) -> list[StreamStatus]:
         """Return the state of all streams, in the order in which they were added."""
-        return [entry.status() for entry in self._entries.values()]
+        return [entry.status(unread) for entry in self._entries.values()]
 
     def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
         """Return a checkpoint of one stream."""
@@ -298,12 +315,17 @@ class Multiplexer:
         ready = {id(delivery) for delivery in self.ready}
         return [entry.checkpoint(ready) for entry in self._entries.values()]
 
-    def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
+    def trust_changes(self, unread: float) -> list[tuple[tuple[str, int], Trust]]:
         """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
         changed, self._changed = self._changed, {}
+        # What is not read changes without an input, and changes back.
+        is_aging = unread > MIN_AGE
+        if is_aging or self._was_aging:
+            changed = dict.fromkeys(self._entries.values())
+        self._was_aging = is_aging
         found = []
         for entry in changed:
-            trust = entry.trust
+            trust = entry.trust(unread)
             if entry.reported_trust != (current := (trust.name, trust.reason, trust.attested)):
                 entry.reported_trust = current
                 found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
@@ -322,6 +344,19 @@ class Multiplexer:
             # The report may have caused a delivery, a request or a deadline. The next run collects it.
             self._readable[entry] = None
 
+    def start_over(self, failed: Iterable[RawDelivery], reason: str) -> None:
+        """Have everything delivered again of the streams whose deliveries the application could not apply."""
+        streams = {(delivery.source, delivery.rank) for delivery in failed}
+        left = [each for each in self.ready if (each.source, each.rank) not in streams]
+        self.ready.clear()
+        self.ready.extend(left)
+        for entry in [self._entries[key] for key in streams & self._entries.keys()]:
+            entry.stream.start_over(reason)
+            entry.mark_consumed()
+            entry.failure = reason
+            self._unconsumed.add(entry)
+            self._changed[entry] = self._readable[entry] = None
+
     # --- one run
 
     def timeout(self, now: float) -> float | None:
@@ -337,9 +372,11 @@ class Multiplexer:
     def run_once(self, connections: Iterable[Connection], now: float) -> None:
         """Read from these connections and from those that have more to read, and run the timers that are due."""
         if not self.ready:
-            for entry in self._unconsumed:
+            unconsumed, self._unconsumed = self._unconsumed, set()
+            for entry in unconsumed:
                 entry.mark_consumed()
-            self._unconsumed.clear()
+                if entry.failure:
+                    self._unconsumed.add(entry)
         for connection in connections:
             readable = self._by_connection.get(connection)
             if readable is not None:
@@ -482,11 +519,11 @@ class Multiplexer:
                 entry.connection.close()
         self.transport.close()
 
-    def describe(self) -> str:
+    def describe(self, unread: float) -> str:
         """Return the number of streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
         states: dict[str, int] = {}
         for entry in self._entries.values():
-            name = entry.trust.name
+            name = entry.trust(unread).name
             states[name] = states.get(name, 0) + 1
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"

@@ -24,7 +24,8 @@ class Subscriber(FrontEnd[BatchT]):
 
     With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that read payloads themselves. They must
     `report` what they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
-    returned. If the sink raises, `receive` raises the same exception, and the deliveries that the sink was given are lost.
+    returned. If the sink raises, `receive` raises the same exception, and everything is delivered again after a `Reset` of each
+    stream whose deliveries the sink was given. Trust is at most REPLAYING until that was applied.
     """
 
     if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Subscriber(FrontEnd[BatchT]):
         end = None if timeout is None else clock() + timeout
         call = object()
         try:
-            self._begin_call(call)
+            self._begin_wait(call)
             while True:
                 connections = multiplexer.transport.wait(self._wait_time(clock(), end))
                 with self._lock:
@@ -78,7 +79,7 @@ class Subscriber(FrontEnd[BatchT]):
                 if end is not None and clock() >= end:
                     return False
         finally:
-            self._end_call(call)
+            self._end_wait(call)
 
     def __iter__(self) -> Iterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
