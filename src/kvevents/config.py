@@ -44,8 +44,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bind: bool | None = None
     """Bind or connect the event socket; None decides by the endpoint, as the engines do."""
     dialect: str | None = None
-    """Engine and release whose consumers must understand the events, such as `sglang-0.5.17` or `vllm-latest`; None sends
-    events as declared."""
+    """Engine and release whose consumers read the events, such as `sglang-0.5.17` or `vllm-latest`; None sends arrays, which
+    almost all consumers read."""
     replay_topic: bool | None = None
     """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None decides by the dialect."""
     compact: bool | None = None

@@ -49,6 +49,13 @@ def validate_endpoint(endpoint: str) -> None:
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
 
 
+def validate_port(endpoint: str) -> None:
+    """Raise `ConfigError` for a port above 65535, of which libzmq uses the lower 16 bits: another port, without a word."""
+    found = split_tcp(endpoint)
+    if found is not None and found[1] > MAX_PORT:
+        raise ConfigError(f"invalid endpoint {endpoint!r}: port {found[1]} is above {MAX_PORT}")
+
+
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
     """Return the endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
 
@@ -66,9 +73,11 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
     if "tcp" not in endpoint:
         raise ConfigError(f"Invalid endpoint: must contain 'inproc' or 'tcp', or start with 'ipc://'; it is {endpoint!r}")
     found = split_tcp(endpoint)
-    if found is None or found[1] == 0:
-        return endpoint
+    if found is None:
+        raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
     host, port = found
+    if port == 0:
+        return endpoint
     if port + data_parallel_rank > MAX_PORT:
         raise ConfigError(
             f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; the highest is {MAX_PORT}"

@@ -292,7 +292,10 @@ class KVEventAggregator:
 
 
 class KVConnectorKVEvents(ABC):
-    """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`."""
+    """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`.
+
+    The two methods about workers, which came later than the others, raise NotImplementedError unless they are implemented.
+    """
 
     @abstractmethod
     def add_events(self, events: list[Any]) -> None:
@@ -302,17 +305,17 @@ class KVConnectorKVEvents(ABC):
     def aggregate(self) -> KVConnectorKVEvents:
         """Keep only the events that all workers announced."""
 
-    @abstractmethod
     def increment_workers(self, count: int = 1) -> None:
         """Expect `count` more workers."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement increment_workers()")
 
     @abstractmethod
     def get_all_events(self) -> list[Any]:
         """Return every event, as often as it was announced."""
 
-    @abstractmethod
     def get_number_of_workers(self) -> int:
         """Return the number of expected workers."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement get_number_of_workers()")
 
     @abstractmethod
     def clear_events(self) -> None:

@@ -215,7 +215,7 @@ def test_the_factory_passes_json_settings_to_the_zmq_publisher() -> None:
     assert publisher._data_parallel_rank == 2
     assert publisher._topic_bytes == b"t"
     assert publisher._dialect is dialect_for("sglang", "0.5.17")
-    assert publisher._buffer._steps == 3
+    assert publisher._replay_buffer._steps == 3
     publisher.shutdown()
 
 

@@ -77,7 +77,7 @@ def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start
 @pytest.mark.parametrize(
     ("settings", "with_topic"),
     [
-        ({}, True),
+        ({}, False),
         ({"dialect": "vllm-0.24.0"}, False),
         ({"dialect": "vllm-0.26.0"}, True),
         ({"dialect": "sglang-0.5.17"}, False),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,8 +42,26 @@ def decode_plain(payload: bytes) -> Any:
 
 
 @given(batches_of(NEWEST))
-def test_the_default_layout_is_that_of_the_newest_vllm(batch: KVEventBatch) -> None:
-    assert encode_batch(batch) == encode_batch(batch, NEWEST) == pack(batch)
+def test_the_newest_vllm_has_the_layout_of_the_declared_events(batch: KVEventBatch) -> None:
+    assert encode_batch(batch, NEWEST) == pack(batch)
+
+
+@given(batches_of(dialect_for("vllm", "0.22")))
+def test_the_default_is_the_last_array_form(batch: KVEventBatch) -> None:
+    assert encode_batch(batch) == encode_batch(batch, dialect_for("vllm", "0.22"))
+
+
+@given(batches_of(NEWEST))
+def test_the_default_leaves_nothing_out(batch: KVEventBatch) -> None:
+    assert decode_batch(encode_batch(batch)).batch == batch
+
+
+@pytest.mark.parametrize("make", [lambda values: array("q", values), lambda values: np.array(values, np.int32)])
+@pytest.mark.parametrize("row", [None, NEWEST, dialect_for("sglang", "0.5.17")], ids=str)
+def test_arrays_and_numpy_values_are_encoded_as_lists_and_numbers(make: Any, row: Any) -> None:
+    plain = KVEventBatch(1.0, [BlockStored([1, 2], 7, [3, 4], 1)])
+    packed: Any = BlockStored(make([1, 2]), np.uint64(7), make([3, 4]), np.int32(1))  # type: ignore[arg-type]
+    assert encode_batch(KVEventBatch(1.0, [packed]), row) == encode_batch(plain, row)
 
 
 @pytest.mark.parametrize("row", dialects(), ids=str)

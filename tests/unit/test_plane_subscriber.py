@@ -24,7 +24,7 @@ from kvevents.plane.records import (
 from kvevents.plane.settings import ReaderLimits
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import BatchReport, DegradedReason, Gap, Trust
-from kvevents.wire import Rejected, encode_batch
+from kvevents.wire import Rejected, dialect_for, encode_batch
 from kvevents.wire.encode import batch_encoder
 from plane_subscriber_cases import make_message, subscriber
 
@@ -264,7 +264,7 @@ def snapshot_parts() -> list[bytes]:
         history.append(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
     live_events = history.events()
     assert live_events is not None
-    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(None), 6_000, 77)
+    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, 77)
     assert parts is not None
     assert len(parts) > 2
     return parts

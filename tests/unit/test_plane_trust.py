@@ -40,7 +40,7 @@ from kvevents.plane.records import (
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import DegradedReason, RawBatch, Source, Trust
 from kvevents.testing.fake_transport import FakeTransport
-from kvevents.wire import encode_batch
+from kvevents.wire import dialect_for, encode_batch
 from kvevents.wire.encode import batch_encoder
 from wire_cases import GOLDENS
 
@@ -347,7 +347,7 @@ def make_compacted_history() -> CompactedHistory:
             digests.add(truth.digest(KEY))
     live_events = history.events()
     assert live_events is not None
-    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(None), 6_000, COMPACTED_BATCHES - 1)
+    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, COMPACTED_BATCHES - 1)
     assert parts is not None
     assert len(parts) > 2
     assert min(map(len, parts)) > PAGE_BYTES

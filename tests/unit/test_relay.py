@@ -66,7 +66,7 @@ def test_payloads_are_forwarded_unchanged_after_a_clear(scenario: World) -> None
         scenario.upstream.engine.publish_payload(payload)
     scenario.begin()
     scenario.turn(3)
-    payloads_sent = [payload for _, payload in scenario.event_server.sent if b"heartbeat" not in payload]
+    payloads_sent = [payload for _, payload in scenario.event_server.sent if b"incarnation" not in payload]
     assert [number for number, _ in scenario.event_server.sent] == list(range(len(scenario.event_server.sent)))
     assert decode_batch(payloads_sent[0]).batch.events == [AllBlocksCleared()]
     assert payloads_sent[1:] == payloads

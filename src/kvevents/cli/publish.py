@@ -201,7 +201,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--dialect",
         type=_dialect,
         metavar="NAME",
-        help="engine release whose wire format is used, such as sglang-0.5.17 (default: all fields are sent)",
+        help="engine release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)",
     )
     add_curve(parser)
     parser.add_argument("--rate", type=rate, metavar="N", help="batches per second (default: no limit)")

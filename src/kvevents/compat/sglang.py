@@ -1,7 +1,10 @@
-"""`sglang.srt.disaggregation.kv_events` of SGLang 0.5.23, with the publisher of kvevents.
+"""`sglang.srt.disaggregation.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, struct layouts and observable behaviour are SGLang's, with these improvements: `publish` does not
-block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks, and `shutdown` never raises.
+Names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are arrays, as up to 0.5.19,
+which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
+
+Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,
+and `shutdown` never raises.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from kvevents.compat.field_parsers import Field, choice_parser, parse_bool, pars
 from kvevents.endpoints import MAX_PORT, connectable
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.publisher.factory import PublisherRegistry
+from kvevents.wire.dialects import DEFAULT_SGLANG_DIALECT, Dialect
 
 __all__ = [
     "LOAD_TOPIC",
@@ -76,7 +80,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     attn_dp_rank: int | None = None
 
 
-class KVCacheEvent(events.KVCacheEvent, forbid_unknown_fields=False):
+class KVCacheEvent(events.KVCacheEvent, array_like=True, forbid_unknown_fields=False):
     """Base class of all KV cache events; a subclass of the one in `kvevents.events`."""
 
 
@@ -87,7 +91,7 @@ class BlockStored(KVCacheEvent):
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None
+    lora_id: int | None = None
     medium: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
@@ -206,6 +210,10 @@ def uses_dynamo_format(kv_events_config: str | None) -> bool:
 class EventPublisher(publisher.EventPublisher):
     """Base class of all publishers."""
 
+    def __init__(self, attn_dp_rank: int = 0) -> None:
+        super().__init__(attn_dp_rank)
+        self._attn_dp_rank = attn_dp_rank
+
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:  # noqa: ARG002 - the engine's signature
         """Return where another process on this host can subscribe; None if it cannot."""
         return None
@@ -216,9 +224,11 @@ class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
-    """`kvevents.publisher.ZmqEventPublisher` with SGLang's parameters."""
+    """`kvevents.publisher.ZmqEventPublisher` with SGLang's parameters, and `dialect`."""
 
-    def __init__(
+    _default_dialect = DEFAULT_SGLANG_DIALECT
+
+    def __init__(  # noqa: PLR0913 - the engine's own parameter list, and ours
         self,
         attn_dp_rank: int,
         endpoint: str = "tcp://*:5557",
@@ -228,8 +238,11 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
         bind: bool | None = None,
+        *,
+        dialect: Dialect | str | None = None,
     ) -> None:
-        super().__init__(attn_dp_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, bind=bind)
+        limits = buffer_steps, hwm, max_queue_size
+        super().__init__(attn_dp_rank, endpoint, replay_endpoint, *limits, topic, bind=bind, dialect=dialect)
         self._set_local_endpoints()
 
     def _set_local_endpoints(self) -> None:
@@ -288,17 +301,21 @@ class EventPublisherFactory(PublisherRegistry):
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
-    def create(cls, config: str | None, attn_dp_rank: int = 0) -> publisher.EventPublisher:
+    def create(cls, config: str | None, attn_dp_rank: int = 0, **options: Any) -> publisher.EventPublisher:
         """Return the publisher for one rank from the JSON of `--kv-events-config`; a `NullEventPublisher` without it.
+
+        `options`, such as `dialect`, are passed to its constructor.
 
         Raises ValueError for a name that is not registered and for an invalid configuration.
         """
-        if not config:
-            return NullEventPublisher()
-        settings = KVEventsConfig.from_cli(config).model_dump()
+        settings = KVEventsConfig.from_cli(config or "{}").model_dump()
         del settings["format"]
+        if settings["bind"] is None:  # a publisher written for an older release does not know it
+            del settings["bind"]
         kind = settings.pop("publisher")
-        return cls._constructor(kind)(attn_dp_rank=attn_dp_rank, **settings)
+        if kind == "null":
+            return NullEventPublisher(attn_dp_rank)
+        return cls._constructor(kind)(attn_dp_rank=attn_dp_rank, **settings, **options)
 
 
 # --- which rank publishes, and under which hashes -----------------------------------------------------------------------------

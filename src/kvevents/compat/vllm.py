@@ -1,7 +1,11 @@
-"""`vllm.distributed.kv_events` and `vllm.config.kv_events` of vLLM 0.33, with the publisher of kvevents.
+"""`vllm.distributed.kv_events` and `vllm.config.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, struct layouts and observable behaviour are vLLM's, with these improvements: `publish` does not
-block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks, and `shutdown` never raises.
+Names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33, and what programs for older releases write
+works too: fields that came later may be left out, and events are arrays, as up to 0.23, which almost all subscribers read.
+`dialect="vllm-0.33"` of the publisher sends the bytes of that release.
+
+Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,
+and `shutdown` never raises.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from kvevents.compat.field_parsers import Field, parse_bool, parse_fields, parse
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch, KVConnectorKVEvents, KVEventAggregator
 from kvevents.publisher.factory import PublisherRegistry
+from kvevents.wire.dialects import Dialect
 
 __all__ = [
     "MEDIUM_CPU",
@@ -45,7 +50,7 @@ ExternalBlockHash: TypeAlias = bytes | int
 """The type of this name in `vllm.v1.core.kv_cache_utils`."""
 
 
-class KVCacheEvent(events.KVCacheEvent, forbid_unknown_fields=False):
+class KVCacheEvent(events.KVCacheEvent, array_like=True, forbid_unknown_fields=False):
     """Base class of all KV cache events; a subclass of the one in `kvevents.events`."""
 
 
@@ -56,9 +61,9 @@ class BlockStored(KVCacheEvent):
     parent_block_hash: ExternalBlockHash | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -95,7 +100,7 @@ class BlockRemoved(KVCacheEvent):
     """Blocks left a medium."""
 
     block_hashes: list[ExternalBlockHash]
-    medium: str | None
+    medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
@@ -184,7 +189,7 @@ class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
-    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters.
+    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters, and `dialect`.
 
     As in vLLM, `tcp://*:0` binds a port that the OS chooses, at this node's address (`get_ip`) only.
 
@@ -200,11 +205,12 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         hwm: int = 100_000,
         max_queue_size: int = 100_000,
         topic: str = "",
+        *,
+        dialect: Dialect | str | None = None,
     ) -> None:
         replay_at = None if replay_endpoint is None else resolve_node_endpoint(replay_endpoint)
-        super().__init__(
-            data_parallel_rank, resolve_node_endpoint(endpoint), replay_at, buffer_steps, hwm, max_queue_size, topic
-        )
+        at = resolve_node_endpoint(endpoint)
+        super().__init__(data_parallel_rank, at, replay_at, buffer_steps, hwm, max_queue_size, topic, dialect=dialect)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
@@ -255,11 +261,14 @@ class EventPublisherFactory(PublisherRegistry):
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
-    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> publisher.EventPublisher:
-        """Return the publisher for one rank. Raises ValueError for a name that is not registered."""
+    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0, **options: Any) -> publisher.EventPublisher:
+        """Return the publisher for one rank. Raises ValueError for a name that is not registered.
+
+        `options`, such as `dialect`, are passed to its constructor.
+        """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()
         settings = asdict(config)
         del settings["enable_kv_cache_events"]
         kind = settings.pop("publisher")
-        return cls._constructor(kind)(data_parallel_rank=data_parallel_rank, **settings)
+        return cls._constructor(kind)(data_parallel_rank=data_parallel_rank, **settings, **options)

@@ -193,9 +193,9 @@ class EnginePublisher(ZmqEventPublisher):
         if not self._end_reason:
             super()._poll(now)
 
-    def _publisher_thread(self) -> None:
+    def _run(self) -> None:
         try:
-            super()._publisher_thread()
+            super()._run()
         except BaseException as error:
             if self._own is None:
                 raise
@@ -232,7 +232,7 @@ class EnginePublisher(ZmqEventPublisher):
         """Close all sockets and create the engine's own publisher. Return its first number."""
         sent: list[SequencedPayload] = []
         with suppress(Exception):  # if the buffer is what has failed, its batches are a gap
-            sent = self._buffer.buffered()
+            sent = self._replay_buffer.buffered()
         self._server.close(self.SHUTDOWN_TIMEOUT)
         successor = own.create(**self._changed_endpoints(own.options))
         # Both engines' publishers have these two attributes in all releases that the plugins support.

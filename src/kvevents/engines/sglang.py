@@ -21,6 +21,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from kvevents import publisher
@@ -89,7 +90,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             self,
             attn_dp_rank,
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
-            dialect=_layout_of_older_release(),
+            dialect=_dialect_of_release(),
             replay_topic=_has_replay_topic(),
             compact=None if settings.compact else False,
             heartbeat=settings.heartbeat,
@@ -145,18 +146,18 @@ def _has_replay_topic() -> bool:
     return hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash")
 
 
-def _layout_of_older_release() -> Dialect | None:
-    """Return the layout of a release before 0.5.20, whose events are arrays; None for later ones.
+def _dialect_of_release() -> Dialect:
+    """Return the dialect of the release that runs, or for a build without a version, one with events of the same form.
 
-    SGLang's own events are sent as SGLang declares them in any case. The layout is that of heartbeats and full history, which
+    SGLang's own events are sent as SGLang declares them in any case. The dialect is that of heartbeats and full history, which
     consumers that were written for the release receive as well.
     """
-    if not importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_config__.array_like:
-        return None
-    try:
-        return dialect_for("sglang", importlib.import_module("sglang.version").__version__)
-    except (ImportError, AttributeError, UnknownDialectError):  # a build without a version
-        return dialect_for("sglang", _FIRST_RELEASE)
+    is_array = importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_config__.array_like
+    with suppress(ImportError, AttributeError, UnknownDialectError):
+        found = dialect_for("sglang", importlib.import_module("sglang.version").__version__)
+        if (found.event_form == "array") == is_array:
+            return found
+    return dialect_for("sglang", _FIRST_RELEASE if is_array else "latest")
 
 
 def _create_publisher(

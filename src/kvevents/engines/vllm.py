@@ -69,7 +69,7 @@ class VllmEventPublisher(EnginePublisher):
         super().__init__(
             data_parallel_rank,
             **known,
-            dialect=_layout_of_older_release(),
+            dialect=_dialect_of_release(),
             compact=None if settings.compact else False,
             heartbeat=settings.heartbeat,
             curve=settings.curve,
@@ -86,17 +86,16 @@ class VllmEventPublisher(EnginePublisher):
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 
-def _layout_of_older_release() -> Dialect | None:
-    """Return the layout of a release before 0.26, whose events are arrays or whose replies have no topic; None for later ones.
+def _dialect_of_release() -> Dialect:
+    """Return the dialect of the release that runs; a build without a version is taken for a new one.
 
-    vLLM's own events are sent as vLLM declares them in any case. The layout is that of heartbeats, full history and replies,
+    vLLM's own events are sent as vLLM declares them in any case. The dialect is that of heartbeats, full history and replies,
     which consumers that were written for the release receive as well.
     """
     try:
-        dialect = dialect_for("vllm", importlib.import_module("vllm").__version__)
-    except (ImportError, AttributeError, UnknownDialectError):  # a build without a version: taken for a new one
-        return None
-    return None if dialect.event_form == "map" and dialect.has_replay_topic else dialect
+        return dialect_for("vllm", importlib.import_module("vllm").__version__)
+    except (ImportError, AttributeError, UnknownDialectError):
+        return dialect_for("vllm")
 
 
 def _config_class() -> Any:

@@ -151,14 +151,15 @@ class EventServer:
         self._binds = bind
         self._curve = curve
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
-        self._topic = topic.encode()
+        self.topic: Final = topic.encode()
+        """First frame of every live batch."""
         self._context, self._owns_context = self._choose_context(context)
         self._are_events_closed = self._is_closed = False
         self._failures = FailureLog(logger, endpoint, settings.log_interval)
         self._flush_until = float("inf")
         self._termination: threading.Thread | None = None
         with ExitStack() as undo:
-            self._open(undo, self._topic if replay_topic else None)
+            self._open(undo, self.topic if replay_topic else None)
             undo.pop_all()
         try:
             if self._replay_thread is not None:
@@ -262,7 +263,7 @@ class EventServer:
         except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
             self._buffer.discard()
             self._failures.record("replay_buffer", error, "the buffer is emptied, and compaction is switched off")
-        self._events.send(self._topic, batches)
+        self._events.send(self.topic, batches)
 
     def poll(self) -> None:
         """Read subscriptions, and reconnect if that is due. Call it several times per second."""

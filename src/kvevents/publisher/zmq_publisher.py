@@ -36,13 +36,28 @@ from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSet
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
 from kvevents.settings import check_counts, check_heartbeat
 from kvevents.wire import resolve_dialect
-from kvevents.wire.dialects import Dialect
+from kvevents.wire.dialects import DEFAULT_DIALECT, Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ
 from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import FLUSH_GRACE
 
 logger = logging.getLogger(__name__)
+
+
+class _EngineInternal:
+    """A private member of the engines' class that ours does not have. Reading, setting or overriding it is an error."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.sentence = f"kvevents has no {name}, a private member of the engines' ZmqEventPublisher, so nothing would use it"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise AttributeError(self.sentence)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        raise AttributeError(self.sentence)
 
 
 class ZmqEventPublisher(QueuedPublisher):
@@ -58,8 +73,10 @@ class ZmqEventPublisher(QueuedPublisher):
     The others are our own:
 
     bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0.
-    dialect: a `Dialect` or a name such as `sglang-0.5.17`; None sends events as declared.
-    replay_topic: whether replies repeat the topic; None decides by the dialect, and without a dialect means yes.
+    dialect: the release whose consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None
+    sends what almost all consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field
+    that the array has no place for is a map.
+    replay_topic: whether replies repeat the topic; None decides by the dialect.
     compact: collapse what leaves the replay buffer into one snapshot batch, which precedes a replay from before the buffer;
     None does so if the native module is installed.
     curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
@@ -79,6 +96,20 @@ class ZmqEventPublisher(QueuedPublisher):
 
     offset_endpoint_port = staticmethod(offset_endpoint_port)
 
+    _ctx, _pub, _replay, _hwm, _pack = (_EngineInternal() for _ in range(5))
+    _event_queue, _buffer, _seq_gen, _running = (_EngineInternal() for _ in range(4))
+    _socket_setup, _service_replay, _publisher_thread = (_EngineInternal() for _ in range(3))
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises TypeError for a subclass that overrides a member of the engines' class that ours would never call."""
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            hidden = vars(ZmqEventPublisher).get(name)
+            if isinstance(hidden, _EngineInternal) or (name == "END_SEQ" and cls.END_SEQ != END_SEQ):
+                sentence = hidden.sentence if isinstance(hidden, _EngineInternal) else "END_SEQ is part of the protocol"
+                raise TypeError(f"{cls.__name__} overrides {name}: {sentence}; override publish() or shutdown() instead")
+
+    _default_dialect = DEFAULT_DIALECT
     _published = _heartbeats = 0
     _history_problem: str | None = None
     """Why there was no snapshot of older history when that was last checked."""
@@ -110,8 +141,7 @@ class ZmqEventPublisher(QueuedPublisher):
         check_heartbeat(heartbeat)
         super().__init__(data_parallel_rank, max_queue_size, settings.burst)
         self._settings = settings
-        self._topic_bytes = topic.encode()
-        self._dialect = resolve_dialect(dialect)
+        self._dialect = resolve_dialect(dialect) or self._default_dialect
         self._binds = should_bind(endpoint) if bind is None else bind
         self._check_ports(endpoint, replay_endpoint)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
@@ -119,19 +149,21 @@ class ZmqEventPublisher(QueuedPublisher):
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
         self._heartbeat_interval = heartbeat or 0.0
         self._compact = compact
-        self._buffer = self._replay_buffer(buffer_steps, compact)
+        self._replay_buffer = self._create_buffer(buffer_steps, compact)
         self._poll_planner = PollPlanner(settings.polling)
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._closing_lock = threading.RLock()
-        self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
-        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
+        self._compaction = threading.Thread(
+            target=self._replay_buffer.compact_until_stopped, daemon=True, name="zmq-compaction"
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
         if replay_topic is None:
-            replay_topic = self._dialect is None or self._dialect.has_replay_topic
+            replay_topic = self._dialect.has_replay_topic
         self._server = EventServer(
             self._endpoint,
             self._replay_endpoint,
-            buffer=self._buffer,
+            buffer=self._replay_buffer,
             hwm=hwm,
             topic=topic,
             bind=self._binds,
@@ -155,7 +187,7 @@ class ZmqEventPublisher(QueuedPublisher):
             logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full", settings.loss_quiet_time
         )
         self._encode_failure_log = LossLogger(logger, f"{self.endpoint}: a batch cannot be encoded", settings.loss_quiet_time)
-        if self._buffer.history_stats() is not None:
+        if self._replay_buffer.history_stats() is not None:
             self._compaction.start()
         self._thread.start()
         base.register(self)
@@ -166,7 +198,7 @@ class ZmqEventPublisher(QueuedPublisher):
         }
         warn_without_native(logger, self.endpoint, [feature for feature, is_wanted in features.items() if is_wanted])
 
-    def _replay_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
+    def _create_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
         settings = self._settings.buffer
         if self._replay_endpoint is None or compact is False:
             return ReplayBuffer(0 if self._replay_endpoint is None else steps, settings=settings)
@@ -196,6 +228,14 @@ class ZmqEventPublisher(QueuedPublisher):
         return self._server.replay_endpoint
 
     @property
+    def _dp_rank(self) -> int:
+        return self._data_parallel_rank
+
+    @property
+    def _topic_bytes(self) -> bytes:
+        return self._server.topic
+
+    @property
     def connections_refused(self) -> int:
         """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
         return self._server.connections_refused
@@ -217,7 +257,7 @@ class ZmqEventPublisher(QueuedPublisher):
     def stats(self) -> PublisherStats:
         """Return counters since the start. Safe from any thread, also after `shutdown()`."""
         next_seq, accepted = self._next_seq_and_accepted()
-        batches, size = self._buffer.size()
+        batches, size = self._replay_buffer.size()
         return PublisherStats(
             accepted=accepted,
             published=self._published,
@@ -228,11 +268,11 @@ class ZmqEventPublisher(QueuedPublisher):
                 "send_failed": self._send_failures,
                 "ended": self._dropped_after_end,
             },
-            failures=self._failures.counts() | self._server.failures() | self._buffer.failures(),
+            failures=self._failures.counts() | self._server.failures() | self._replay_buffer.failures(),
             next_seq=next_seq,
             buffered_batches=batches,
             buffered_bytes=size,
-            history=self._buffer.history_stats(),
+            history=self._replay_buffer.history_stats(),
             heartbeats=self._heartbeats,
             subscribers=self._server.subscribers,
             replay=self._server.replay_stats(),
@@ -256,7 +296,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     # --- the publisher thread ------------------------------------------------------------------------------------------------
 
-    def _publisher_thread(self) -> None:
+    def _run(self) -> None:
         encode = batch_encoder(self._dialect)
         try:
             self._publish_until_closed(encode)
@@ -268,7 +308,7 @@ class ZmqEventPublisher(QueuedPublisher):
             logger.warning("%s: the publisher thread ended: its ZeroMQ context was terminated (%s)", self.endpoint, error)
         finally:
             self._end_queue("its ZeroMQ context was terminated")
-            self._buffer.stop_compacting()
+            self._replay_buffer.stop_compacting()
             self._server.close_events(self._deadline)
 
     def _publish_until_closed(self, encode: Encode) -> None:
@@ -394,7 +434,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def _log_history_problem(self) -> None:
         """Log when the snapshot for late consumers becomes unavailable, and when it is available again."""
-        history = self._buffer.history_stats()
+        history = self._replay_buffer.history_stats()
         if history is None or history.unavailable_reason == self._history_problem:
             return
         self._history_problem = history.unavailable_reason
@@ -443,7 +483,7 @@ class ZmqEventPublisher(QueuedPublisher):
         left = max(0.0, self._deadline - monotonic())
         flushed = self._server.close(left, is_sending=self._thread.is_alive())
         if self._compaction.is_alive():
-            self._buffer.stop_compacting()
+            self._replay_buffer.stop_compacting()
             self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
         report = self._make_report(flushed)
         base.unregister(self)

@@ -49,6 +49,8 @@ class Dialect:
     """Whether 64-bit hashes are sent as signed integers."""
     has_replay_topic: bool = False
     """Whether replay replies repeat the topic."""
+    is_lossless: bool = False
+    """Whether an event with a field that the release does not have is sent as `kvevents.events` declares it."""
 
     @property
     def name(self) -> str:
@@ -164,6 +166,17 @@ _TABLE: Final[tuple[Dialect, ...]] = (
 
 NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events`."""
+DECLARED: Final = replace(
+    _V0_33,
+    stored_fields=(*_V0_33.stored_fields, "cache_salt"),
+    optional_fields=_V0_33.optional_fields | {"cache_salt"},
+)
+"""All fields of `kvevents.events` that engines have, as maps."""
+DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
+"""What a publisher sends if no release is named: the last array form of vLLM, and replies without a topic. The decision record
+0025 says who reads it."""
+DEFAULT_SGLANG_DIALECT: Final = replace(_S0_5_9, is_lossless=True)
+"""What `kvevents.compat.sglang` sends if no release is named: the last array form of SGLang."""
 ARRAY_STORED: Final = _V0_22.stored_fields
 """The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")

@@ -12,22 +12,25 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent
-from kvevents.wire.dialects import ARRAY_REMOVED, NEWEST_VLLM, Dialect
+from kvevents.wire.dialects import ARRAY_REMOVED, DECLARED, DEFAULT_DIALECT, Dialect
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
+
+def _to_builtin(value: Any) -> Any:
+    """Return the list or number in an `array` or a value of NumPy, which msgspec does not encode by itself."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+    return value.tolist()
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
 _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
-_DECLARED: Final = replace(
-    NEWEST_VLLM,
-    stored_fields=(*NEWEST_VLLM.stored_fields, "cache_salt"),
-    optional_fields=NEWEST_VLLM.optional_fields | {"cache_salt"},
-)
-"""All fields of `kvevents.events`, in the order of the newest vLLM."""
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
 """Fields that no engine has and that kvevents sends in every dialect with events as maps."""
 
@@ -47,52 +50,55 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
     without the fields that it does not have. Users' own event types are encoded as they are declared.
-    Without a dialect all events are encoded as they are declared, which for `kvevents.events` is the layout of vLLM 0.33.
+    Without a dialect they are arrays, which almost all subscribers read (`DEFAULT_DIALECT`). An event with a field that the
+    array has no place for is a map then, as the newest vLLM sends it, so nothing is left out.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
     """
-    try:
-        if dialect is None and not any(map(_is_relayed, batch.events)):
-            return _ENCODER.encode(batch)
-        return _ENCODER.encode(_convert_batch(batch, dialect or _DECLARED))
-    except _ENCODING_ERRORS as error:
-        raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
+    return batch_encoder(dialect)(batch)
 
 
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
-    """Return a function that encodes as `encode_batch` does but reuses one buffer. Use it in one thread only."""
-    if dialect is not None:
-        return lambda batch: encode_batch(batch, dialect)
-    buffer = bytearray()
-    encode_into = _ENCODER.encode_into
+    """Return a function that encodes as `encode_batch` does and reuses one buffer. Use it in one thread only."""
+    layout = dialect or DEFAULT_DIALECT
+    # As all engines declare their batches today.
+    is_common = layout.batch_form == "array" and layout.has_rank
+    buffer, converters, encode_into = bytearray(), _Converters(layout), _ENCODER.encode_into
 
     def encode(batch: Any) -> bytes:
         try:
-            if not any(map(_is_relayed, batch.events)):
-                encode_into(batch, buffer)
-                return bytes(buffer)
+            events = [converters[event.__class__](event) for event in batch.events]
+            whole = batch
+            if not is_common:
+                whole = _rare_batch(batch, events, layout)
+            elif events != batch.events:  # a converted event is never equal; a list compares others by identity
+                whole = [batch.ts, events, batch_rank(batch)]
+            encode_into(whole, buffer)
+            return bytes(buffer)
         except _ENCODING_ERRORS as error:
             raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
-        return encode_batch(batch)
 
     return encode
 
 
-def _is_relayed(event: object) -> bool:
-    """Return whether an event has fields that only a decoder sets and that are never sent unchanged."""
-    kind = type(event)
-    if kind is BlockStored or kind is BlockRemoved:
-        return event.unknown_fields is not None or event.block_digests is not None  # type: ignore[attr-defined]
-    return kind is AllBlocksCleared and event.unknown_fields is not None  # type: ignore[attr-defined]
-
-
-def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
-    """Return a batch in the layout of `dialect`, as values that msgspec encodes."""
-    events = [_converter(event.__class__, dialect)(event) for event in batch.events]
+def _rare_batch(batch: Any, events: list[Any], dialect: Dialect) -> Any:
+    """Return a batch without a rank, or as a map."""
+    if dialect.batch_form == "array":
+        return [batch.ts, events]
     rank = batch_rank(batch)
-    if dialect.batch_form == "map":
-        return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
-    return [batch.ts, events, rank] if dialect.has_rank else [batch.ts, events]
+    return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
+
+
+class _Converters(dict[Any, _Converter]):
+    """The converters of events to one dialect, by the type of the event. Each is made when the type is met first."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__()
+        self._dialect = dialect
+
+    def __missing__(self, kind: Any) -> _Converter:
+        self[kind] = found = _converter(kind, self._dialect)
+        return found
 
 
 def batch_rank(batch: EventBatch) -> int | None:
@@ -101,26 +107,38 @@ def batch_rank(batch: EventBatch) -> int | None:
     return getattr(batch, "attn_dp_rank", None) if rank is None else rank
 
 
-def _tag_of(kind: Any) -> Any:
-    """Return the tag of an event type; None for a type of a user's own or a value that is not an event."""
+def _is_ours(kind: Any) -> bool:
+    """Return whether a type is a KV cache event of kvevents or of `kvevents.compat`, and not a user's own kind of event."""
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
-    return getattr(getattr(kind, "__struct_config__", None), "tag", None) if is_event else None
+    return is_event and getattr(getattr(kind, "__struct_config__", None), "tag", None) in _TAGS
 
 
 @cache
 def _converter(kind: Any, dialect: Dialect) -> _Converter:
     """Return the function that converts events of type `kind` to the layout of `dialect`. It is made once per pair."""
-    tag = _tag_of(kind)
-    if tag not in _TAGS:
+    if not _is_ours(kind):
         return _as_declared
-    wire_type = _wire_type(tag, dialect)
+    wire_type = _wire_type(kind.__struct_config__.tag, dialect)
     names = wire_type.__struct_fields__
 
     def convert(event: Any) -> Any:
         values = [_value(event, name, dialect.has_signed_hashes) for name in names]
         return _add_extra_fields(wire_type(*values), event, dialect)
 
-    return convert
+    def convert_completely(event: Any) -> Any:
+        values = astuple(event)
+        if values[count:] == nothing:
+            return wire_type(*values[:count])
+        return fall_back(event) if any(getattr(event, name) is not None for name in others) else convert(event)
+
+    if not dialect.is_lossless:
+        return convert
+    others = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
+    fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes))
+    count = len(names)
+    # Never equal for a type whose fields have another order.
+    nothing = (None,) * (len(kind.__struct_fields__) - count) if kind.__struct_fields__[:count] == names else None
+    return convert_completely
 
 
 def _as_declared(event: Any) -> Any:
@@ -132,7 +150,7 @@ def _value(event: Any, name: str, signed: bool) -> Any:
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
         digests = getattr(event, "block_digests", None)
-        return [_wire_hash(item, signed) for item in value or ()] if digests is None else digests
+        return [_wire_hash(item, signed) for item in (() if value is None else value)] if digests is None else digests
     if name == "parent_block_hash":
         digest = getattr(event, "parent_block_digest", None)
         return _wire_hash(value, signed) if digest is None else digest

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 import zmq
 
-from kvevents.endpoints import needs_ipv6
+from kvevents.endpoints import needs_ipv6, validate_port
 from kvevents.errors import EndpointError
 from kvevents.zeromq.zap import SocketSecurity
 
@@ -57,6 +57,7 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, what: str = ""
 
     `what`, such as `replay`, names the socket in errors. Raises `EndpointError`.
     """
+    validate_port(endpoint)
     verb = "bind" if bind else "connect"
     subject = f" the {what} socket" if what else ""
     preposition = " to" if what or not bind else ""
