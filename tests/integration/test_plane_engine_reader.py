@@ -12,14 +12,17 @@ import pytest
 
 from bridge_cases import PublishingEngine
 from kvevents.events import BlockRemoved
-from kvevents.plane.engine_reader import MAX_REASON, EngineReader, EngineRecord
+from kvevents.plane.engine_reader import MAX_REASON, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
 from kvevents.plane.partition_state import ResumePoint
 from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
-from kvevents.stream import Checkpoint, Source, StreamLimits, Trust
-from kvevents.testing.fake_transport import FakeTransport
+from kvevents.stream import Checkpoint, Source, StreamLimits
+from kvevents.testing.fake_transport import FakeEngine, FakeTransport
 from plane_cases import SECONDS
 from publisher_cases import hold_publisher
 from service_cases import wait_for
+
+TOO_LONG = "ipc:///" + "z" * 2 * MAX_REASON
+"""An endpoint to which no socket can connect; the reason has it."""
 
 
 class Collector:
@@ -120,7 +123,8 @@ def test_an_unfollowed_stream_delivers_nothing_more_and_can_be_followed_again() 
         collector.wait_for(6)
         collector.reader.unfollow(("one", 0))
         collector.reader.unfollow(("absent", 0))
-        wait_for("the stream to be unfollowed", lambda: ("one", 0) not in collector.reader._follow_ids, SECONDS)
+        collector.reader.follow(Source(TOO_LONG, name="odd"), ResumePoint(None, 0), follow_id=3)
+        wait_for("a report of what follows", lambda: collector.delivered[-1].follow_id == 3, SECONDS)
         one.publish_next(3)
         two.publish_next(3)
         collector.wait_for(9)
@@ -133,7 +137,7 @@ def test_an_unfollowed_stream_delivers_nothing_more_and_can_be_followed_again() 
 
 def test_an_invalid_address_is_reported_as_the_reason_of_the_trust() -> None:
     with PublishingEngine() as engine, reading() as collector:
-        collector.reader.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), ResumePoint(None, 0), follow_id=5)
+        collector.reader.follow(Source(TOO_LONG, name="odd"), ResumePoint(None, 0), follow_id=5)
         wait_for("the report", lambda: collector.trust == ["CONNECTING"], SECONDS)
         report = collector.delivered[0].record
         assert isinstance(report, TrustRecord)
@@ -144,85 +148,108 @@ def test_an_invalid_address_is_reported_as_the_reason_of_the_trust() -> None:
         collector.wait_for(1)
 
 
-def test_a_reader_that_was_never_started_closes_its_sockets() -> None:
-    reader = EngineReader("bridge", lambda _: None, lambda: True)
-    assert reader.stop()
-    assert repr(reader._subscriber) == "<Subscriber closed>"
+class Script:
+    """Runs an `EngineReader` of engines in memory. A script goes on before each turn of the reader, and says if it has room.
 
+    A turn with room waits for no real time. One without room waits `PAUSE_SECONDS`, and reads nothing.
+    """
 
-def test_idle_streams_are_not_examined_and_each_change_of_trust_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only streams with a change are examined, regardless of how many streams there are."""
-    transport = FakeTransport()
-    delivered: list[EngineRecord] = []
-    engines = [transport.engine(f"tcp://engine-{number}:1", f"tcp://engine-{number}:2") for number in range(50)]
-    reader = EngineReader("bridge", delivered.extend, lambda: True, transport=transport, clock=transport.clock)
-    for number, engine in enumerate(engines):
-        source = Source(engine.endpoint, engine.replay_endpoint, name=str(number))
-        reader.follow(source, ResumePoint(None, 0), 1)
+    def __init__(self) -> None:
+        self.transport = FakeTransport()
+        self.deliveries: list[list[EngineRecord]] = []
+        self.reader = EngineReader(
+            "bridge", self.deliveries.append, self._go_on, transport=self.transport, clock=self.transport.clock
+        )
+        self._script: Iterator[bool] = iter(())
+
+    @property
+    def delivered(self) -> list[EngineRecord]:
+        return [record for records in self.deliveries for record in records]
+
+    def follow(self, name: str) -> FakeEngine:
+        """Follow an engine that has published one batch."""
+        engine = self.transport.engine(f"tcp://{name}:1", f"tcp://{name}:2")
+        self.reader.follow(Source(engine.endpoint, engine.replay_endpoint, name=name), ResumePoint(None, 0), 1)
         engine.publish(BlockRemoved([1]))
+        return engine
 
-    def turn() -> None:
-        for _ in range(5):
-            reader._check_trust_at = 0.0
-            reader._turn()
+    def run(self, script: Iterator[bool]) -> None:
+        self._script = script
+        self.reader.run()
+        if self.reader.failure is not None:
+            raise self.reader.failure
 
-    turn()
-    for engine in engines:
-        engine.publish(BlockRemoved([1]))  # the first one that arrives live
-    turn()
-    assert {each.record.key for each in delivered if isinstance(each.record, TrustRecord) and each.record.trust == "EXACT"} == {
-        (str(number), 0) for number in range(50)
-    }
-    delivered.clear()
-    turn()
-    assert delivered == []
-    engines[7].publish(BlockRemoved([1]))
-    examined: list[int] = []
-    original = reader._subscriber.trust_changes
+    def _go_on(self) -> bool:
+        has_room = next(self._script, None)
+        if has_room is None:
+            self.reader.stop()
+        return bool(has_room)
 
-    def count_examined() -> list[tuple[tuple[str, int], Trust]]:
-        examined.append(len(reader._subscriber._multiplexer._changed))
-        return original()
 
-    monkeypatch.setattr(reader._subscriber, "trust_changes", count_examined)
-    reader._check_trust_at = float("inf")
-    reader._turn()
-    assert examined == [1]
-    assert [type(each.record) for each in delivered] == [BatchRecord]
-    delivered.clear()
-    engines[7].disconnect()
-    turn()
-    assert [each.record.key for each in delivered] == [("7", 0)]
+MANY_TURNS = [True] * 10
+TRUST_IS_DUE = [*MANY_TURNS, *[False] * (1 + int(TRUST_SECONDS / PAUSE_SECONDS)), True, True]
+"""Turns after which a change of trust must have been reported even if nothing else was delivered."""
+
+
+def test_a_reader_that_was_never_started_closes_its_transport() -> None:
+    class RecordingTransport(FakeTransport):
+        is_closed = False
+
+        def close(self) -> None:
+            super().close()
+            self.is_closed = True
+
+    transport = RecordingTransport()
+    assert EngineReader("bridge", lambda _: None, lambda: True, transport=transport).stop()
+    assert transport.is_closed
+
+
+def test_each_change_of_trust_is_reported_once() -> None:
+    """Nothing is reported of a stream whose trust does not change, regardless of what other streams do."""
+    script = Script()
+    engines = [script.follow(str(number)) for number in range(50)]
+
+    def run() -> Iterator[bool]:
+        yield from MANY_TURNS
+        for engine in engines:
+            engine.publish(BlockRemoved([1]))  # the first one that arrives live
+        yield from TRUST_IS_DUE
+        exact = [each.record.key for each in script.delivered if _trust_in([each]) == ["EXACT"]]
+        assert sorted(exact) == sorted((str(number), 0) for number in range(50))
+        script.deliveries.clear()
+        yield from TRUST_IS_DUE
+        assert script.delivered == []
+        engines[7].publish(BlockRemoved([1]))
+        yield from MANY_TURNS
+        assert [type(each.record) for each in script.delivered] == [BatchRecord]
+        script.deliveries.clear()
+        engines[7].disconnect()
+        yield from TRUST_IS_DUE
+        assert [each.record.key for each in script.delivered] == [("7", 0)]
+
+    script.run(run())
 
 
 def test_a_replayed_batch_and_the_lower_trust_are_delivered_together() -> None:
     """A replayed batch may be of another incarnation: the log must not say EXACT about it until the next check."""
-    transport = FakeTransport()
-    deliveries: list[list[EngineRecord]] = []
-    engine = transport.engine("tcp://engine:1", "tcp://engine:2")
-    reader = EngineReader(
-        "bridge", lambda records: deliveries.append(list(records)), lambda: True, transport=transport, clock=transport.clock
-    )
-    reader.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), ResumePoint(None, 0), 1)
-    engine.publish(BlockRemoved([1]))
-    for _ in range(10):
-        reader._check_trust_at = 0.0
-        reader._turn()
-    engine.publish(BlockRemoved([1]))
-    for _ in range(10):
-        reader._check_trust_at = 0.0
-        reader._turn()
-    assert _trust_in([each for records in deliveries for each in records])[-1] == "EXACT"
-    deliveries.clear()
-    engine.publish(BlockRemoved([1]), lost=True)
-    transport.clock.advance(StreamLimits().idle_before_probe)
-    reader._check_trust_at = float("inf")
-    for _ in range(5):
-        reader._turn()
-    for records in deliveries:
+    script = Script()
+    engine = script.follow("engine")
+
+    def run() -> Iterator[bool]:
+        yield from MANY_TURNS
+        engine.publish(BlockRemoved([1]))
+        yield from TRUST_IS_DUE
+        assert _trust_in(script.delivered)[-1] == "EXACT"
+        script.deliveries.clear()
+        engine.publish(BlockRemoved([1]), lost=True)
+        script.transport.clock.advance(StreamLimits().idle_before_probe)
+        yield from MANY_TURNS
+
+    script.run(run())
+    for records in script.deliveries:
         replayed = [each for each in records if isinstance(each.record, BatchRecord) and each.record.replayed]
         assert not replayed or _trust_in(records), "a replayed batch is delivered without trust"
-    assert deliveries
+    assert script.deliveries
 
 
 def _trust_in(records: list[EngineRecord]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
@@ -15,9 +15,9 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.stats import ReplayStats
 from kvevents.relay import Relay, RelayLimits, RelaySettings
-from kvevents.relay.journal import Journal
+from kvevents.relay.journal import Journal, JournalLimits
 from kvevents.relay.journal_disk import Disk
-from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
+from kvevents.stream import Batch, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
 from kvevents.testing.fake_transport import FakeConnection
@@ -211,6 +211,14 @@ class Consumer:
         self._subscriber.close()
 
 
+class SharedTransport(FakeTransport):
+    """A transport to engines that have other connections too."""
+
+    def __init__(self, clock: VirtualClock, engines: Mapping[str, FakeEngine]) -> None:
+        super().__init__(clock)
+        self._engines = dict(engines)
+
+
 class MemoryRelay(Relay):
     """A relay that sends to a `FakeEventServer`, and writes snapshots of its journal at once."""
 
@@ -218,9 +226,14 @@ class MemoryRelay(Relay):
         self._world = world
         super().__init__(settings, **options)
 
+    def take_turn_with(self, deliveries: list[RawDelivery]) -> None:
+        """Forward deliveries as a turn does, also those that engines in memory deliver in several turns."""
+        self._warn(deliveries)
+        self._forward(deliveries)
+
     def _open_journal(self, disk: Disk | None) -> Journal | None:
         folder = self.settings.journal
-        return None if folder is None else open_journal(Path(folder), self.limits.journal, disk)
+        return None if folder is None else self._world.open_journal(Path(folder), self.limits.journal, disk)
 
     def _open_event_server(self, buffer: ReplayBuffer, incarnation: int) -> EventServer:
         return cast("EventServer", self._world.make_event_server(buffer, incarnation))
@@ -231,22 +244,22 @@ class World:
 
     def __init__(self, folder: Path | None, stack: ExitStack, count: int = 1, buffer_steps: int = 10_000) -> None:
         self.clock = VirtualClock()
-        self._below, self._above = FakeTransport(self.clock), FakeTransport(self.clock)
         self.upstreams = [
-            Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps), self.clock)
+            Upstream(FakeEngine(self.clock, f"tcp://e:{at}", f"tcp://r:{at}", b"", buffer_steps), self.clock)
             for at in range(count)
         ]
+        self._upstream_engines = {each.engine.endpoint: each.engine for each in self.upstreams}
         self.relay_endpoint = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
-        self._above._engines[self.relay_endpoint.endpoint] = self.relay_endpoint
         self.relay_endpoint.buffer = ReplayBuffer(1)
         self.relay_endpoint.disconnect()
-        self.relay: Relay
+        self.relay: MemoryRelay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
         """Called before each step at which the relay can be killed: calls of the disk, "keep" and "send"."""
         self.sent: Callable[[], None] = lambda: None
         """Called after a message was sent."""
         self._folder = folder
+        self._journal: Journal | None = None
         self._stack = stack
         self._consumers: list[Consumer] = []
 
@@ -261,25 +274,23 @@ class World:
         journal = None if self._folder is None else str(self._folder)
         return RelaySettings(upstreams=sources, **{"journal": journal, "heartbeat": 1.0, **more})
 
-    def begin(self, disk: Disk | None = None, limits: RelayLimits = LIMITS, **settings: Any) -> Relay:
+    def begin(self, disk: Disk | None = None, limits: RelayLimits = LIMITS, **settings: Any) -> MemoryRelay:
         """Open a relay, and connect the consumers to it."""
         found = disk or WatchedDisk(lambda call, _: self.before(call))
+        self._transport = SharedTransport(self.clock, self._upstream_engines)
         self.relay = MemoryRelay(
-            self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport(), disk=found
+            self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport, disk=found
         )
-        if self.relay._journal is not None:
-            self._stack.callback(crash, self.relay._journal)  # so that its files do not stay open after the test
-        self.relay_endpoint.buffer = self.relay._buffer
         self.relay_endpoint.reconnect()
         return self.relay
 
-    def _transport(self) -> FakeTransport:
-        """Return a transport with new connections to the same engines."""
-        made = FakeTransport(self.clock)
-        made._engines = self._below._engines
-        return made
+    def open_journal(self, folder: Path, limits: JournalLimits, disk: Disk | None) -> Journal:
+        self._journal = open_journal(folder, limits, disk)
+        self._stack.callback(crash, self._journal)  # so that its files do not stay open after the test
+        return self._journal
 
     def make_event_server(self, buffer: ReplayBuffer, incarnation: int) -> FakeEventServer:
+        self.relay_endpoint.buffer = buffer
         self.event_server = FakeEventServer(self.relay_endpoint, buffer, incarnation, self._step)
         return self.event_server
 
@@ -292,9 +303,9 @@ class World:
     def kill(self) -> None:
         """Kill the relay: everything in memory is lost."""
         self.relay_endpoint.disconnect()
-        self.relay._upstreams.close()
-        if self.relay._journal is not None:
-            crash(self.relay._journal)
+        self._transport.close()
+        if self._journal is not None:
+            crash(self._journal)
 
     def end(self) -> None:
         """Close the relay."""
@@ -302,14 +313,10 @@ class World:
         self.relay_endpoint.disconnect()
 
     def consumer(self, *, reads_heartbeats: bool = True) -> Consumer:
-        made = Consumer(self.relay_endpoint, self._above_transport(), reads_heartbeats=reads_heartbeats)
+        transport = SharedTransport(self.clock, {self.relay_endpoint.endpoint: self.relay_endpoint})
+        made = Consumer(self.relay_endpoint, transport, reads_heartbeats=reads_heartbeats)
         self._stack.callback(made.close)
         self._consumers.append(made)
-        return made
-
-    def _above_transport(self) -> FakeTransport:
-        made = FakeTransport(self.clock)
-        made._engines = self._above._engines
         return made
 
     def turn(self, count: int = 1) -> None:
