@@ -61,15 +61,16 @@ MEDIUM_EXTERNAL: Final = "EXTERNAL"
 TIERS: Final = ("gpu", "cpu", "disk")
 """Known tiers, the fastest first. The index defines them too, with the media of each (`placements.rs`)."""
 
-TokenId: TypeAlias = int | tuple[int, int]
-"""A token id, or the pair `(token, next token)` that SGLang sends under EAGLE."""
-
 if TYPE_CHECKING:
+    TokenId: TypeAlias = int | tuple[int, int] | str
+    """A token id; -1 for any other value. Under EAGLE the pair `(token, next token)` (SGLang); for the first token of a
+    multimodal item its digest, 64 hexadecimal digits (TensorRT-LLM)."""
     ExtraKey: TypeAlias = Any
     UnknownFields: TypeAlias = dict[str, Any]
 else:
     # What the fast decoder may build from a peer's input: no nested maps, no depth. `kvevents.wire.tolerant` decodes anything
     # else in these fields, within limits. Encoding does not use annotations.
+    TokenId = int | tuple[int, int]
     ExtraKey = str | int | list[str | int]
     UnknownFields = dict[str, bool | int | float | str | None]
 

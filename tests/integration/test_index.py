@@ -420,9 +420,10 @@ def test_tiers_are_cumulative_along_the_prefix(index: PrefixIndex, feed: Feed) -
     ("medium", "tiers"),
     [
         *((medium, (2, 2, 2, 2)) for medium in (None, "", "gpu", "HBM", "Device")),
-        *((medium, (0, 2, 2, 2)) for medium in ("CPU", "cpu_pinned", "CPU_TIER1", "host")),
+        *((medium, (0, 2, 2, 2)) for medium in ("CPU", "cpu_pinned", "CPU_TIER1", "host", "host-pinned")),
         *((medium, (0, 0, 2, 2)) for medium in ("CPU_TIER2", "DISK", "ssd", "NVMe", "FS", "STORAGE", "EXTERNAL", "REMOTE")),
-        ("tape", (0, 0, 0, 2)),
+        *((medium, (0, 0, 2, 2)) for medium in ("OBJ", "SHARED_STORAGE", "object-store", "S3", "local_disk", "REMOTE_CPU")),
+        *((medium, (0, 0, 0, 2)) for medium in ("tape", "_", "CPUX", "DISKETTE")),
     ],
 )
 def test_a_medium_maps_to_its_tier_regardless_of_case(
@@ -430,7 +431,8 @@ def test_a_medium_maps_to_its_tier_regardless_of_case(
 ) -> None:
     feed(store_chain(1, medium=medium))
     assert tiers_of(index) == tiers
-    assert [tier for _, _, tier, *_ in blocks_of(index, feed.worker)] == [("gpu", "cpu", "disk", "TAPE")[tiers.index(2)]]
+    expected = ("gpu", "cpu", "disk", (medium or "").upper())[tiers.index(2)]
+    assert [tier for _, _, tier, *_ in blocks_of(index, feed.worker)] == [expected]
 
 
 def test_remote_blocks_count_in_the_disk_tier(index: PrefixIndex, feed: Feed) -> None:

@@ -90,14 +90,15 @@ def has_keys(event: BlockStored) -> bool:
 def event_tokens(event: BlockStored, index: int) -> list[int]:
     size = event.block_size
     block: Sequence[TokenId] = event.token_ids[index * size : (index + 1) * size]
-    plain = [token if isinstance(token, int) else token[0] for token in block]
-    return plain if isinstance(block[-1], int) else [*plain, block[-1][1]]
+    plain = [token[0] if isinstance(token, tuple) else int(token) for token in block]
+    return [*plain, block[-1][1]] if isinstance(block[-1], tuple) else plain
 
 
-def has_tokens(event: BlockStored) -> bool:
-    """Return whether keys are defined for all tokens of the event."""
-    tokens = [part for token in event.token_ids for part in (token if isinstance(token, tuple) else (token,))]
-    return all(0 <= token < 2**32 for token in tokens)
+def keyable_blocks(event: BlockStored) -> int:
+    """Return how many blocks of the event are before the first token that cannot be keyed."""
+    tokens = [token if isinstance(token, tuple) else (token,) for token in event.token_ids]
+    good = [all(isinstance(part, int) and 0 <= part < 2**32 for part in token) for token in tokens]
+    return [*good, False].index(False) // event.block_size
 
 
 def event_extras(event: BlockStored, index: int) -> tuple[list[str], list[int]]:

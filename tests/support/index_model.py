@@ -19,7 +19,7 @@ from index_keys import (
     Worker,
     block_key,
     has_keys,
-    has_tokens,
+    keyable_blocks,
     plane_of,
     prompt_keys,
     scheme_of,
@@ -90,13 +90,13 @@ class Stream:
             self.store_keyed(event, plane)
         elif size <= 0 or len(event.token_ids) != len(event.block_hashes) * size:
             self.counts["length-mismatch"] += 1
-        elif not has_tokens(event):
-            self.counts["bad-token"] += 1
         else:
-            self.rules[group] = "dense"
+            count = keyable_blocks(event)
+            self.counts["bad-token"] += count < len(event.block_hashes)
+            self.rules |= {group: "dense"} if count or not event.block_hashes else {}
             before: Block | None = None
             parents = [event.parent_block_hash, *event.block_hashes]
-            for index, value in enumerate(event.block_hashes):
+            for index, value in enumerate(event.block_hashes[:count]):
                 before = self.put(Waiting(value, plane, parents[index], event, index), before)
 
     def store_keyed(self, event: BlockStored, plane: Plane) -> None:

@@ -46,9 +46,10 @@ texts = (
 loose_keys = st.lists(st.none() | st.lists(msgpack_values | st.tuples(msgpack_values, numbers), max_size=3), max_size=4)
 
 
-mm_items = st.fixed_dictionaries({}, optional={"hash": msgpack_values, "start_offset": numbers}) | st.tuples(
-    msgpack_values, numbers
-)
+mm_hashes = st.sampled_from(["a" * 64, "b" * 64, 5, b"a"]) | msgpack_values
+mm_items = st.fixed_dictionaries(
+    {}, optional={"hash": mm_hashes, "start_offset": st.sampled_from([0, 1, 2]) | numbers, "uuid": msgpack_values}
+) | st.tuples(mm_hashes, numbers)
 
 
 loose_stores = st.fixed_dictionaries(
@@ -56,7 +57,10 @@ loose_stores = st.fixed_dictionaries(
         "type": st.just("BlockStored"),
         "block_hashes": st.lists(st.integers(0, 8) | numbers | st.binary(min_size=8, max_size=9), max_size=3),
         "parent_block_hash": st.none() | st.integers(0, 8) | numbers,
-        "token_ids": st.lists(st.sampled_from([1, 2, "3", [1, 2]]) | numbers | st.tuples(numbers, numbers), max_size=6),
+        "token_ids": st.lists(
+            st.sampled_from([1, 2, "3", [1, 2], "a" * 64, "B" * 64, "c", None, 1.5]) | numbers | st.tuples(numbers, numbers),
+            max_size=6,
+        ),
         "block_size": st.sampled_from([1, 2]) | numbers,
     },
     optional={

@@ -215,6 +215,18 @@ def test_a_store_without_keys_has_a_reason(event: BlockStored, unkeyed: str) -> 
     assert (stored_keys(event).keys, stored_keys(event).unkeyed) == ([], unkeyed)
 
 
+@pytest.mark.parametrize("bad", [-1, 2**32, 2**64 - 1, "c" * 64])
+@pytest.mark.parametrize("at", range(6))
+def test_blocks_before_a_token_that_cannot_be_keyed_have_keys(bad: int | str, at: int) -> None:
+    """The digest of an item without anything else about it is not one: it is read."""
+    tokens: list[int | str] = [1, 2, 3, 4, 5, 6]
+    good = stored_keys(store([1, 2, 3], tokens, 2)).keys
+    tokens[at] = bad
+    found = stored_keys(store([1, 2, 3], tokens, 2))
+    assert found.keys[: at // 2] == good[: at // 2]
+    assert (len(found.keys), found.unkeyed) == ((3, None) if isinstance(bad, str) else (at // 2, "bad-token"))
+
+
 def test_a_store_with_announced_keys_has_these_keys() -> None:
     assert stored_keys(store([1, 2], [], 4, 7, block_keys=[8, 9])) == StoredKeys([8, 9], None, None)
 

@@ -333,9 +333,18 @@ def test_token_ids_of_tensorrt_llm_are_converted_from_strings() -> None:
     assert event.unknown_fields == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
 
 
+def test_digests_of_items_stay_among_the_token_ids() -> None:
+    assert decode_one(batch_of(make_store(token_ids=["AB" * 32, "c" * 64]))).token_ids == ["ab" * 32, "c" * 64]
+
+
 @pytest.mark.parametrize(
-    "token", ["", "-1", "1.5", "१२", "9" * 21, "9" * 20, "9" * 100_000, [1], [1, 2, 3], [1, "2"], None, 1.0]
+    "token", ["", "-1", "1.5", "१२", "9" * 21, "9" * 20, "9" * 100_000, "g" * 64, "a" * 63, None, 1.0, True]
 )
+def test_a_value_that_is_no_token_id_becomes_an_invalid_one(token: Any) -> None:
+    assert decode_one(batch_of(make_store(token_ids=[7, token]))).token_ids == [7, -1]
+
+
+@pytest.mark.parametrize("token", [[1], [1, 2, 3], [1, "2"], {}, b"1"])
 def test_an_invalid_token_id_rejects_its_event(token: Any) -> None:
     decoded = decode_batch(batch_of(make_store(), make_store(token_ids=[token]), make_store()))
     assert decoded.batch.events == [GOOD, GOOD]

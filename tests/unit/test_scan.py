@@ -28,7 +28,7 @@ STORED = (
     "block_hashes",
     "parent_block_hash",
     "token_ids",
-    "unkeyable",
+    "keyable",
     "block_size",
     "lora_id",
     "medium",
@@ -64,7 +64,8 @@ def normalize_event(event: KVEvent) -> dict[str, Any]:
     fields = {name: getattr(event, name, None) for name in NAMES[kind]}
     if isinstance(event, BlockStored):
         tokens = [token if isinstance(token, tuple) else (token,) for token in event.token_ids]
-        fields["unkeyable"] = any(not 0 <= part < 2**32 for token in tokens for part in token)
+        good = [all(isinstance(part, int) and 0 <= part < 2**32 for part in token) for token in tokens]
+        fields["keyable"] = [*good, False].index(False)
         low = [tuple(part % 2**32 for part in token) for token in tokens]
         fields["token_ids"] = [token if len(token) == 2 else token[0] for token in low]
         if event.extra_keys is not None:

@@ -97,7 +97,8 @@ pub struct Store<'a> {
     /// Token ids; under EAGLE pairs, one after the other.
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
-    pub unkeyable: bool,
+    /// The blocks that can be keyed, all before the first one that cannot. None if tokens or keys do not fit the hashes.
+    pub keyable: Option<usize>,
     /// Keys instead of tokens.
     pub keys: Option<Cow<'a, [u64]>>,
     pub block_size: u64,
@@ -143,7 +144,7 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
         parent: event.parent,
         tokens: event.tokens.slice(&read.scratch.tokens).into(),
         pairs: event.pairs,
-        unkeyable: event.unkeyable,
+        keyable: event.keyable_blocks(),
         keys: event.keyed.then(|| event.keys.slice(&read.scratch.hashes).into()),
         block_size: event.block_size,
         location: location_of(read, event),

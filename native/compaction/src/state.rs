@@ -186,10 +186,10 @@ impl State {
             }
             return self.store_without_tokens(store);
         }
-        let size = u32::try_from(store.block_size).ok().filter(|&size| size > 0);
-        let Some(size) = size.filter(|&size| is_consistent(store, size)) else {
+        let Some(count) = store.keyable.filter(|&count| count > 0 || store.hashes.is_empty()) else {
             return Ok(());
         };
+        let size = store.block_size as u32;
         self.learn(store, Rule::Dense)?;
         if self.invalid.is_some() || store.hashes.is_empty() {
             return Ok(());
@@ -197,7 +197,7 @@ impl State {
         let announcement = self.announcements.number_of(store, None).ok_or("announcements")?;
         match &store.keys {
             Some(keys) => self.store_with_keys(&store.hashes, keys, size, announcement)?,
-            None => self.store_with_tokens(store, size, announcement)?,
+            None => self.store_with_tokens(store, count, size, announcement)?,
         }
         self.check_limits()
     }
@@ -262,7 +262,8 @@ impl State {
         Ok(())
     }
 
-    fn store_with_tokens(&mut self, store: &Store<'_>, size: u32, announcement: u8) -> Result<(), Reason> {
+    /// Applies a store of tokens: its first `count` blocks.
+    fn store_with_tokens(&mut self, store: &Store<'_>, count: usize, size: u32, announcement: u8) -> Result<(), Reason> {
         let lora = match (&store.namespace.lora_name, store.namespace.lora_id) {
             (Some(name), _) => keys::lora_name(name),
             (None, Some(id)) => keys::lora_id(id),
@@ -287,7 +288,7 @@ impl State {
         };
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
-        for (at, &hash) in store.hashes.iter().enumerate() {
+        for (at, &hash) in store.hashes[..count].iter().enumerate() {
             content.tokens = tokens_of(store, at, size as usize);
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
@@ -434,17 +435,6 @@ impl Content<'_> {
             lora: self.lora,
             salt: self.salt,
             namespace: self.namespace.to_static(),
-        }
-    }
-}
-
-/// Whether a store has tokens or keys for all of its blocks, and they can be keyed.
-fn is_consistent(store: &Store<'_>, size: u32) -> bool {
-    match &store.keys {
-        Some(keys) => store.tokens.is_empty() && keys.len() == store.hashes.len(),
-        None => {
-            let tokens = (store.tokens.len() >> u32::from(store.pairs)) as u64;
-            !store.unkeyable && Some(tokens) == u64::from(size).checked_mul(store.hashes.len() as u64)
         }
     }
 }

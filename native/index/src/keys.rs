@@ -12,6 +12,9 @@ const SALT_SEED: u64 = 1;
 const LORA_ID_SEED: u64 = 2;
 const UNTAGGED_SEED: u64 = 3;
 
+/// The token that stands for each token of a multimodal item, where an engine announces its own instead of the prompt's (TensorRT-LLM).
+pub const PLACEHOLDER: u32 = u32::MAX;
+
 /// The rule by which the tokens of a prompt are divided into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Scheme {
@@ -169,6 +172,19 @@ pub struct Item {
     pub start: i64,
     /// Tokens of its span.
     pub length: i64,
+}
+
+/// A prompt with a placeholder for each token of its items.
+pub fn with_placeholders(tokens: &[u32], items: &[Item]) -> Vec<u32> {
+    let mut replaced = tokens.to_vec();
+    let place = |at: i64| usize::try_from(at).unwrap_or(0).min(tokens.len());
+    for item in items {
+        let (start, end) = (place(item.start), place(item.start.saturating_add(item.length)));
+        if start < end {
+            replaced[start..end].fill(PLACEHOLDER);
+        }
+    }
+    replaced
 }
 
 /// Computes local hashes of blocks without extra keys. A function of its own, since the loop needs all registers.

@@ -271,7 +271,7 @@ impl NativeIndex {
         Self::found(slf, applied)
     }
 
-    /// Applies events that Python has encoded again; None for an item that is not an event.
+    /// Applies events that Python has encoded; None if one of them cannot be read.
     fn _apply(
         &self,
         py: Python<'_>,
@@ -282,7 +282,7 @@ impl NativeIndex {
         payload: &[u8],
     ) -> PyResult<Option<Py<PyAny>>> {
         let index = self.index(py)?;
-        let apply = || py.detach(|| index.normalised(source, rank, incarnation, seq, payload));
+        let apply = || py.detach(|| index.events(source, rank, incarnation, seq, payload));
         let outcome = run_change(index, apply)?;
         outcome.map(|outcome| self.outcome_object(py, outcome)).transpose()
     }

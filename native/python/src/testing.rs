@@ -54,7 +54,7 @@ fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyD
         }
     }
     plain.set_item("token_ids", tokens)?;
-    plain.set_item("unkeyable", event.unkeyable)?;
+    plain.set_item("keyable", event.keyable)?;
     plain.set_item("block_size", event.block_size)?;
     plain.set_item("block_keys", &event.keys)?;
     plain.set_item("lora_id", event.lora_id)?;
@@ -162,6 +162,7 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
         match token {
             Token::Single(value) => tokens.append(value.as_i128())?,
             Token::Pair(pair) => tokens.append((pair[0].as_i128(), pair[1].as_i128()))?,
+            Token::Item(digest) => tokens.append(digest)?,
         }
     }
     plain.set_item("token_ids", tokens)?;

@@ -198,9 +198,9 @@ class WorkerCache:
     ) -> tuple[_Block, str | None]:
         """Return the block at a position of a store, with its earlier residencies, and the reason if it has no key."""
         known = self._blocks.get(event.block_hashes[index])
-        if not keyed.keys and known is not None and known.chain.key is not None:
+        key, unkeyed = (keyed.keys[index], None) if index < len(keyed.keys) else (None, keyed.unkeyed)
+        if key is None and known is not None and known.chain.key is not None:
             return known, None  # a copy on another tier or in another group: an equal hash is the same block
-        key = keyed.keys[index] if keyed.keys else None
         # Blocks in between can be missing, and the parents of blocks that are stored by key can be unknown.
         is_chain = keyed.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
         depth = before.depth + index + 1 if is_chain and before.depth is not None else None
@@ -210,7 +210,7 @@ class WorkerCache:
         block = _Block(ChainState(key, depth, before.salt), parent, tokens)
         if known is not None:
             block.residencies = known.residencies
-        return block, keyed.unkeyed
+        return block, unkeyed
 
     def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
         self._blocks[value] = block
@@ -312,6 +312,7 @@ def _is_in_scope(placement: Placement, scope: ClearScope) -> bool:
 
 
 def _plain_token_ids(tokens: Sequence[TokenId]) -> list[int] | None:
-    """Return token ids as integers; None if one exceeds 64 bits."""
-    plain = [token if isinstance(token, int) else token[0] for token in tokens]
-    return plain if all(-_I63 <= token < _I63 for token in plain) else None
+    """Return token ids as integers; None if one exceeds 64 bits or is the digest of an item."""
+    plain = [token[0] if isinstance(token, tuple) else token for token in tokens]
+    numbers = [token for token in plain if isinstance(token, int) and -_I63 <= token < _I63]
+    return numbers if len(numbers) == len(plain) else None

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvevents.events import BlockStored
-from kvevents.wire.encode import encode_canonical
+from kvevents.wire.encode import encode_events
 from kvevents_native import _native
 
 
 @dataclass(frozen=True, slots=True)
 class MultiModal:
-    """One multimodal item of a prompt, such as an image: the span of its placeholder tokens."""
+    """One multimodal item of a prompt, such as an image: a span of consecutive placeholder tokens.
+
+    An item that text interrupts has one entry for each span.
+    """
 
     id: str | int | bytes
-    """As the engine sends it in `extra_keys`. A number is Dynamo's `mm_hash`; its lowest 64 bits count, at any position
-    of the item in a block. Text and bytes count together with that position."""
+    """As the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` without one. A number is
+    Dynamo's `mm_hash`; its lowest 64 bits count, at any position of the item in a block. Text and bytes count together with
+    that position."""
     start: int
     """Position of its first token in the prompt."""
     length: int
@@ -68,11 +72,11 @@ class StoredKeys(NamedTuple):
     """The keys of the blocks of one store."""
 
     keys: list[int]
-    """Of all blocks; empty if `unkeyed` has a reason."""
+    """Of the blocks before the first one that has none."""
     salt: int | None
     """Added to the seed of local hashes by the cache salt: 0 for a root without one, None if the parent's applies."""
     unkeyed: str | None
-    """Reason if there are no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
+    """Why it and those behind it have none: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
 
 
 def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> StoredKeys:
@@ -82,7 +86,7 @@ def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> St
     parent is unknown, or the first block has none. Raises `TypeError`, `ValueError` or `OverflowError` for an event whose
     fields do not have the declared types.
     """
-    return StoredKeys(*_native.stored_keys(encode_canonical([event]), parent))
+    return StoredKeys(*_native.stored_keys(encode_events([event]), parent))
 
 
 def tier_of(medium: str | None) -> str:

@@ -16,7 +16,7 @@ from kvevents.index.namespace import Namespace
 from kvevents.index.snapshot_file import merge_snapshot, read_snapshot, write_snapshot
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
-from kvevents.wire.encode import encode_canonical
+from kvevents.wire.encode import encode_events
 from kvevents_native import _native
 
 
@@ -255,7 +255,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def _apply_events(self, batch: Batch) -> ApplyResult:
         try:
-            payload = encode_canonical(batch.events)
+            payload = encode_events(batch.events)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)

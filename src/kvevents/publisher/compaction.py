@@ -21,7 +21,6 @@ from kvevents.events import MAX_HEARTBEAT, AllBlocksCleared, BlockRemoved, Block
 from kvevents.native_module import find_native
 from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
-from kvevents.wire.encode import encode_canonical
 
 SequencedPayload: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
@@ -186,15 +185,11 @@ class DigestTracker:
         while done < len(raw):
             outcomes = self._index._apply_many(raw[done:])  # noqa: SLF001 - the native module's, as in kvevents.index
             if done + len(outcomes) < len(raw):
-                outcomes.append(self._apply_tolerant(self._index, raw[done + len(outcomes)]))
+                left = raw[done + len(outcomes)]
+                outcomes.append(self._index.apply_payload(_STREAM, 0, left.seq, left.payload))
             for each, outcome in zip(raw[done:], outcomes, strict=False):
                 self._note(each.seq, outcome)
             done += len(outcomes)
-
-    def _apply_tolerant(self, index: Any, batch: RawBatch) -> Any:
-        """Apply a payload that only the tolerant decoder can read."""
-        payload = encode_canonical(decode_batch(batch.payload).batch.events)
-        return index._apply(_STREAM, 0, 0, batch.seq, payload)  # noqa: SLF001 - the native module's
 
     def _note(self, seq: int, outcome: Any) -> None:
         if seq != self._last_seq + 1:

@@ -283,8 +283,8 @@ class _Rebuilding:
 def _tokens_of(event: BlockStored) -> array[int] | None:
     """Return the token ids, of EAGLE's pairs the first one; None if one is not an unsigned 32-bit integer."""
     try:
-        return array("I", (one if isinstance(one, int) else one[0] for one in event.token_ids))
-    except OverflowError:
+        return array("I", (int(one[0] if isinstance(one, tuple) else one) for one in event.token_ids))
+    except (OverflowError, ValueError):  # ValueError: the digest of an item
         return None
 
 

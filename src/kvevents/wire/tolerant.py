@@ -5,6 +5,7 @@ An event that cannot be read is rejected alone. `kvevents.wire.decode` uses this
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -19,6 +20,7 @@ from kvevents.events import (
     Heartbeat,
     KVEvent,
     KVEventBatch,
+    TokenId,
 )
 from kvevents.wire.checked_msgpack import (
     MSGPACK_ERRORS,
@@ -55,7 +57,8 @@ _TEXT: Final = _Decoder(str | None)
 _INTEGERS: Final = _Decoder(list[int])
 _HASH: Final = _Decoder(int | bytes | None)
 _HASHES: Final = _Decoder(list[int | bytes])
-_TOKENS: Final = _Decoder(list[int | str | tuple[int, int]])
+_TOKENS: Final = _Decoder(list[int | float | str | bool | tuple[int, int] | None])
+_IS_DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}\Z").match
 _HEARTBEAT: Final = _Decoder(Heartbeat)
 _LOOKAHEAD: Final = _Decoder(list[list[int]])
 _EXTRA_KEYS: Final = _Decoder(list[tuple[ExtraKey, ...] | None])
@@ -331,8 +334,8 @@ class FieldReader:
             return None, None
         return _unsigned_hash("parent_block_hash", value), value if type(value) is bytes else None
 
-    def tokens(self) -> list[int | tuple[int, int]]:
-        """Return token ids, which are integers, pairs of integers (SGLang with EAGLE) or decimal strings (TensorRT-LLM)."""
+    def tokens(self) -> list[TokenId]:
+        """Return token ids: integers, pairs of integers (SGLang with EAGLE), decimal strings or digests (TensorRT-LLM)."""
         try:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:
@@ -427,10 +430,12 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")  # type: ignore[index]
 
 
-def _token(value: int | str | tuple[int, int]) -> int | tuple[int, int]:
+def _token(value: float | str | tuple[int, int] | None) -> TokenId:
+    """Return a token id. Any other value becomes -1, which no prompt has: it costs its own block and those behind it."""
     if not isinstance(value, str):
-        return value
+        return value if type(value) is int or isinstance(value, tuple) else -1
+    if _IS_DIGEST(value):
+        return value.lower()
     # The length is limited because converting a long string of digits takes quadratic time, or raises.
-    if value.isascii() and value.isdigit() and len(value) <= 20 and int(value) <= _MASK:
-        return int(value)
-    raise DecodeRejectedError("bad-field", "token_ids holds a string that is not a token id")
+    is_number = value.isascii() and value.isdigit() and len(value) <= 20
+    return int(value) if is_number and int(value) <= _MASK else -1

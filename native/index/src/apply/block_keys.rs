@@ -1,13 +1,15 @@
 //! The keys of the blocks of a store, from its tokens and extra keys.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use super::{Read, Work};
 use crate::groups::GroupKind;
 use crate::keys::{self, Scheme};
+use crate::wire::decode::normalise_whole;
 use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys, scan};
 
-/// A store with tokens.
+/// A store with tokens, as far as its blocks can be keyed.
 pub(super) struct TokenStore<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) tokens: &'a [u32],
@@ -22,22 +24,20 @@ pub(super) struct TokenStore<'a> {
 impl<'a> TokenStore<'a> {
     /// Reads the contents of an event, without its salt and placement.
     pub(super) fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
-        let hashes = event.hashes.slice(&read.scratch.hashes);
-        let tokens = event.tokens.slice(&read.scratch.tokens);
-        let (size, count) = (event.block_size, (tokens.len() >> u32::from(event.pairs)) as u64);
-        if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
-            return Err("length-mismatch");
-        }
-        if event.unkeyable {
+        let count = event.keyable_blocks().ok_or("length-mismatch")?;
+        let hashes = &event.hashes.slice(&read.scratch.hashes)[..count];
+        if count == 0 && event.hashes.length > 0 {
             return Err("bad-token");
         }
+        let keyed = (count * event.block_size as usize) << u32::from(event.pairs);
+        let tokens = &event.tokens.slice(&read.scratch.tokens)[..keyed];
         let lora = match (read.bytes(event.lora_name), event.lora_id) {
             (Some(name), _) => keys::lora_name(name),
             (None, Some(id)) => keys::lora_id(id),
             (None, None) => 0,
         };
         let scheme = Scheme {
-            size: size as u32,
+            size: event.block_size as u32,
             eagle: event.pairs,
         };
         Ok(Self {
@@ -49,6 +49,12 @@ impl<'a> TokenStore<'a> {
             salt: None,
             placement: 0,
         })
+    }
+
+    /// An error if blocks of the event are left out since they cannot be keyed.
+    pub(super) fn check_whole(&self, event: &Event) -> Result<(), &'static str> {
+        let is_whole = self.hashes.len() == event.hashes.length as usize;
+        if is_whole { Ok(()) } else { Err("bad-token") }
     }
 
     /// Tokens that the hash of block `at` covers.
@@ -68,22 +74,26 @@ impl<'a> TokenStore<'a> {
 /// Keys of the blocks of one stored event.
 #[derive(Debug, Default)]
 pub struct StoredKeys {
-    /// Keys of all blocks; empty if they have no keys.
+    /// Keys of the blocks before the first one that has no key.
     pub keys: Vec<u64>,
     /// The event's own salt's part of the seed; 0 for a root without one, None if the parent's salt applies.
     pub salt: Option<u64>,
-    /// Why there are no keys.
+    /// Why that one and those after it have no keys.
     pub unkeyed: Option<&'static str>,
 }
 
-/// Keys of the blocks of the only event of a payload, which `normalised` has written, after a block of which the key and the salt's part
-/// of the seed are known. None if that is not one stored event.
+/// Keys of the blocks of the only event of a payload, after a block of which the key and the salt's part of the seed are known. None if
+/// that is not one stored event.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
-    let (mut scratch, mut work) = (Scratch::default(), Work::default());
-    scan(payload, SCHEMA.as_ref()?, &mut scratch)?;
+    let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
+    let mut payload = Cow::Borrowed(payload);
+    if scan(&payload, schema, &mut scratch).is_none() {
+        payload = normalise_whole(&payload, schema)?.into();
+        scan(&payload, schema, &mut scratch)?;
+    }
     let read = Read {
-        payload,
+        payload: &payload,
         scratch: &scratch,
     };
     let [event] = &scratch.events[..] else { return None };
@@ -91,27 +101,29 @@ pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredK
         return None;
     }
     let salt = salt_of(&read, event, &mut work.extras);
-    let keys = keys_after(&read, event, salt, parent, &mut work);
+    let unkeyed = keys_after(&read, event, salt, parent, &mut work).err();
     Some(StoredKeys {
         salt,
-        unkeyed: keys.as_ref().err().copied(),
-        keys: keys.unwrap_or_default(),
+        unkeyed,
+        keys: work.keys,
     })
 }
 
+/// Leaves the keys in `work`.
 fn keys_after(
     read: &Read<'_>,
     event: &Event,
     salt: Option<u64>,
     parent: Option<(u64, u64)>,
     work: &mut Work,
-) -> Result<Vec<u64>, &'static str> {
+) -> Result<(), &'static str> {
     if !GroupKind::from_spec(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
         return Err("other-group");
     }
     if event.keyed {
         event.size_of_keyed().ok_or("length-mismatch")?;
-        return Ok(event.keys.slice(&read.scratch.hashes).to_vec());
+        work.keys.extend(event.keys.slice(&read.scratch.hashes));
+        return Ok(());
     }
     if event.tokens.length == 0 {
         return Err("no-tokens");
@@ -120,7 +132,7 @@ fn keys_after(
     let parent = event.parent.map(|_| parent.ok_or("parent-unknown")).transpose()?;
     let seed = keys::seed(store.lora, salt.or(parent.map(|(_, salt)| salt)).unwrap_or(0));
     hash_all(&store, 0, parent.map(|(key, _)| key), seed, work);
-    Ok(std::mem::take(&mut work.keys))
+    store.check_whole(event)
 }
 
 /// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.

@@ -30,7 +30,8 @@ impl Stream {
         if !self.groups.has_unknown_inputs && has_unknown_inputs(read, event) {
             (self.groups.has_unknown_inputs, self.has_new_groups) = (true, true);
         }
-        let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && !event.unkeyable;
+        let has_key = u64::from(event.keyable) >= event.block_size;
+        let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && has_key;
         let is_wanted =
             event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none() && self.samples_left > 0);
         if is_wanted && is_plain && event.parent.is_none() {

@@ -113,16 +113,13 @@ impl Stream {
         }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
-        self.store_tokens(
-            writer,
-            &TokenStore {
-                salt,
-                placement,
-                ..store
-            },
-            event.parent,
-            work,
-        )
+        let store = TokenStore {
+            salt,
+            placement,
+            ..store
+        };
+        self.store_tokens(writer, &store, event.parent, work)?;
+        store.check_whole(event)
     }
 
     /// Applies a store with keys, which identify its namespace and all blocks before it.

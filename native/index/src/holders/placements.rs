@@ -5,11 +5,26 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Tiers that are known, the fastest first; `kvevents.events.TIERS` is the same.
 pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
-/// Engines' names of the media of each tier; no name means the device.
+/// Words in engines' names of the media of each tier.
 const MEDIA: [&[&str]; TIERS.len()] = [
-    &["", "GPU", "HBM", "DEVICE"],
-    &["CPU", "CPU_PINNED", "CPU_TIER1", "HOST"],
-    &["CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE"],
+    &["GPU", "HBM", "DEVICE"],
+    &["CPU", "HOST", "PINNED", "TIER1"],
+    &[
+        "TIER2",
+        "DISK",
+        "SSD",
+        "NVME",
+        "FS",
+        "FILE",
+        "FILESYSTEM",
+        "OBJ",
+        "OBJECT",
+        "S3",
+        "STORAGE",
+        "STORE",
+        "EXTERNAL",
+        "REMOTE",
+    ],
 ];
 
 /// Levels of tiers: the places of `TIERS`, and a last one for media that are not known. A prefix at one level may use every level before
@@ -81,10 +96,20 @@ impl AttestedGroup {
     }
 }
 
-/// The tier of a medium; ignores case.
+/// The tier of a medium: the slowest one that a word of its name means, as in `CPU_PINNED` or `shared-storage`. No name means the device.
+/// Ignores case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
-    let known = MEDIA.iter().position(|media| media.contains(&upper.as_str()));
+    let is_word = |media: &[&str]| {
+        upper
+            .split(|letter: char| !letter.is_alphanumeric())
+            .any(|word| media.contains(&word))
+    };
+    let known = if upper.is_empty() {
+        Some(0)
+    } else {
+        MEDIA.iter().rposition(|media| is_word(media))
+    };
     known.map_or(upper, |level| TIERS[level].into())
 }
 

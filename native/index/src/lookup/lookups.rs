@@ -1,5 +1,6 @@
 //! Lookups: how much of a prompt each worker holds, by its events, and by decisions of the overlay that no event has confirmed.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -48,6 +49,12 @@ impl Scope {
             lora: self.lora,
             salt: self.salt,
         }
+    }
+
+    /// The prompt as engines announce it: with the prompt's own tokens, or with placeholders for those of its items (TensorRT-LLM).
+    fn variants<'a>(&self, tokens: &'a [u32]) -> Vec<Cow<'a, [u32]>> {
+        let replaced = (!self.items.is_empty()).then(|| keys::with_placeholders(tokens, &self.items).into());
+        std::iter::once(tokens.into()).chain(replaced).collect()
     }
 
     /// Extends the local hashes of a prompt's blocks up to `wanted` hashes.
@@ -119,6 +126,8 @@ pub struct Speculated {
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
+    /// Number of its variant.
+    variant: usize,
     /// The numbers of its contexts at its last lookup.
     context: Option<u32>,
     keyed: Option<u32>,
@@ -127,8 +136,8 @@ struct Cut {
 }
 
 impl Cut {
-    fn begin(&mut self, scheme: Scheme) {
-        self.scheme = scheme;
+    fn begin(&mut self, scheme: Scheme, variant: usize) {
+        (self.scheme, self.variant) = (scheme, variant);
         self.locals.clear();
         self.wanted = (FIRST_TOKENS / scheme.size as usize).clamp(1, FIRST_BLOCKS);
     }
@@ -140,7 +149,7 @@ struct Room {
     walk: Walk,
     /// By scheme. The next prompt probably has the same schemes.
     cuts: Vec<Cut>,
-    schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
+    schemes: Vec<(Scheme, usize, Option<u32>, Option<u32>)>,
     /// Hashes of the prompt as engines compute them.
     hashed: Vec<HashedPrompt>,
 }
@@ -161,31 +170,35 @@ thread_local! {
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether the prompt is divided by all schemes of its scope.
+    /// Whether the prompt is divided by all schemes of its scope, in each variant.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
             let (context, keyed) = (view.contexts.find(&scope.context(scheme)), view.contexts.keyed(scheme));
             if context.is_some() || keyed.is_some() {
-                self.schemes.push((scheme, context, keyed));
+                self.schemes.push((scheme, 0, context, keyed));
+                if !scope.items.is_empty() {
+                    self.schemes.push((scheme, 1, context, keyed));
+                }
             }
         }
-        let schemes = self.schemes.iter().map(|(scheme, ..)| *scheme);
-        let same = self.cuts.iter().map(|cut| cut.scheme).eq(schemes);
+        let schemes = self.schemes.iter().map(|(scheme, variant, ..)| (*scheme, *variant));
+        let same = self.cuts.iter().map(|cut| (cut.scheme, cut.variant)).eq(schemes);
         if !same {
             self.cuts.truncate(self.schemes.len());
             self.cuts.resize_with(self.schemes.len(), || Cut {
                 scheme: Scheme { size: 1, eagle: false },
+                variant: 0,
                 context: None,
                 keyed: None,
                 locals: Vec::new(),
                 wanted: 0,
             });
-            for (cut, &(scheme, ..)) in self.cuts.iter_mut().zip(&self.schemes) {
-                cut.begin(scheme);
+            for (cut, &(scheme, variant, ..)) in self.cuts.iter_mut().zip(&self.schemes) {
+                cut.begin(scheme, variant);
             }
         }
-        for (cut, &(_, context, keyed)) in self.cuts.iter_mut().zip(&self.schemes) {
+        for (cut, &(_, _, context, keyed)) in self.cuts.iter_mut().zip(&self.schemes) {
             (cut.context, cut.keyed) = (context, keyed);
         }
         same
@@ -232,13 +245,15 @@ impl Index {
             tokens: tokens.len(),
             longest: longest.min(tokens.len()),
         };
+        let variants = scope.variants(tokens);
         ROOM.with_borrow_mut(|room| {
-            room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
+            room.cuts.retain(|cut| cut.variant < variants.len());
+            room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme, cut.variant));
             room.hashed.clear();
             let (mut hits, mut certain, mut unknown, mut tries) = (Vec::new(), Vec::new(), Vec::new(), 0);
             loop {
                 for cut in &mut room.cuts {
-                    scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
+                    scope.extend(&variants[cut.variant], cut.scheme, cut.wanted, &mut cut.locals);
                 }
                 let alone = if tries < TRIES { None } else { Some(alone()?) };
                 let view = view()?;
@@ -463,13 +478,17 @@ impl Index {
             }
         }
         drop(view);
-        let keys = |scheme: Scheme| {
+        let variants = scope.variants(tokens);
+        let keys = |(scheme, tokens): (Scheme, &[u32])| {
             let mut found = Vec::new();
             scope.extend(tokens, scheme, usize::MAX, &mut found);
             keys::chain(None, &mut found);
             (scheme, found)
         };
-        schemes.into_iter().map(keys).collect()
+        let each = variants
+            .iter()
+            .flat_map(|tokens| schemes.iter().map(move |scheme| (*scheme, &tokens[..])));
+        each.map(keys).collect()
     }
 }
 

@@ -11,7 +11,7 @@ use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::sync::yielding_lock::Writer;
-use crate::wire::decode::{Heartbeat, Rejected, normalise};
+use crate::wire::decode::{Heartbeat, Rejected, normalise, normalise_whole};
 use crate::wire::scan::{Event, Kind, Schema, Scratch, scan};
 
 /// The outcome of a batch, and its report if it has one.
@@ -86,9 +86,11 @@ impl Index {
         }
     }
 
-    /// Applies `decode::normalised` events, which can exceed the limits of peers. None for other payloads.
-    pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
-        self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
+    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read.
+    pub fn events(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+        let apply =
+            |payload: &[u8]| self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {});
+        apply(payload).or_else(|| apply(&normalise_whole(payload, &self.normalised)?))
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are

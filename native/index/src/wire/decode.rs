@@ -4,6 +4,7 @@
 //! `Rejected`. Results and reasons equal those of `kvevents.wire.decode_batch`.
 
 mod fields;
+mod items;
 mod normalise;
 mod refusal;
 mod value;
@@ -12,7 +13,7 @@ use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
 use crate::wire::scan::layouts::{NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
-use crate::wire::scan::{Limits, SECONDS};
+use crate::wire::scan::{Limits, SECONDS, Schema};
 
 use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
@@ -95,13 +96,23 @@ impl Rejected {
     }
 }
 
-/// Token ids of a store.
+/// A token id of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum Token {
+    /// An integer, or a decimal text.
     Single(Int),
     /// A token and the next one (SGLang under EAGLE).
     Pair(Box<[Int; 2]>),
+    /// The first token of a multimodal item: its digest, 64 hexadecimal digits in lower case (TensorRT-LLM).
+    Item(String),
+}
+
+impl Token {
+    /// A token that no prompt has.
+    pub const INVALID: Self = Self::Single(Int {
+        bits: u64::MAX,
+        negative: true,
+    });
 }
 
 /// The state of a sender. Only kvevents sends it, no engine does.
@@ -246,6 +257,12 @@ pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
         heartbeat,
         has_digests,
     }
+}
+
+/// Does the same for a payload of which nothing may be rejected; None if something is.
+pub fn normalise_whole(payload: &[u8], schema: &Schema) -> Option<Vec<u8>> {
+    let read = normalise(payload, schema.limits());
+    read.rejected.is_empty().then_some(read.payload)
 }
 
 /// Reads everything except the events, which it passes to `take`.

@@ -101,8 +101,8 @@ pub struct Event {
     pub kind: Kind,
     /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
     pub pairs: bool,
-    /// A token id is negative or exceeds 32 bits; `tokens` has its lowest 32 bits.
-    pub unkeyable: bool,
+    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits, of which `tokens` has the lowest 32 bits.
+    pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,
     /// Range in `Scratch::hashes`.
@@ -146,12 +146,25 @@ impl Event {
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
     }
 
+    /// The blocks of a store that have keys: all before the first token that cannot be keyed. None if its tokens or keys do not fit its
+    /// hashes.
+    #[inline]
+    pub fn keyable_blocks(&self) -> Option<usize> {
+        if self.keyed {
+            return self.size_of_keyed().map(|_| self.hashes.length as usize);
+        }
+        let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0)?;
+        let tokens = u64::from(self.tokens.length >> u32::from(self.pairs));
+        let is_whole = u64::from(size).checked_mul(self.hashes.length.into()) == Some(tokens);
+        is_whole.then_some((self.keyable / size) as usize)
+    }
+
     #[inline]
     fn new(kind: Kind) -> Self {
         Self {
             kind,
             pairs: false,
-            unkeyable: false,
+            keyable: 0,
             keyed: false,
             hashes: Run::default(),
             tokens: Run::default(),
@@ -519,7 +532,7 @@ impl<'a> Scanner<'a> {
             start: start as u32,
             length: (self.scratch.tokens.len() - start) as u32,
         };
-        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
+        (event.pairs, event.keyable) = (found.pairs, found.keyable as u32);
         Some(())
     }
 

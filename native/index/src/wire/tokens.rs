@@ -13,8 +13,8 @@ use crate::wire::msgpack::Reader;
 pub struct Found {
     /// The token ids were pairs, and are stored one after the other.
     pub pairs: bool,
-    /// Some token ids exceeded 32 bits; their lowest 32 bits are stored.
-    pub unkeyable: bool,
+    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits. Of such a token the lowest 32 bits are stored.
+    pub keyable: usize,
 }
 
 /// Appends `count` token ids, or pairs of them, to `out`.
@@ -23,54 +23,61 @@ pub struct Found {
 #[inline]
 pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> Option<Found> {
     if count > 0 && matches!(reader.peek()?, 0x90..=0x9F | 0xDC | 0xDD) {
-        let unkeyable = read_pairs(reader, count, out)?;
-        return Some(Found { pairs: true, unkeyable });
+        let keyable = read_pairs(reader, count, out)?;
+        return Some(Found { pairs: true, keyable });
     }
     if count > reader.left() {
         return None;
     }
     out.reserve(count);
-    let (mut left, mut unkeyable) = (count, false);
+    let (mut left, mut keyable) = (count, count);
     loop {
         left -= read_evenly(reader, left, out, lengths.portable);
         if left == 0 {
-            return Some(Found { pairs: false, unkeyable });
+            return Some(Found { pairs: false, keyable });
         }
         left -= read_quickly(reader, left, out, lengths);
         if left == 0 {
-            return Some(Found { pairs: false, unkeyable });
+            return Some(Found { pairs: false, keyable });
         }
-        let some = left.min(SLOWLY);
-        unkeyable |= read_slowly(reader, some, out)?;
+        let (some, before) = (left.min(SLOWLY), count - left);
+        let good = read_slowly(reader, some, out)?;
+        if good < some {
+            keyable = keyable.min(before + good);
+        }
         left -= some;
     }
 }
 
-/// Reads pairs: arrays of two integers, of at least 3 bytes.
-fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<bool> {
+/// Reads pairs: arrays of two integers, of at least 3 bytes. Returns the number of pairs before the first one that cannot be keyed.
+fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<usize> {
     if count > reader.left() / 3 {
         return None;
     }
     out.reserve(2 * count);
-    let mut unkeyable = false;
-    for _ in 0..count {
+    let mut keyable = count;
+    for at in 0..count {
         if reader.array()? != 2 {
             return None;
         }
-        unkeyable |= read_slowly(reader, 2, out)?;
+        if read_slowly(reader, 2, out)? < 2 {
+            keyable = keyable.min(at);
+        }
     }
-    Some(unkeyable)
+    Some(keyable)
 }
 
-/// Reads any integers. Returns whether some exceeded 32 bits.
-fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<bool> {
-    let mut unkeyable = false;
-    for _ in 0..count {
+/// Reads any integers. Returns the number of them before the first one that is negative or exceeds 32 bits.
+fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<usize> {
+    let mut keyable = count;
+    for at in 0..count {
         let token = reader.int()?;
-        unkeyable |= !token.is_u32();
+        if !token.is_u32() {
+            keyable = keyable.min(at);
+        }
         out.push(token.bits as u32);
     }
-    Some(unkeyable)
+    Some(keyable)
 }
 
 /// Reads tokens of three bytes, several at a time, up to the first other one. Returns their number. In a vocabulary of up to 65,536 nearly
@@ -446,19 +453,21 @@ mod tests {
         Some((if wraps { value - (1 << (8 * width)) } else { value }, width + 1))
     }
 
-    fn slow(mut bytes: &[u8], count: usize) -> Option<(Vec<u32>, bool, usize)> {
-        let (mut tokens, mut unkeyable, before) = (Vec::new(), false, bytes.len());
-        for _ in 0..count {
+    fn slow(mut bytes: &[u8], count: usize) -> Option<(Vec<u32>, usize, usize)> {
+        let (mut tokens, mut keyable, before) = (Vec::new(), count, bytes.len());
+        for at in 0..count {
             let (value, length) = slow_int(bytes)?;
-            unkeyable |= u32::try_from(value).is_err();
+            if u32::try_from(value).is_err() {
+                keyable = keyable.min(at);
+            }
             tokens.push(value as u32);
             bytes = &bytes[length..];
         }
-        Some((tokens, unkeyable, before - bytes.len()))
+        Some((tokens, keyable, before - bytes.len()))
     }
 
     /// Checks both ways of classifying, from `start` in `data` on.
-    fn quick(data: &[u8], start: usize, count: usize, portable: bool) -> Option<(Vec<u32>, bool, usize)> {
+    fn quick(data: &[u8], start: usize, count: usize, portable: bool) -> Option<(Vec<u32>, usize, usize)> {
         let mut lengths = Lengths {
             portable,
             ..Lengths::default()
@@ -469,7 +478,7 @@ mod tests {
         let mut out = Vec::new();
         let found = read(&mut reader, count, &mut out, &mut lengths)?;
         assert!(!found.pairs);
-        Some((out, found.unkeyable, reader.at - start))
+        Some((out, found.keyable, reader.at - start))
     }
 
     fn check(data: &[u8], start: usize, count: usize) {
@@ -595,13 +604,7 @@ mod tests {
         let data = [0x92, 1, 2, 0x92, 0xCD, 1, 0, 3, 0x92, 0xFF, 4];
         let mut out = Vec::new();
         let found = read(&mut Reader::new(&data, 0), 3, &mut out, &mut Lengths::default());
-        assert_eq!(
-            found,
-            Some(Found {
-                pairs: true,
-                unkeyable: true
-            })
-        );
+        assert_eq!(found, Some(Found { pairs: true, keyable: 2 }));
         assert_eq!(out, [1, 2, 256, 3, u32::MAX, 4]);
         for bad in [
             &[0x92, 1][..],

@@ -85,6 +85,43 @@ fn is_usual(raw: &[u8]) -> bool {
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
 }
 
+/// Reads a token id. Any other value becomes -1, which no prompt has: it costs its own block and those behind it.
+fn token(raw: &[u8]) -> Result<Token, Reason> {
+    if let Some(value) = Reader::new(raw, 0).int() {
+        return Ok(Token::Single(value));
+    }
+    if let Some(text) = text(raw)? {
+        return Ok(token_of_text(text));
+    }
+    if matches!(head_of(raw), 0xC0 | 0xC2 | 0xC3 | 0xCA | 0xCB) {
+        return Ok(Token::INVALID);
+    }
+    if declared(raw) != 2 {
+        return Err(Reason::BadField);
+    }
+    let mut parts = list(raw)?.map(|part| Reader::new(part, 0).int());
+    match (parts.next().flatten(), parts.next().flatten()) {
+        (Some(one), Some(next)) => Ok(Token::Pair(Box::new([one, next]))),
+        _ => Err(Reason::BadField),
+    }
+}
+
+/// Digits of the digest of a multimodal item.
+const DIGEST_DIGITS: usize = 64;
+/// Digits of the largest 64-bit number.
+const MAX_DIGITS: usize = 20;
+
+fn token_of_text(text: &str) -> Token {
+    if text.len() == DIGEST_DIGITS && text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Token::Item(text.to_ascii_lowercase());
+    }
+    let is_number = !text.is_empty() && text.len() <= MAX_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
+    match text.parse().ok().filter(|_| is_number) {
+        Some(bits) => Token::Single(Int { bits, negative: false }),
+        None => Token::INVALID,
+    }
+}
+
 fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
     list(raw)?.map(|item| integer(item).ok_or(Reason::BadField)).collect()
 }
@@ -216,39 +253,10 @@ impl<'f, 'a> Fields<'f, 'a> {
         Ok((Some(hash.canonical(name)?), digest))
     }
 
-    /// Token ids: integers, under EAGLE pairs of them (SGLang), or decimal texts (TensorRT-LLM).
+    /// Token ids: see `Token`.
     fn tokens(&mut self) -> Result<Vec<Token>, Refusal<'a>> {
         let (name, expected) = ("token_ids", "is not a list of token ids");
-        // Texts that are no token ids are found after everything that has no type of a token.
-        let mut is_bad = false;
-        let mut token = |raw: &[u8]| {
-            if let Some(value) = Reader::new(raw, 0).int() {
-                return Ok(Token::Single(value));
-            }
-            if let Some(text) = text(raw)? {
-                let is_number = !text.is_empty() && text.len() <= 20 && text.bytes().all(|byte| byte.is_ascii_digit());
-                let value = text.parse::<u64>().ok().filter(|_| is_number);
-                is_bad |= value.is_none();
-                let bits = value.unwrap_or(0);
-                return Ok(Token::Single(Int { bits, negative: false }));
-            }
-            if declared(raw) != 2 {
-                return Err(Reason::BadField);
-            }
-            let mut parts = list(raw)?.map(|part| Reader::new(part, 0).int());
-            match (parts.next().flatten(), parts.next().flatten()) {
-                (Some(one), Some(next)) => Ok(Token::Pair(Box::new([one, next]))),
-                _ => Err(Reason::BadField),
-            }
-        };
-        let found = self.read(name, expected, |raw| list(raw)?.map(&mut token).collect::<Result<_, _>>())?;
-        if is_bad {
-            return Err(Refusal::for_value(
-                Reason::BadField,
-                name,
-                "holds a string that is not a token id",
-            ));
-        }
+        let found = self.read(name, expected, |raw| list(raw)?.map(token).collect::<Result<_, _>>())?;
         found.ok_or(Refusal::for_value(Reason::BadField, name, expected))
     }
 

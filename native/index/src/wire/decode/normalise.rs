@@ -1,7 +1,9 @@
 //! Events in the one form that `scan` reads.
 
+use crate::keys;
 use crate::step_counter;
 
+use super::items::Items;
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
 use super::{BlockRemoved, BlockStored, Event, Token};
 
@@ -129,12 +131,13 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
         Some(hash) => write_integer(hash.into(), parent),
         None => parent.push(0xC0),
     }
-    write_tokens(&event.token_ids, fields.name("token_ids"));
+    let items = Items::of_store(event);
+    write_tokens(&event.token_ids, &items, fields.name("token_ids"));
     fields.integer("block_size", Some(event.block_size.max(0)));
     fields.integer("lora_id", event.lora_id.map(signed));
     fields.text("medium", event.medium.as_deref());
     fields.text("lora_name", event.lora_name.as_deref());
-    write_extra_keys(event, &mut fields);
+    write_extra_keys(event, &items, &mut fields);
     fields.integer("group_idx", event.group_idx.map(signed));
     fields.text("kv_cache_spec_kind", event.kv_cache_spec_kind.as_deref());
     let window = event.kv_cache_spec_sliding_window.map(|window| window.min(i64::MAX.into()));
@@ -156,27 +159,32 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     fields.finish();
 }
 
-/// Writes tokens as they are. Mixed tokens and pairs, which belong to no block, become as many invalid values.
-fn write_tokens(tokens: &[Token], out: &mut Vec<u8>) {
-    let singles = tokens.iter().filter(|token| matches!(token, Token::Single(_))).count();
-    let is_mixed = singles > 0 && singles < tokens.len();
+/// Writes tokens, with placeholders for those of multimodal items. All have the form of the first one, single tokens or pairs; a token of
+/// the other form is invalid.
+fn write_tokens(tokens: &[Token], items: &Items, out: &mut Vec<u8>) {
+    let has_pairs = matches!(tokens.first(), Some(Token::Pair(_)));
     write_array(tokens.len(), out);
-    for token in tokens {
+    let mut runs = items.runs.iter().peekable();
+    for (at, token) in tokens.iter().enumerate() {
+        while runs.next_if(|run| run.end <= at).is_some() {}
+        let is_placeholder = runs.peek().is_some_and(|run| run.start <= at);
         match token {
-            _ if is_mixed => write_integer(-1, out),
-            Token::Single(value) => write_integer(value.as_i128(), out),
-            Token::Pair(pair) => {
+            Token::Pair(pair) if has_pairs => {
                 write_array(2, out);
                 pair.iter().for_each(|value| write_integer(value.as_i128(), out));
             }
+            _ if has_pairs => out.extend([0x92, 0xFF, 0xFF]),
+            _ if is_placeholder => write_integer(keys::PLACEHOLDER.into(), out),
+            Token::Single(value) => write_integer(value.as_i128(), out),
+            _ => write_integer(-1, out),
         }
     }
 }
 
 // --- extra keys
 
-/// Writes the extra keys of all blocks, including TensorRT-LLM's `mm_keys`.
-fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
+/// Writes the extra keys of all blocks, including multimodal items.
+fn write_extra_keys(event: &BlockStored, items: &Items, fields: &mut FieldWriter<'_>) {
     if event.token_ids.is_empty() {
         return; // no key is made
     }
@@ -184,105 +192,29 @@ fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     let blocks = event.block_hashes.values.len();
     let given = event.extra_keys.as_deref().unwrap_or_default();
     let given = &given[..given.len().min(blocks)];
-    let mut items = event.unknown_fields.iter().filter(|(name, _)| name == "mm_keys");
-    let items = items.next().map(|(_, items)| items).filter(|items| is_something(items));
-    let items = items.map(|items| Items::from_value(items, blocks));
-    let length = if items.is_some() { blocks } else { given.len() };
+    let length = if items.is_empty() { given.len() } else { blocks };
     if length == 0 {
         return;
     }
     let out = fields.name("extra_keys");
     write_array(length, out);
     step_counter::count(length);
+    let mut rest = &items.keys[..];
     for at in 0..length {
         let keys = given.get(at).and_then(Option::as_deref);
-        let count = items.as_ref().map(|items| items.count(at));
-        if keys.is_none() && count.is_none() {
+        let (own, others) = rest.split_at(rest.partition_point(|(block, _)| *block == at));
+        rest = others;
+        let mark = items.mark.as_slice();
+        if keys.is_none() && own.is_empty() && mark.is_empty() {
             out.push(0xC0);
             continue;
         }
         let keys = keys.unwrap_or_default();
-        write_array(keys.len() + count.unwrap_or(0), out);
+        write_array(keys.len() + own.len() + usize::from(!mark.is_empty()), out);
         keys.iter().for_each(|key| write_extra(key, out));
-        if let Some(items) = &items {
-            items.write(at, out);
-        }
-    }
-}
-
-fn is_something(value: &Value) -> bool {
-    match value {
-        Value::Nil | Value::Bool(false) | Value::Int(0) => false,
-        Value::Float(value) => *value != 0.0,
-        Value::Text(text) => !text.is_empty(),
-        Value::Bytes(bytes) => !bytes.is_empty(),
-        Value::List(items) => !items.is_empty(),
-        Value::Map(fields) => !fields.is_empty(),
-        _ => true,
-    }
-}
-
-/// Size of the mark of a block that must not match, in bytes.
-const MARK: usize = 16;
-
-/// Multimodal items: per block a list of `{"hash", "start_offset"}`, or of pairs of the two. A list that is not per block belongs to the
-/// only block. Any other value marks every block, so that none of them matches. The mark is the beginning of the value, since it is written
-/// once for each block.
-enum Items<'a> {
-    PerBlock(&'a [Value]),
-    OfOne(&'a [Value]),
-    /// The encoded mark.
-    Mark(Vec<u8>),
-}
-
-impl<'a> Items<'a> {
-    fn from_value(given: &'a Value, blocks: usize) -> Self {
-        let is_block = |block: &Value| matches!(block, Value::Nil | Value::List(_));
-        match given {
-            Value::List(all) if all.len() == blocks && all.iter().all(is_block) => Self::PerBlock(all),
-            Value::List(items) if blocks == 1 => Self::OfOne(items),
-            _ => {
-                let mut bytes = Vec::new();
-                write(given, &mut bytes);
-                bytes.truncate(MARK);
-                let mut mark = Vec::new();
-                write_bytes(&bytes, &mut mark);
-                Self::Mark(mark)
-            }
-        }
-    }
-
-    fn items(&self, block: usize) -> &'a [Value] {
-        match self {
-            Self::PerBlock(all) => match &all[block] {
-                Value::List(items) => items,
-                _ => &[],
-            },
-            Self::OfOne(items) => items,
-            Self::Mark(_) => &[],
-        }
-    }
-
-    fn count(&self, block: usize) -> usize {
-        match self {
-            Self::Mark(_) => 1,
-            _ => self.items(block).len(),
-        }
-    }
-
-    fn write(&self, block: usize, out: &mut Vec<u8>) {
-        if let Self::Mark(bytes) = self {
-            out.extend_from_slice(bytes);
-        }
-        for item in self.items(block) {
-            let field = |wanted: &str| match item {
-                Value::Map(fields) => fields.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.clone()),
-                _ => None,
-            };
-            match field("hash") {
-                Some(hash) => write_extra(&Value::List(vec![hash, field("start_offset").unwrap_or(Value::Nil)]), out),
-                None => write_extra(item, out),
-            }
+        own.iter().for_each(|(_, key)| write_extra(key, out));
+        if !mark.is_empty() {
+            write_bytes(mark, out);
         }
     }
 }

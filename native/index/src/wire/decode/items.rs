@@ -1,0 +1,310 @@
+//! Multimodal items as TensorRT-LLM announces them, in the form in which prompts name them.
+//!
+//! Its KV cache manager V2 replaces the tokens of an item: the first one by the item's digest, each later one by the size of the vocabulary
+//! plus its position in the item. V1 sends one placeholder token for all of them. For each consecutive part of an item in a block,
+//! `mm_keys` has the item and the number of its tokens before that part (`gen_multi_modal_tokens` and `KVCacheEventSerializer` there).
+//!
+//! Here each consecutive part, a run, becomes placeholders, and each block that it is in has the extra key that `keys::locals` makes for a
+//! prompt with an item in this place. A block with items whose tokens cannot be found has a key that no prompt has.
+
+use super::value::{Value, write};
+use super::{BlockStored, Token};
+use crate::keys;
+
+/// Size of the mark of blocks with items of no known form, in bytes. It is the beginning of the items, since it is written for each block.
+const MARK: usize = 16;
+
+/// Consecutive tokens of an item.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub start: usize,
+    pub end: usize,
+    id: Id,
+    /// Position of its first token, which can be before the first block of the event.
+    origin: i64,
+}
+
+/// The hash of an item, as in `keys::Item`.
+#[derive(Clone, Copy, Debug)]
+struct Id {
+    hash: u64,
+    is_placeless: bool,
+}
+
+/// An entry of `mm_keys`: a part of an item in one block.
+struct Part<'a> {
+    hash: &'a Value,
+    id: Id,
+    /// Tokens of the item before this part.
+    offset: i64,
+}
+
+impl<'a> Part<'a> {
+    fn read(item: &'a Value) -> Option<Self> {
+        let (hash, uuid, offset) = match item {
+            Value::Map(fields) => {
+                let field = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, value)| value);
+                (field("hash")?, field("uuid"), field("start_offset")?)
+            }
+            Value::List(pair) => match &pair[..] {
+                [hash, offset] => (hash, None, offset),
+                _ => return None,
+            },
+            _ => return None,
+        };
+        let Value::Int(offset) = offset else { return None };
+        let offset = i64::try_from(*offset).ok().filter(|offset| *offset >= 0)?;
+        // A client knows the uuid that it gave, and not the digest that the engine computes from uuid and contents.
+        let id = match (uuid, hash) {
+            (Some(Value::Text(text)), _) | (_, Value::Text(text)) => Id::placed(keys::item_text(text)),
+            (_, Value::Bytes(bytes)) => Id::placed(keys::item_bytes(bytes)),
+            (_, Value::Int(number)) => Id {
+                hash: *number as u64,
+                is_placeless: true,
+            },
+            _ => return None,
+        };
+        Some(Self { hash, id, offset })
+    }
+}
+
+impl Id {
+    fn placed(hash: u64) -> Self {
+        Self {
+            hash,
+            is_placeless: false,
+        }
+    }
+}
+
+impl Run {
+    /// Its extra key of a block that begins at `start`.
+    fn key(&self, start: usize) -> Value {
+        let key = if self.id.is_placeless {
+            self.id.hash
+        } else {
+            keys::item_at(self.id.hash, self.origin.saturating_sub(start as i64))
+        };
+        Value::Int(key.into())
+    }
+}
+
+/// The items of a store.
+#[derive(Debug, Default)]
+pub(super) struct Items {
+    /// In the order of their tokens.
+    pub runs: Vec<Run>,
+    /// Extra keys and the blocks that they belong to, in the order of blocks.
+    pub keys: Vec<(usize, Value)>,
+    /// A key of every block if the items have no known form; else empty.
+    pub mark: Vec<u8>,
+}
+
+impl Items {
+    pub fn of_store(event: &BlockStored) -> Self {
+        let blocks = event.block_hashes.values.len();
+        let given = event.unknown_fields.iter().find(|(name, _)| name == "mm_keys");
+        let given = given.map(|(_, given)| given).filter(|given| is_something(given));
+        let has_digests = event.token_ids.iter().any(|token| matches!(token, Token::Item(_)));
+        if given.is_none() && !has_digests {
+            return Self::default();
+        }
+        let (mut mark, mut lists) = (Vec::new(), Vec::new());
+        if let Some(given) = given {
+            lists = lists_of(given, blocks).unwrap_or_else(|| {
+                write(given, &mut mark);
+                mark.truncate(MARK);
+                Vec::new()
+            });
+        }
+        let size = usize::try_from(event.block_size).unwrap_or(0);
+        let has_pairs = event.token_ids.iter().any(|token| matches!(token, Token::Pair(_)));
+        if size == 0 || has_pairs || size.checked_mul(blocks) != Some(event.token_ids.len()) {
+            return Self { mark, ..Self::default() };
+        }
+        let mut search = Search {
+            tokens: &event.token_ids,
+            size,
+            parts: lists.iter().map(|items| items.iter().map(Part::read).collect()).collect(),
+            has_digests,
+            counts: vec![0; blocks],
+            vocabulary: None,
+            largest_text: -1,
+        };
+        let runs = search.runs();
+        let (mut keys, mut first) = (Vec::new(), 0);
+        for (block, &count) in search.counts.iter().enumerate() {
+            let (start, end) = (block * size, block * size + size);
+            first += runs[first..].iter().take_while(|run| run.end <= start).count();
+            let inside = runs[first..].iter().take_while(|run| run.start < end);
+            keys.extend(inside.map(|run| (block, run.key(start))));
+            let expected = lists.get(block).copied().unwrap_or_default();
+            if !lists.is_empty() && count != expected.len() {
+                keys.push((block, Value::List(vec![Value::List(expected.to_vec())])));
+            }
+        }
+        Self { runs, keys, mark }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.mark.is_empty()
+    }
+}
+
+/// The items of each block; none if no block has items. None if they have no known form.
+fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
+    let Value::List(all) = given else { return None };
+    let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
+    // A list that is not per block belongs to the only block.
+    let lists = per_block.flatten().or_else(|| (blocks == 1).then(|| vec![&all[..]]))?;
+    let has_items = lists.iter().any(|items| !items.is_empty());
+    Some(if has_items { lists } else { Vec::new() })
+}
+
+fn list_of(block: &Value) -> Option<&[Value]> {
+    match block {
+        Value::Nil => Some(&[]),
+        Value::List(items) => Some(items),
+        _ => None,
+    }
+}
+
+fn is_something(value: &Value) -> bool {
+    match value {
+        Value::Nil | Value::Bool(false) | Value::Int(0) => false,
+        Value::Float(value) => *value != 0.0,
+        Value::Text(text) => !text.is_empty(),
+        Value::Bytes(bytes) => !bytes.is_empty(),
+        Value::List(items) => !items.is_empty(),
+        Value::Map(fields) => !fields.is_empty(),
+        _ => true,
+    }
+}
+
+/// The search for the runs of a store.
+struct Search<'a> {
+    tokens: &'a [Token],
+    size: usize,
+    /// By block; without a block if the store has no `mm_keys`.
+    parts: Vec<Vec<Option<Part<'a>>>>,
+    /// Whether items begin with their digests (V2).
+    has_digests: bool,
+    /// Runs by block.
+    counts: Vec<usize>,
+    /// Size of the vocabulary, if it is known: the tokens above it belong to items (V2).
+    vocabulary: Option<i128>,
+    /// The largest token that belongs to no item; the vocabulary is larger.
+    largest_text: i128,
+}
+
+impl Search<'_> {
+    fn runs(&mut self) -> Vec<Run> {
+        let (mut runs, mut at) = (Vec::<Run>::new(), 0);
+        while at < self.tokens.len() {
+            match self.run_at(at, runs.last().map(|run| run.id)) {
+                Some(run) => {
+                    (at / self.size..=(run.end - 1) / self.size).for_each(|block| self.counts[block] += 1);
+                    at = run.end;
+                    runs.push(run);
+                }
+                None => {
+                    self.largest_text = self.largest_text.max(self.number(at).unwrap_or(-1));
+                    at += 1;
+                }
+            }
+        }
+        runs
+    }
+
+    /// The run that begins at a token, after one of the item `last`.
+    fn run_at(&mut self, at: usize, last: Option<Id>) -> Option<Run> {
+        let run = |id, origin: i64, end| {
+            Some(Run {
+                start: at,
+                end,
+                id,
+                origin,
+            })
+        };
+        let part = self.next_part(at).map(|part| (part.id, part.offset));
+        if let Token::Item(digest) = &self.tokens[at] {
+            let same = |part: &&Part<'_>| matches!(part.hash, Value::Text(text) if text.eq_ignore_ascii_case(digest));
+            let id = self.next_part(at).filter(same).map(|part| part.id);
+            let is_second = |next: i128| self.vocabulary.map_or(next > self.largest_text, |size| next == size + 1);
+            let second = self.number(at + 1).filter(|&next| is_second(next));
+            self.vocabulary = second.map(|next| next - 1).or(self.vocabulary);
+            let end = match second {
+                Some(_) if self.goes_on(at + 1) => self.end_of(at + 1, 1),
+                _ => at + 1,
+            };
+            return run(id.unwrap_or_else(|| Id::placed(keys::item_text(digest))), at as i64, end);
+        }
+        let value = self.number(at)?;
+        let step = i128::from(self.number(at + 1) == Some(value + 1));
+        match (part, last) {
+            // It began before this event.
+            (Some((id, offset @ 1..)), _) if at.is_multiple_of(self.size) && self.may_be(value, offset) => {
+                if step == 1 {
+                    self.vocabulary = self.vocabulary.or(Some(value - i128::from(offset)));
+                }
+                run(id, (at as i64).saturating_sub(offset), self.end_of(at, step))
+            }
+            // After a text in the item.
+            (_, Some(id)) if self.vocabulary.is_some_and(|size| value > size) => run(id, at as i64, self.end_of(at, 1)),
+            (Some((id, 0)), _) if !self.has_digests && self.is_beginning(at) => run(id, at as i64, self.end_of(at, step)),
+            _ => None,
+        }
+    }
+
+    /// Whether a token can belong to an item of which so many tokens are before it.
+    fn may_be(&self, value: i128, offset: i64) -> bool {
+        self.vocabulary.is_none_or(|size| value == size + i128::from(offset))
+    }
+
+    fn number(&self, at: usize) -> Option<i128> {
+        match self.tokens.get(at)? {
+            Token::Single(value) => Some(value.as_i128()),
+            _ => None,
+        }
+    }
+
+    /// The first part in the block of a token whose run is not known yet.
+    fn next_part(&self, at: usize) -> Option<&Part<'_>> {
+        let block = at / self.size;
+        self.parts.get(block)?.get(self.counts[block])?.as_ref()
+    }
+
+    /// Whether an item that includes the token before can include this one.
+    fn goes_on(&self, at: usize) -> bool {
+        let is_continued = |parts: &Vec<Option<Part<'_>>>| matches!(parts.first(), Some(Some(part)) if part.offset > 0);
+        !at.is_multiple_of(self.size) || self.parts.is_empty() || self.parts.get(at / self.size).is_some_and(is_continued)
+    }
+
+    /// The end of the run to which the token `at` belongs, in which each token is the one before plus `step`.
+    fn end_of(&self, at: usize, step: i128) -> usize {
+        let mut end = at + 1;
+        while let (Some(before), Some(next)) = (self.number(end - 1), self.number(end))
+            && next == before + step
+            && self.goes_on(end)
+        {
+            end += 1;
+        }
+        end
+    }
+
+    /// Whether the next item of a block begins at this token, in a store without digests: where the next block says, else at the first of
+    /// several equal tokens.
+    fn is_beginning(&self, at: usize) -> bool {
+        let (block, end) = (at / self.size, (at / self.size + 1) * self.size);
+        let parts = &self.parts[block];
+        let next = self.parts.get(block + 1).and_then(|parts| parts.first()?.as_ref());
+        let last = parts.last().filter(|_| self.counts[block] + 1 == parts.len());
+        if let (Some(Some(last)), Some(next)) = (last, next)
+            && next.hash == last.hash
+            && (1..=self.size as i64).contains(&next.offset)
+        {
+            return at as i64 == end as i64 - next.offset;
+        }
+        at + 1 < end && self.number(at) == self.number(at + 1)
+    }
+}
