@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,8 +18,9 @@ import paths
 from index_cases import Feed, removal, store
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing import POLICIES, Decision, Load, NoWorkerError, Router, Worker, policy
+from kvevents.routing import POLICIES, Decision, EngineLoad, Load, NoWorkerError, Router, Worker, policy
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
+from kvevents.routing.router import HALF_LIFE
 from kvevents.testing import VirtualClock
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
@@ -122,6 +124,90 @@ def test_the_oldest_requests_are_evicted_above_the_limit() -> None:
     router.record_first_token(0)
     router.finish(2)
     assert router.load(A) == Load(2, 9)
+
+
+def test_a_request_without_an_end_expires() -> None:
+    """Clients hang up, and callers forget `finish`."""
+    now = [0.0]
+    router = router_of(A, expiry_seconds=60.0, clock=lambda: now[0])
+    router.route(None, PROMPT)
+    router.record_first_token(None)
+    now[0] = 30.0
+    router.route("later", PROMPT)
+    now[0] = 61.0
+    assert router.route("new", PROMPT).load == Load(1, 8)
+    assert (router.expired, router.evicted, router.in_flight) == (1, 0, 2)
+    router.finish(None)
+    assert router.load(A) == Load(2, 16)
+
+
+def test_a_request_ends_with_its_block() -> None:
+    router = router_of(A)
+    with router.request(PROMPT) as decision, router.request(PROMPT, without=()) as other:
+        assert (decision.worker, router.in_flight, decision.key != other.key) == (A, 2, True)
+        router.record_first_token(decision.key)
+        assert router.load(A) == Load(2, 8, 1, 8)
+    with pytest.raises(OSError, match="gone"), router.request(PROMPT):
+        raise OSError("gone")
+    assert (router.load(A), router.in_flight) == (Load(), 0)
+
+
+def leak(router: Router, requests: int) -> None:
+    """Route requests whose end the router is not given."""
+    for number in range(requests):
+        router.route(("leaked", number), PROMPT)
+        router.record_first_token(("leaked", number))
+
+
+def spread(router: Router, requests: int = 90) -> Counter[Worker]:
+    """Return where prompts go that end at once."""
+    chosen: Counter[Worker] = Counter()
+    for number in range(requests):
+        with router.request([number] * 100) as decision:
+            chosen[decision.worker] += 1
+    return chosen
+
+
+def test_a_new_worker_does_not_draw_every_prompt() -> None:
+    """It begins with the mean load of the others, half of which is left after ten seconds."""
+    now = [0.0]
+    router = Router(policy("least-loaded", 1), clock=lambda: now[0])
+    for worker in (A, B, C):
+        router.add(worker)
+    leak(router, 300)
+    router.remove(C)
+    router.add(C)
+    assert router.load(C) == Load()
+    assert spread(router) == {A: 30, B: 30, C: 30}
+    now[0] = HALF_LIFE
+    assert spread(router) == {C: 90}
+    router = router_of(A, B, C)
+    assert len(spread(router)) == 3, "workers that are added together begin without load"
+
+
+def test_a_report_corrects_the_count_of_the_router() -> None:
+    """Requests whose end the router was not given are not in it."""
+    reading = {worker: EngineLoad(0, 0, 0, 0) for worker in (A, B)}
+    router = Router(policy("least-loaded", 1), engine_load=lambda worker: reading[worker])
+    router.add(A)
+    router.add(B)
+    router.route("b", PROMPT, without=[A])
+    for number in range(50):
+        router.route(number, PROMPT, without=[B])
+    assert router.route("next", PROMPT).worker == B, "what was sent since the report is added to it"
+    reading = {A: EngineLoad(0, 0, 0, 0), B: EngineLoad(3, 1, 0, 0)}
+    assert router.route("corrected", PROMPT).worker == A
+
+
+def test_waiting_requests_of_a_report_count_as_the_mean_of_the_routers_own() -> None:
+    reading = {A: EngineLoad(0, 2, 0, 0), B: EngineLoad(0, 2, 0, 0)}
+    router = Router(policy("least-loaded", 1), engine_load=lambda worker: reading[worker])
+    router.add(A)
+    router.add(B)
+    assert router.route("long", [1] * 1000, without=[B]).load == Load(2, 512)
+    reading = {A: EngineLoad(0, 2, 0, 0), B: EngineLoad(0, 2, 0, 0)}
+    assert router.route("next", PROMPT, without=[B]).load == Load(2, 2000)
+    assert router.route("other", PROMPT, without=[A]).load == Load(2, 512)
 
 
 class InFlightMachine(RuleBasedStateMachine):
@@ -386,6 +472,8 @@ def test_invalid_settings_of_a_router_raise() -> None:
         router_of(overlay_seconds=-1)
     with pytest.raises(ConfigError, match="invalid max_in_flight 0"):
         router_of(max_in_flight=0)
+    with pytest.raises(ConfigError, match="invalid expiry_seconds 0"):
+        router_of(expiry_seconds=0)
 
 
 # --- explanations
@@ -411,9 +499,9 @@ def test_an_explanation_counts_hot_workers() -> None:
     store_blocks(index, A, 4)
     router = Router(policy("prefix-aware", 1, guard_requests=1), index)
     router.add(A)
-    for number in range(2):
-        router.route(number, PROMPT)
     router.add(B)
+    for number in range(2):
+        router.route(number, PROMPT, without=[B])
     decision = router.route("r", PROMPT)
     assert decision.worker == B
     assert decision.explain().endswith("; 1 with too many requests got no credit for their caches.")

@@ -151,7 +151,8 @@ def test_only_a_prompt_with_uncertain_blocks_is_degraded(ask: Ask) -> None:
 
 def test_a_selection_gives_uncertain_blocks_half_the_credit(ask: Ask) -> None:
     """A block that might be gone, and blocks on a tier without removals, have half the credit of exact ones."""
-    body = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
+    body = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True}
+    body |= {"candidates": [{"instance": name, "load": 0} for name in ("twice", "once", "lmcache")]}
     considered = {row["instance"]: row for row in ask("select", body)["considered"]}
     uncached = {name: row["uncached"] for name, row in considered.items()}
     host = 3 * BLOCK * 0.8 * 0.5
@@ -173,8 +174,9 @@ def test_a_selection_counts_the_requests_that_engines_report(ask: Ask) -> None:
     assert rows["lmcache"].get("requests") is None
     # Selections of this suite since the newest report count too, so there can be more than reported.
     assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
-    assert rows["lmcache"]["load"] == pytest.approx(0.1)
-    assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]
+    loads = {name: row["load"] for name, row in rows.items()}
+    assert loads["once"] < loads["lmcache"] < loads["twice"]
+    assert loads["lmcache"] == pytest.approx((loads["once"] + loads["twice"]) / 2)
     given = ask("select", {**body, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
     assert (given["instance"], given["load_from"]) == ("twice", "request")
 

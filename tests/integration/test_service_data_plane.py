@@ -75,7 +75,17 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "match expected": ("/v1/match", {"model": "m", "tokens": PROMPT, "expected": True}),
     "match of an array": ("/v1/match", {"model": "m", "tokens": PROMPT, "mm": [["x", 0, 3]]}),
     "many": ("/v1/match_many", {"model": "m", "prompts": [PROMPT, [], PROMPT[:20]]}),
-    "select": ("/v1/select", {"model": "m", "tokens": PROMPT, "tie": "first", "explain": True}),
+    "select": (
+        "/v1/select",
+        # With loads, since otherwise the selections before count.
+        {
+            "model": "m",
+            "tokens": PROMPT,
+            "tie": "first",
+            "explain": True,
+            "candidates": [{"instance": "ranks", "load": 0}, {"instance": "e0"}],
+        },
+    ),
     "select among": (
         "/v1/select",
         {
@@ -93,6 +103,7 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "tiers": {"cpu": 0.25, "nvme": 0.1},
             "trust": {"DEGRADED": 1},
             "load_weight": 0.3,
+            "wait_weight": 0.01,
         },
     ),
     "select with duplicate candidates": (

@@ -106,7 +106,14 @@ CALLS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
     "select": (
         "Select",
         "/v1/select",
-        {"model": MODEL, "tokens": PROMPT, "tie": "first", "explain": True},
+        # With loads, since otherwise the selections before count.
+        {
+            "model": MODEL,
+            "tokens": PROMPT,
+            "tie": "first",
+            "explain": True,
+            "candidates": [{"instance": "e0", "load": 3}, {"instance": "e1", "rank": 1}],
+        },
         {"tie": "TIE_FIRST"},
     ),
     "select among": (
@@ -120,6 +127,7 @@ CALLS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
             "tiers": {"cpu": 0.25},
             "trust": {"DEGRADED": 1},
             "load_weight": 0.3,
+            "wait_weight": 0.01,
         },
         {"tie": "TIE_FIRST"},
     ),
@@ -157,6 +165,7 @@ def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -
             ("Match", {**ours, "mm": [{"start": 1}]}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "load_weight": 1001}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "load_weight": "NaN"}, ("INVALID_ARGUMENT", "bad-shape")),
+            ("Select", {**ours, "wait_weight": -1}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "candidates": [{"instance": "a"}] * 2}, ("INVALID_ARGUMENT", "duplicate-candidate")),
         ):
             assert call_and_fail(channel, messages, method, fields) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from random import Random
 from typing import Any
 
@@ -72,14 +72,16 @@ def score(selected: Selection, place: int) -> ScoredCandidate:
 
 
 def test_a_score_equals_one_that_is_calculated_by_hand() -> None:
-    """The worker holds 40 tokens on the GPU, 20 more in host memory, 20 more on disk, and 10 more elsewhere; the mean of
-    loads 1 and 3 is 2."""
-    found = choose(make_candidates(1, 3), {0: make_match(gpu=40, cpu=60, disk=80, other=90)}, load_weight=0.5)
+    """The worker holds 40 tokens on the GPU, 20 more in host memory, 20 more on disk, and 10 more elsewhere. The prompt has 100
+    tokens, and each request counts as 256; compared with the mean, each worker has 4 more."""
+    held = {0: make_match(gpu=40, cpu=60, disk=80, other=90)}
+    found = choose(make_candidates(1, 3), held, wait_weight=0.25, load_weight=0.5)
     best = score(found, 0)
     assert best.uncached == pytest.approx(1 - (40 * 1.0 + 20 * 0.8 + 20 * 0.5 + 10 * 0.5) / 100)
-    assert best.load == pytest.approx(0.5 * 1 / 2)
+    assert best.load == pytest.approx(0.25 * 1 * 256 / 100 + 0.5 * 5 / 6)
     assert best.score == best.uncached + best.load == found.score
-    assert (score(found, 1).uncached, score(found, 1).load, score(found, 1).score) == (1.0, 0.75, 1.75)
+    assert (score(found, 1).uncached, score(found, 1).load) == (1.0, pytest.approx(0.25 * 3 * 256 / 100 + 0.5 * 7 / 6))
+    assert (best.requests, score(found, 1).requests) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_uncertain_tokens_reduce_only_their_own_credit(state: TrustState, saved:
 
 def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
     """It also wins against an idle worker without anything, whose score is equal: saved computation helps all requests."""
-    found = choose(make_candidates(0, 1, 2), {1: make_match(gpu=100)}, load_weight=1.0)
+    found = choose(make_candidates(0, 1), {1: make_match(gpu=100)}, wait_weight=100 / 256, load_weight=0.0)
     assert found.instance == "w1"
     assert found.score == pytest.approx(1.0) == score(found, 0).score
 
@@ -167,11 +169,42 @@ def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
 
 
 def test_load_counts_in_proportion() -> None:
-    """The unit does not matter, all loads are equal in a fleet without load, and nothing overflows."""
-    for unit in (1.0, 1e-300, 1e300, 5e307):
-        found = choose(make_candidates(1 * unit, 2 * unit, 3 * unit), {}, load_weight=1.0)
-        assert [score(found, place).load for place in range(3)] == pytest.approx([0.5, 1.0, 1.5])
-    assert all(one.load == 0 for one in scores(choose(make_candidates(0, 0, 0), {})).values())
+    """All loads are equal in a fleet without load, and nothing overflows."""
+    found = choose(make_candidates(2, 4), {}, wait_weight=0.25, load_weight=0.0)
+    assert [score(found, place).load for place in range(2)] == pytest.approx([1.28, 2.56])
+    assert all(one.load == pytest.approx(0.05) for one in scores(choose(make_candidates(0, 0, 0), {})).values())
+    for load in (1e300, 1.7e308):
+        found = choose(make_candidates(load, load, 0), {}, wait_weight=1000.0, load_weight=1000.0)
+        assert found.instance == "w2"
+        assert all(math.isfinite(one.score) for one in scores(found).values())
+
+
+@pytest.mark.parametrize("engines", [2, 4, 8, 16])
+@pytest.mark.parametrize("share", [0.12, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("length", [512, 8192])
+@pytest.mark.parametrize("source", ["request", "engines", "selections"])
+def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int, source: str) -> None:
+    """All prompts begin with the same tokens. 10 requests for each engine are in flight; each engine holds what it was sent."""
+    shared, loads, ties = int(length * share), EngineLoads(60.0), Ties(Random(1))
+    holders, counts, hits = set[int](), [0] * engines, 0
+    in_flight: deque[int] = deque()
+    for _ in range(100 * engines):
+        if len(in_flight) == 10 * engines:
+            in_flight.popleft()
+        running = Counter(in_flight)
+        if source == "engines":
+            for place in range(engines):
+                loads.report(f"w{place}", 0, running[place])
+        given = make_candidates(*(running[place] for place in range(engines))) if source == "request" else make_fleet(engines)
+        held = {place: make_match(gpu=shared) for place in holders}
+        selected = choose(given, held, tokens=list(range(length)), loads=loads, ties=ties, explain=False, tie="rotate")
+        place = int(selected.instance[1:])
+        hits += place in holders
+        holders.add(place)
+        counts[place] += 1
+        in_flight.append(place)
+    assert max(counts) <= 1.5 * 100
+    assert hits >= 0.95 * (100 * engines - engines), "each engine computes it once"
 
 
 def test_an_empty_prompt_is_decided_by_load() -> None:
@@ -204,6 +237,11 @@ def choose_from_fleet(fleet: list[MemberMatch], order: list[int] | None = None, 
     for place, (_, _, (gpu, cpu, disk, other)) in enumerate(fleet):
         held[place] = make_match(gpu=gpu, cpu=gpu + cpu, disk=gpu + cpu + disk, other=gpu + cpu + disk + other)
     return choose(candidates, held, {place: row[1] for place, row in enumerate(fleet)}, **changes)
+
+
+def cool(fleet: list[MemberMatch]) -> list[MemberMatch]:
+    """Return the fleet with so few requests that each cache counts."""
+    return [(min(load, 8.0), *rest) for load, *rest in fleet]  # type: ignore[misc]
 
 
 def replace_row(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[MemberMatch]:
@@ -259,8 +297,9 @@ def test_weights_of_zero_remove_the_influence(fleet: list[MemberMatch], other: l
     """Without a weight of load, only caches count; without weights of tiers or of trust, only load counts."""
     count = min(len(fleet), len(other))
     mixed: list[MemberMatch] = [(other[place][0], *fleet[place][1:]) for place in range(count)]
-    without_load = choose_from_fleet(fleet[:count], load_weight=0), choose_from_fleet(mixed, load_weight=0)
-    assert scores(without_load[0]) == scores(without_load[1])
+    without_load = (choose_from_fleet(rows, wait_weight=0, load_weight=0) for rows in (cool(fleet[:count]), cool(mixed)))
+    first, second = map(scores, without_load)
+    assert {worker: one.score for worker, one in first.items()} == {worker: one.score for worker, one in second.items()}
     mixed = [(fleet[place][0], other[place][1], other[place][2]) for place in range(count)]
     nothings: list[dict[str, Any]] = [
         {"tiers": dict.fromkeys(("gpu", "cpu", "disk"), 0.0)},
@@ -277,12 +316,11 @@ def test_weights_of_zero_remove_the_influence(fleet: list[MemberMatch], other: l
 def test_scores_are_in_their_range_and_the_best_comes_first(
     fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float
 ) -> None:
-    """The uncached share is from 0 to 1, and loads add up to the load weight for each candidate."""
-    found = choose_from_fleet(fleet, tiers=tiers, load_weight=load_weight)
+    """The uncached share is from 0 to 1, and without waiting work loads add up to the load weight for each candidate."""
+    found = choose_from_fleet(fleet, tiers=tiers, wait_weight=0.0, load_weight=load_weight)
     all_scores = list(scores(found).values())
     assert all(-EQUAL <= one.uncached <= 1 + EQUAL and one.load >= 0 and math.isfinite(one.score) for one in all_scores)
-    expected_sum = load_weight * len(fleet) if any(load for load, _, _ in fleet) else 0
-    assert math.fsum(one.load for one in all_scores) == pytest.approx(expected_sum)
+    assert math.fsum(one.load for one in all_scores) == pytest.approx(load_weight * len(fleet))
     assert (all_scores[0].instance, all_scores[0].score) == (found.instance, found.score)
     assert found.score <= min(one.score for one in all_scores) + EQUAL
     assert [one.score for one in all_scores[1:]] == sorted(one.score for one in all_scores[1:])
@@ -290,16 +328,17 @@ def test_scores_are_in_their_range_and_the_best_comes_first(
 
 @given(fleets, weights, st.floats(0, 1000), st.sampled_from([50, 100]))
 def test_a_router_calculates_the_same_scores(
-    fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float, length: int
+    fleet: list[MemberMatch], tiers: dict[str, float], wait_weight: float, length: int
 ) -> None:
-    """The scores are bit-identical and the choice is the same if the router has the same load weights and no guard."""
-    found = choose_from_fleet(fleet, tiers=tiers, load_weight=load_weight, tokens=list(range(length)))
-    settings: dict[str, Any] = {"load_weight": load_weight, "wait_weight": 0.0, "guard": math.inf, "tie": "first"}
-    router = policy("prefix-aware", 1, **settings, decoding_weight=0.0, tiers=tiers)
+    """The scores are bit-identical and the choice is the same if the router has the same settings."""
+    fleet = [(float(round(load)), *rest) for load, *rest in fleet]  # type: ignore[misc]  # a router counts whole requests
+    found = choose_from_fleet(fleet, tiers=tiers, wait_weight=wait_weight, load_weight=0.0, tokens=list(range(length)))
+    settings: dict[str, Any] = {"load_weight": 0.0, "wait_weight": wait_weight, "guard": 1.25, "guard_requests": 8}
+    router = policy("prefix-aware", 1, **settings, tie="first", tiers=tiers)
     candidates = []
     for place, (load, state, (gpu, cpu, disk, other)) in enumerate(fleet):
         reach = {"gpu": gpu, "cpu": gpu + cpu, "disk": gpu + cpu + disk}
-        work = routing.Load(waiting_tokens=load)  # type: ignore[arg-type]  # any number is valid
+        work = routing.Load(requests=int(load), decoding=int(load))
         candidates.append(routing.Candidate((f"w{place}", 0), work, gpu + cpu + disk + other, reach, state))
     choice = router.choose(routing.Prompt(length), candidates)
     assert choice.chosen.worker == (found.instance, found.rank)
@@ -422,13 +461,13 @@ def test_the_reason_of_a_selection_is_a_sentence() -> None:
     held = {0: make_match(gpu=20, cpu=50)}
     found = choose(make_candidates(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
-        "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 on gpu, 50 including cpu), must compute 78%, and its load counts "
-        "0.10: score 0.880, the best of 2."
+        "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 on gpu, 50 including cpu), must compute 78%, and its load "
+        "(1 request) counts 0.43: score 1.214, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
     why = select(request, make_candidates(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), EngineLoads(60.0)).why
-    assert why.endswith("score 1.000, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
+    assert why.endswith("score 1.050, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
 
@@ -490,19 +529,19 @@ def make_fleet(count: int) -> list[Candidate]:
 
 
 def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
-    """The load is the number of requests plus 4, over the mean. A worker without a report has the mean of the others."""
+    """A worker without a report has the mean of the others."""
     loads = EngineLoads(60.0)
     loads.report("w0", 0, 6.0)
     loads.report("w1", 0, 2.0)
-    found = choose(make_fleet(3), {}, loads=loads, load_weight=1.0)
+    found = choose(make_fleet(3), {}, loads=loads, wait_weight=0.0, load_weight=1.0)
     assert (found.instance, found.load_from) == ("w1", "engines")
     assert [score(found, place).load for place in range(3)] == pytest.approx([10 / 8, 6 / 8, 8 / 8])
     assert [score(found, place).requests for place in range(3)] == [6.0, 2.0, None]
     assert "and its load (2 requests) counts 0.75" in found.why
     loads.report("w1", 0, 20.0)
     loads.report("w0", 0, 20.0)
-    found = choose(make_fleet(3), {2: make_match(gpu=1)}, loads=loads)
-    assert "and its load (unknown, so the mean of the others) counts 0.10" in found.why
+    found = choose(make_fleet(3), {2: make_match(gpu=1)}, loads=loads, wait_weight=0.0)
+    assert "and its load (unknown, so the mean of the others) counts 0.05" in found.why
 
 
 def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> None:
@@ -510,7 +549,7 @@ def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> Non
     loads.report("w0", 0, 1.0)
     for place in range(1, 8):
         loads.report(f"w{place}", 0, 0.0)
-    found = choose(make_fleet(8), {0: make_match(gpu=5)}, loads=loads)
+    found = choose(make_fleet(8), {0: make_match(gpu=50)}, loads=loads)
     assert found.instance == "w0", "its load counts as 1.2 times the mean, not 8 times"
 
 
@@ -519,8 +558,29 @@ def test_if_a_request_has_loads_only_these_count() -> None:
     loads.report("w0", 0, 100.0)
     found = choose([*make_candidates(0.0), Candidate(instance="w1")], {}, loads=loads)
     assert (found.load_from, found.instance) == ("request", "w0")
-    assert [one.requests for one in scores(found).values()] == [None, None]
+    assert [one.requests for one in scores(found).values()] == [0.0, 0.0]
     assert choose(make_fleet(2), {}).load_from == "none"
+
+
+def test_without_loads_the_recent_selections_count() -> None:
+    """The cache of the worker counts until the guard: then the prompt goes to the others too."""
+    loads = EngineLoads(60.0)
+    held = {0: make_match(gpu=100)}
+    first = choose(make_fleet(3), held, tokens=list(range(10_000)), loads=loads)
+    assert (first.instance, first.load_from) == ("w0", "none")
+    chosen = [choose(make_fleet(3), held, tokens=list(range(10_000)), loads=loads) for _ in range(60)]
+    assert {found.load_from for found in chosen} == {"selections"}
+    counts = Counter(found.instance for found in chosen)
+    assert min(counts.values()) >= 15, "100 tokens of 10,000 are not worth a queue"
+
+
+def test_a_worker_with_too_many_requests_gets_no_credit() -> None:
+    found = choose(make_candidates(8, 0), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
+    assert (found.instance, score(found, 0).hot) == ("w0", False), "up to 8 requests a cache always counts"
+    found = choose(make_candidates(40, 38), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
+    assert (found.instance, score(found, 0).hot) == ("w0", False)
+    found = choose(make_candidates(40, 20), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
+    assert (score(found, 0).hot, score(found, 0).uncached) == (True, 1.0)
 
 
 def test_selections_since_a_report_count_as_requests() -> None:

@@ -45,6 +45,7 @@ impl Scorer {
             loads: LoadWeights {
                 wait,
                 mean,
+                base: 0.0,
                 guard,
                 guard_requests,
             },

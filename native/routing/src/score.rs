@@ -1,7 +1,6 @@
 //! The score of workers: what their caches save, their load relative to others, and the best of them.
 //!
-//! Pure numbers: shares of a prompt from 0 to 1, and loads over their mean, so that neither the length of a prompt nor the unit of a
-//! load matters. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
+//! Pure numbers: shares of a prompt from 0 to 1, work divided by the length of the prompt, and work over its mean. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
 
 /// Tolerance within which scores and shares are equal. Sums of equal values in another order differ by less.
 pub const EQUAL: f64 = 1e-9;
@@ -83,6 +82,8 @@ pub struct LoadWeights {
     pub wait: f64,
     /// Weight of the work divided by the mean of all candidates.
     pub mean: f64,
+    /// Work that is added to that of each candidate before it is divided by the mean.
+    pub base: f64,
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
     /// Requests up to which a worker always gets credit.
@@ -128,7 +129,11 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
             is_hot,
         }
     };
-    candidates.iter().zip(relative_loads(candidates)).map(score).collect()
+    candidates
+        .iter()
+        .zip(relative_loads(candidates, weights.base))
+        .map(score)
+        .collect()
 }
 
 /// Requests above which a worker is hot: r > guard * (all - r) / (n - 1), solved for r.
@@ -162,12 +167,12 @@ pub fn nearest(distances: &[u8]) -> Vec<usize> {
 }
 
 /// Returns the loads divided by their mean; all 0 without load. They are divided by the largest first, so that no sum overflows.
-fn relative_loads(candidates: &[Candidate]) -> Vec<f64> {
-    let most = candidates.iter().map(|one| one.work).fold(0.0, f64::max);
+fn relative_loads(candidates: &[Candidate], base: f64) -> Vec<f64> {
+    let most = candidates.iter().map(|one| one.work + base).fold(0.0, f64::max);
     if most == 0.0 {
         return vec![0.0; candidates.len()];
     }
-    let shares: Vec<f64> = candidates.iter().map(|one| one.work / most).collect();
+    let shares: Vec<f64> = candidates.iter().map(|one| (one.work + base) / most).collect();
     let mean = sum(&shares) / shares.len() as f64;
     shares.into_iter().map(|share| share / mean).collect()
 }

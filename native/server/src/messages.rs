@@ -92,6 +92,9 @@ request!(SelectRequest {
     expect_seconds: f64,
     #[prost(bool, tag = "17")]
     explain: bool,
+    #[prost(double, optional, tag = "18")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    wait_weight: Option<f64>,
 });
 
 #[derive(Clone, PartialEq, prost::Message, Serialize)]
@@ -218,6 +221,8 @@ pub(crate) struct Considered {
     inexact_tiers: Vec<String>,
     #[prost(double, optional, tag = "10")]
     requests: Option<f64>,
+    #[prost(bool, tag = "11")]
+    hot: bool,
 }
 
 #[derive(Clone, PartialEq, prost::Message, Deserialize)]

@@ -289,6 +289,8 @@ question! {
         candidates: Option<Vec<Object<Candidate>>>,
         tiers: Weights<String>,
         #[serde(deserialize_with = "present")]
+        wait_weight: Option<f64>,
+        #[serde(deserialize_with = "present")]
         load_weight: Option<f64>,
         trust: Weights<State>,
         tie: Tie,
@@ -304,7 +306,7 @@ impl Select {
         let candidates = self.candidates.as_deref().unwrap_or_default();
         (self.tiers.0.iter().all(|(_, weight)| is_weight(weight)))
             && self.trust.0.iter().all(|(_, weight)| is_weight(weight))
-            && self.load_weight.is_none_or(|weight| (0.0..=1000.0).contains(&weight))
+            && ([self.wait_weight, self.load_weight].iter().flatten()).all(|weight| (0.0..=1000.0).contains(weight))
             && (0.0..=60.0).contains(&self.expect_seconds)
             && candidates
                 .iter()

@@ -70,7 +70,7 @@ pub(crate) fn select<'a>(
         tie: request.tie,
         explain: request.explain,
     };
-    let terms = terms.updated(&request.tiers, &request.trust, request.load_weight);
+    let terms = terms.updated(&request.tiers, &request.trust, request.wait_weight, request.load_weight);
     let selected = choose(&contenders, &question, &terms, (ties, loads))?;
     let place = places.get(&(selected.instance, selected.rank)).copied();
     Some((selected, place))

@@ -189,8 +189,8 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: RequestName
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] | None = None
-    """A number that grows with its work: queued tokens, running requests. Only ratios between candidates count. If a candidate
-    has one, those without have 0; if none has one, the loads that engines report count."""
+    """Requests in flight there. If a candidate has one, those without have 0; if none has one, the loads that engines report
+    count, and if no engine reports, the recent selections of the service."""
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,8 +201,11 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Candidates; default: all workers of the model."""
     tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
     """Value of a token on each tier; 1 is the cost of computing it."""
-    load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.1
-    """Cost of the mean load; 1 is the cost of computing the whole prompt. The decision record 0008 explains the default."""
+    wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
+    """Weight of the work that waits at a worker against computing as many tokens. Each request counts as 256 tokens of work.
+    The decision record 0008 explains the defaults."""
+    load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
+    """Cost of the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """Factor on a worker's match in each trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
@@ -222,15 +225,16 @@ class ScoredCandidate(Struct, frozen=True, kw_only=True):
     uncached: float
     """Fraction of the prompt to compute, 0 to 1, after the weights of trust and tiers."""
     load: float
-    """Load divided by the mean of all candidates, times `load_weight`."""
+    """What its requests add to the score."""
+    hot: bool
+    """Whether it has so many requests that its cache did not count."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
     inexact_tiers: list[str]
     """Tiers from which the engine announces no removals: what an EXACT worker holds there had the weight of DEGRADED."""
     requests: float | None
-    """Requests that counted as its load: those that its engine has reported recently, and the selections since. null if the
-    load is the request's, or unknown: then the mean of the others counted."""
+    """Requests that counted as its load. null if they are unknown: then the mean of the others counted."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
@@ -243,8 +247,8 @@ class Selection(Struct, frozen=True, kw_only=True):
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """Reason for the selection, as a sentence."""
-    load_from: Literal["none", "request", "engines"]
-    """Source of the loads: none, the request, or the engines."""
+    load_from: Literal["none", "request", "engines", "selections"]
+    """Source of the loads: none, the request, the engines, or the recent selections of the service."""
     considered: list[ScoredCandidate] | None = None
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import describe_tiers
@@ -21,13 +24,27 @@ MAX_IN_FLIGHT: Final = 65_536
 """Default limit of remembered requests, about 250 bytes each. It is four times as many as 64 workers with 256 requests each."""
 
 
+EXPIRY_SECONDS: Final = 300.0
+"""Default time after which a request without an end counts as finished."""
+HALF_LIFE: Final = 10.0
+"""Seconds after which half of the load counts that a new worker begins with."""
+MAX_HALVINGS: Final = 16
+"""Times that it is halved before it no longer counts."""
+
+
 class _WorkerLoad:
-    """The load of a worker. Requests of a removed worker keep its object, and a new worker of the same name gets another."""
+    """The load of a worker. Requests of a removed worker keep its object, and a new worker of the same name gets another.
 
-    __slots__ = ("_reading", "_sent", "_sent_tokens", "load")
+    A worker that is added while others work begins with their mean load, which is halved again and again. Otherwise every
+    prompt would go to it until it has as many requests as they have, some of which might have ended without a report.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_added_at", "_initial", "_reading", "_sent", "_sent_tokens", "load")
+
+    def __init__(self, initial: Load, now: float) -> None:
         self.load = IDLE
+        self._initial = initial
+        self._added_at = now
         self._reading: EngineLoad | None = None
         """The newest load that the engine has reported."""
         self._sent = 0
@@ -42,45 +59,54 @@ class _WorkerLoad:
         self._sent += 1
         self._sent_tokens += waiting
 
-    def combined(self, reading: EngineLoad | None) -> Load:
-        """Return the larger value of each part of the load: the router's own, or the engine's.
+    def current(self, reading: EngineLoad | None, now: float) -> Load:
+        """Return the load that counts: what the engine has reported and what was sent since; without a report the own count."""
+        load = self.load if reading is None else self._reported(reading)
+        halvings = int((now - self._added_at) / HALF_LIFE)
+        if self._initial is IDLE or halvings > MAX_HALVINGS:
+            return load
+        return Load(*(mine + (given >> halvings) for mine, given in zip(astuple(load), astuple(self._initial), strict=True)))
 
-        A reading does not contain the requests that were sent since, so these are added to it.
-        """
-        if reading is None:
-            return self.load
+    def _reported(self, reading: EngineLoad) -> Load:
         if reading is not self._reading:
             self._reading, self._sent, self._sent_tokens = reading, 0, 0
-        own, waiting = self.load, reading.waiting_uncached_tokens
-        tokens = int(DECODING_WEIGHT) * reading.waiting if waiting is None else waiting
-        return Load(
-            max(own.requests, reading.requests + self._sent),
-            max(own.waiting_tokens, tokens + self._sent_tokens),
-            max(own.decoding, reading.running),
-            max(own.decoding_tokens, reading.used_tokens),
-        )
+        own, tokens = self.load, reading.waiting_uncached_tokens
+        if tokens is None:
+            waiting = own.requests - own.decoding
+            tokens = int(reading.waiting * (own.waiting_tokens / waiting if waiting else DECODING_WEIGHT))
+        requests, cached = reading.requests + self._sent, max(own.decoding_tokens, reading.used_tokens)
+        return Load(requests, tokens + self._sent_tokens, reading.running, cached)
 
 
 class _Request:
-    __slots__ = ("is_decoding", "length", "waiting", "worker")
+    __slots__ = ("is_decoding", "length", "sent_at", "waiting", "worker")
 
-    def __init__(self, worker: _WorkerLoad, length: int, waiting: int) -> None:
-        self.worker, self.length, self.waiting = worker, length, waiting
+    def __init__(self, worker: _WorkerLoad, length: int, waiting: int, sent_at: float) -> None:
+        self.worker, self.length, self.waiting, self.sent_at = worker, length, waiting, sent_at
         self.is_decoding = False
 
 
 class InFlightRequests:
     """Requests in flight by key, and the load of each worker. Not thread-safe.
 
-    Above `max_in_flight` requests the oldest ones count as finished.
+    Above `max_in_flight` requests the oldest ones count as finished, and so does each after `expiry_seconds`.
     """
 
-    def __init__(self, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+    def __init__(
+        self,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        expiry_seconds: float = EXPIRY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_in_flight = max_in_flight
+        self._expiry_seconds = expiry_seconds
+        self._clock = clock
         self._workers: dict[Worker, _WorkerLoad] = {}
         self._requests: dict[Hashable, _Request] = {}
         self.evicted = 0
         """Requests that counted as finished because too many were in flight."""
+        self.expired = 0
+        """Requests that counted as finished because they had no end in time."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,16 +117,22 @@ class InFlightRequests:
         return tuple(self._workers)
 
     def add_worker(self, worker: Worker) -> None:
-        """Add a worker; nothing if it exists."""
-        self._workers.setdefault(worker, _WorkerLoad())
+        """Add a worker, which begins with the mean load of the others; nothing if it exists."""
+        if worker not in self._workers:
+            others = [astuple(other.load) for other in self._workers.values()]
+            mean = Load(*(sum(part) // len(others) for part in zip(*others, strict=True))) if others else IDLE
+            self._workers[worker] = _WorkerLoad(mean if mean.requests else IDLE, self._clock())
 
     def remove_worker(self, worker: Worker) -> None:
         """Remove a worker with its load; nothing if it does not exist."""
         self._workers.pop(worker, None)
 
-    def loads(self) -> list[tuple[Worker, _WorkerLoad]]:
-        """Return the load of every worker."""
-        return list(self._workers.items())
+    def loads(self, engine_load: Callable[[Worker], EngineLoad | None] | None) -> list[tuple[Worker, Load]]:
+        """Return the load of every worker that counts for a choice, with what engines report of themselves."""
+        now = self._clock()
+        return [
+            (worker, own.current(engine_load(worker) if engine_load else None, now)) for worker, own in self._workers.items()
+        ]
 
     def load(self, worker: Worker) -> Load | None:
         """Return the load of a worker; None if it does not exist."""
@@ -112,10 +144,20 @@ class InFlightRequests:
         self.finish(key)
         found = self._workers[worker]
         found.add(waiting)
-        self._requests[key] = _Request(found, length, waiting)
+        self._requests[key] = _Request(found, length, waiting, self._clock())
         if len(self._requests) > self._max_in_flight:
             self.evicted += 1
             self.finish(next(iter(self._requests)))
+
+    def expire(self) -> None:
+        """Finish the requests whose time is over."""
+        oldest = self._clock() - self._expiry_seconds
+        while self._requests:
+            key, request = next(iter(self._requests.items()))
+            if request.sent_at >= oldest:
+                return
+            self.expired += 1
+            self.finish(key)
 
     def record_first_token(self, key: Hashable) -> None:
         """Record that the prompt is computed; nothing for an unknown key, or if it was recorded before."""
@@ -160,6 +202,8 @@ class Decision(Struct, frozen=True):
     """Whether the index was queried."""
     unreachable: int = 0
     """Workers that were excluded because they have no connection and others have one."""
+    key: Hashable = None
+    """The key under which the request is in flight."""
 
     @property
     def worker(self) -> Worker:
@@ -237,19 +281,21 @@ class Router:
       without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
       any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router, and return the same object until the engine reports again. For each part of a load the larger value
-      counts: what this router knows; or what the engine has reported, which includes the requests of other routers, plus what
-      this router has sent since. For an engine that does not report how many tokens wait, such as vLLM, each waiting request
-      counts as `DECODING_WEIGHT` tokens.
+      not call the router, and return the same object until the engine reports again. A report counts instead of the router's
+      own count: it includes the requests of other routers, and not those that ended unnoticed. What this router has sent since
+      is added. For an engine that does not report how many tokens wait, such as vLLM, each waiting request counts as the mean
+      of this router's own, or as `DECODING_WEIGHT` tokens if it has none.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
-    - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished.
+    - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished. So does each request
+      `expiry_seconds` after it was routed, because clients hang up, and callers forget `finish`. `request` never forgets.
+    - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
     - The last token of a prompt is not looked up, since engines compute it and its block again, except with `whole_prompt`.
 
     Raises `ConfigError`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by keyword
         self,
         policy: Policy,
         index: PrefixIndex | None = None,
@@ -258,19 +304,22 @@ class Router:
         engine_load: Callable[[Worker], EngineLoad | None] | None = None,
         overlay_seconds: float = 0.0,
         max_in_flight: int = MAX_IN_FLIGHT,
+        expiry_seconds: float = EXPIRY_SECONDS,
         whole_prompt: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.uses_index and index is None:
             raise ConfigError(f"the policy {policy.name} needs an index: pass a PrefixIndex to the router")
         check_range("overlay_seconds", overlay_seconds, 0, finite=True)
         check_range("max_in_flight", max_in_flight, 1)
+        check_range("expiry_seconds", expiry_seconds, 1)
         self.policy = policy
         self._index = index if policy.uses_index else None
         self._trust = trust
         self._engine_load = engine_load
         self._overlay_seconds = overlay_seconds
         self._whole_prompt = whole_prompt
-        self._requests = InFlightRequests(max_in_flight)
+        self._requests = InFlightRequests(max_in_flight, expiry_seconds, clock)
         self._lock = threading.Lock()
 
     # --- workers
@@ -320,6 +369,7 @@ class Router:
         held = self._look_up(tokens, prompt.length, namespace)
         with self._lock:
             self._requests.finish(key)
+            self._requests.expire()
             known = self._candidates(held, without)
             if not known:
                 workers = len(self._requests.workers)
@@ -335,7 +385,26 @@ class Router:
         if self._index is not None and self._overlay_seconds:
             self._index.speculate(chosen.worker, tokens, namespace, self._overlay_seconds)
         unreachable = len(known) - len(candidates)
-        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, unreachable)
+        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, unreachable, key)
+
+    @contextmanager
+    def request(
+        self,
+        tokens: Any,
+        *,
+        namespace: Namespace | None = None,
+        session: str | None = None,
+        without: Collection[Worker] = (),
+    ) -> Iterator[Decision]:
+        """Choose a worker as `route` does, for a request that ends with the block of a `with` statement, however it ends.
+
+        `record_first_token(decision.key)` records that the answer begins.
+        """
+        decision = self.route(object(), tokens, namespace=namespace, session=session, without=without)
+        try:
+            yield decision
+        finally:
+            self.finish(decision.key)
 
     def record_first_token(self, key: Hashable) -> None:
         """Record that the answer begins, so that the prompt waits no more; nothing for an unknown key or a second call."""
@@ -357,6 +426,11 @@ class Router:
         """Requests that counted as finished because more than `max_in_flight` existed: a caller of `route` omits `finish`."""
         return self._requests.evicted
 
+    @property
+    def expired(self) -> int:
+        """Requests that counted as finished `expiry_seconds` after they were routed."""
+        return self._requests.expired
+
     def __repr__(self) -> str:
         return f"<Router {self.policy.name}, {len(self.workers)} workers, {self.in_flight} requests in flight>"
 
@@ -374,12 +448,11 @@ class Router:
     def _candidates(
         self, held: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
-        trust, engine_load = self._trust, self._engine_load
+        trust = self._trust
         candidates: list[Candidate] = []
-        for worker, own in self._requests.loads():
+        for worker, load in self._requests.loads(self._engine_load):
             if worker in without:
                 continue
-            load = own.load if engine_load is None else own.combined(engine_load(worker))
             tokens, tiers, uncertain = held.get(worker, _NOTHING)
             found = "EXACT" if trust is None else trust(worker)
             state, inexact = (found, ()) if isinstance(found, str) else (found.name, found.inexact_tiers)

@@ -175,6 +175,7 @@ def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
     return {
         "tiers": _DEFAULT.tiers | request.tiers,
         "trust": _DEFAULT.trust | request.trust,
+        "wait_weight": request.wait_weight,
         "load_weight": request.load_weight,
     }
 

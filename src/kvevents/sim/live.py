@@ -182,6 +182,7 @@ class LiveFleet:
                 self.index,
                 trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
                 overlay_seconds=settings.overlay,
+                clock=lambda: self._timeline.now,
             )
             self.fleet = SimulatedFleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
             self.follower.follow(address.source for address in self.addresses)

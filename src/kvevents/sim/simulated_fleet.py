@@ -352,7 +352,7 @@ def simulate(
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
     chosen = chosen or policy(name, settings.seed)
-    router = Router(chosen, index, overlay_seconds=settings.overlay)
+    router = Router(chosen, index, overlay_seconds=settings.overlay, clock=lambda: timeline.now)
     sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
     fleet = SimulatedFleet(settings, router, audit, sink, timeline)
     fleet.feed(requests)
