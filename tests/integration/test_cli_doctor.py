@@ -177,7 +177,7 @@ def test_an_idle_engine_is_not_a_fault_and_replay_shows_its_dialect() -> None:
     )
     try:
         for number in range(20):
-            stored = BlockStored([2**63 * (number % 2) + number], None, [1, 2], 2, medium="GPU")
+            stored = BlockStored([2**63 * (number % 2) + number], None, [number, 2], 2, medium="GPU")
             publisher.publish(KVEventBatch(1760000000.0 + number, [stored], 0))
         ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--output=json", *DURATION)
     finally:

@@ -27,7 +27,7 @@ def make_batches(count: int) -> list[tuple[bytes, int, bytes]]:
 
 def make_compacted_history(count: int) -> list[tuple[bytes, int, bytes]]:
     """Return the replay buffer of a publisher with compaction: a snapshot of `count` batches and the batches after it."""
-    snapshot = encode_batch(KVEventBatch(1.0, [AllBlocksCleared(), BlockStored([1], None, [1, 2], 2)], 0))
+    snapshot = encode_batch(KVEventBatch(1.0, [AllBlocksCleared(), BlockStored([1], None, [1] * 32, 32)], 0))
     return [(b"kv-events", count, snapshot), *((topic, seq, payload) for topic, seq, payload in HISTORY if seq > count)]
 
 
@@ -56,7 +56,29 @@ class Case:
     unexpected: tuple[str, ...] = ()
 
 
+def make_misfits(count: int) -> list[tuple[bytes, int, bytes]]:
+    """Return batches of stores with one token for a block of two."""
+    stored = [KVEventBatch(1.0 + seq, [BlockStored([seq], None, [1], 2)], 0) for seq in range(count)]
+    return [(b"kv-events", seq, encode_batch(batch)) for seq, batch in enumerate(stored)]
+
+
+def make_orphans(count: int) -> list[tuple[bytes, int, bytes]]:
+    """Return batches of blocks whose parents are never announced."""
+    stored = [KVEventBatch(1.0 + seq, [BlockStored([seq], seq + 1_000, [seq, 2], 2)], 0) for seq in range(count)]
+    return [(b"kv-events", seq, encode_batch(batch)) for seq, batch in enumerate(stored)]
+
+
 CASES: dict[str, Case] = {
+    "blocks without parents": Case(
+        lambda: engine(tape=make_orphans(40)),
+        verdicts={"trust": "warn"},
+        expected=("of its blocks name parents that were never announced", "use a newer release"),
+    ),
+    "stores that cannot be used": Case(
+        lambda: engine(tape=make_misfits(40)),
+        verdicts={"trust": "warn"},
+        expected=("of its stores could not be used",),
+    ),
     "healthy": Case(
         engine,
         expected=(

@@ -130,7 +130,7 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     store(service, member, "GPU")
     assert member.info
     assert member.status
-    info = replace(member.info, evicted=5, orphans_dropped=1, rejected={("full_attention", "length-mismatch"): 1})
+    info = replace(member.info, evicted=5, orphans_dropped=1, estimate="set-aside")
     member.refresh(member.status, info, hidden_before=0.0)
     assert len(member.index_faults) == 4
     member.update_trust(Trust.EXACT, 0.0)
@@ -145,6 +145,8 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
         ("unknown-kind", [BLOCK], ("estimated-matches",)),
         ("unknown-hashing", [BLOCK, 4 * BLOCK], ("estimated-matches",)),
         ("several-block-sizes", [BLOCK, 4 * BLOCK], ("estimated-matches",)),
+        ("page-hashes", [BLOCK], ("estimated-matches",)),
+        ("unknown-parents", [BLOCK], ("unknown-parents",)),
         (None, [4 * BLOCK], ("block-size",)),
     ],
 )

@@ -93,7 +93,8 @@ class Stream:
         else:
             count = keyable_blocks(event)
             self.counts["bad-token"] += count < len(event.block_hashes)
-            self.rules |= {group: "dense"} if count or not event.block_hashes else {}
+            if plane.level == 0 and (count or not event.block_hashes):  # connectors announce chunks on other tiers
+                self.rules[group] = "dense"
             before: Block | None = None
             parents = [event.parent_block_hash, *event.block_hashes]
             for index, value in enumerate(event.block_hashes[:count]):
@@ -103,7 +104,8 @@ class Stream:
         if event.token_ids or not has_keys(event):
             self.counts["length-mismatch"] += 1
             return
-        self.rules[event.group_idx or 0] = "dense"
+        if plane.level == 0:
+            self.rules[event.group_idx or 0] = "dense"
         for index, value in enumerate(event.block_hashes):
             self.put(Waiting(value, plane, None, event, index))
 
@@ -178,6 +180,8 @@ class Stream:
     def longest(self, keys: list[int], scheme: Scheme, level: int) -> int:
         """Return how many blocks of a prompt match as a prefix at `level`."""
         rules: dict[int | None, int | str] = {group: rule for group, rule in self.rules.items() if rule != "unknown"}
+        if rules and "dense" not in rules.values():
+            return 0  # the blocks of no group on the device are known by their tokens
         rules = rules if len(rules) > 1 else {None: "dense"}
         held = {group: self.held(scheme, level, group) for group in rules}
         for length in range(len(keys), 0, -1):

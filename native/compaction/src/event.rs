@@ -141,7 +141,7 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     Store {
         hashes: event.hashes.slice(&read.scratch.hashes).into(),
-        parent: event.parent,
+        parent: event.parent_hash(),
         tokens: event.tokens.slice(&read.scratch.tokens).into(),
         pairs: event.pairs,
         keyable: event.keyable_blocks(),

@@ -105,7 +105,7 @@ impl Stream {
         for some in hashes.chunks(WORK_PER_HOLD) {
             self.remove(writer, some, placement, &mut work.targets);
             if self.remove_some_blocks(writer) {
-                return self.counters.reject("none", "too-many-alike");
+                return self.set_aside("too-many-alike");
             }
             self.spend(writer, some.len());
         }
@@ -117,6 +117,7 @@ impl Stream {
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
             self.remove_all(writer);
+            self.evidence.begin();
             return true;
         }
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
@@ -130,7 +131,7 @@ impl Stream {
             .filter(|&placement| meant(writer.view.placements.get(placement)))
             .collect();
         if !self.clear(writer, |placement| placements.contains(&placement)) {
-            self.counters.reject("none", "too-many-clears");
+            self.set_aside("too-many-clears");
         }
         self.changed_copies.clear();
         self.rebuild_group_cache(writer);

@@ -2,6 +2,7 @@
 
 mod collisions;
 mod counters;
+mod estimate;
 mod group_lookups;
 pub mod pending;
 mod placing;
@@ -18,6 +19,7 @@ use parking_lot::RwLock;
 
 use self::collisions::Collisions;
 pub use self::counters::Counters;
+pub use self::estimate::{Estimate, Evidence};
 pub use self::removal::RemovalTarget;
 use self::tally::{CopyMarks, Tally};
 use crate::groups::Groups;
@@ -53,6 +55,20 @@ struct NamedPlacement {
     marks: CopyMarks,
     /// Blocks held there.
     held: usize,
+}
+
+impl NamedPlacement {
+    fn is_on_device(&self) -> bool {
+        self.marks.attested.is_on_device()
+    }
+}
+
+/// A way in which an incarnation divides prompts.
+#[derive(Clone, Copy, Debug)]
+struct UsedScheme {
+    scheme: Scheme,
+    /// Whether it has announced such blocks on the device.
+    is_on_device: bool,
 }
 
 /// One stream. Its writer holds its lock, and also that of the shared part while blocks change.
@@ -94,6 +110,10 @@ pub struct Stream {
     pub waiting: Queue,
     /// Counters of errors.
     pub counters: Counters,
+    /// What it has shown about the completeness of its blocks.
+    pub evidence: Evidence,
+    /// The estimate that was reported last.
+    reported: Option<Estimate>,
     /// Whether it was removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
     /// Placements by their names in events.
@@ -112,7 +132,7 @@ pub struct Stream {
     fresh: Vec<(u32, u16)>,
     named: Vec<NamedPlacement>,
     /// Schemes by which this incarnation has divided prompts.
-    schemes: Vec<Scheme>,
+    schemes: Vec<UsedScheme>,
     /// Remaining examinations by partial clears.
     examinations_left: usize,
     /// Value of `Counters::evicted` when the stream was last known to be complete.
@@ -156,6 +176,8 @@ impl Stream {
             misses_salts: false,
             waiting: Queue::default(),
             counters: Counters::default(),
+            evidence: Evidence::default(),
+            reported: None,
             gone: false,
             places: Vec::new(),
             counted: 0,
@@ -272,7 +294,7 @@ impl Stream {
     /// Tokens per block, as this incarnation has announced them.
     pub fn sizes(&self) -> Vec<u32> {
         let mut sizes: Vec<u32> = Vec::new();
-        for scheme in &self.schemes {
+        for UsedScheme { scheme, .. } in &self.schemes {
             if !sizes.contains(&scheme.size) {
                 sizes.push(scheme.size);
             }
@@ -280,19 +302,37 @@ impl Stream {
         sizes
     }
 
-    /// Records a block size of this incarnation; false if it has used too many.
+    /// Number of different block sizes on the device. A connector can announce chunks of another size on other tiers.
+    fn device_sizes(&self) -> usize {
+        let on_device = self.schemes.iter().filter(|used| used.is_on_device);
+        let (mut first, mut count) = (None, 0);
+        for UsedScheme { scheme, .. } in on_device {
+            let is_new = first.is_none_or(|size| size != scheme.size);
+            (first, count) = (first.or(Some(scheme.size)), count + usize::from(is_new));
+        }
+        count
+    }
+
+    /// Records a block size of this incarnation on a placement; false if it has used too many.
     #[inline]
-    pub fn admit_scheme(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
-        self.schemes.contains(&scheme) || self.add_scheme(shared, scheme)
+    pub fn admit_scheme(&mut self, shared: &mut SharedState, scheme: Scheme, placement: u16) -> bool {
+        let is_on_device = self.named(placement).is_on_device();
+        match self.schemes.iter_mut().find(|used| used.scheme == scheme) {
+            Some(used) => {
+                used.is_on_device |= is_on_device;
+                true
+            }
+            None => self.add_scheme(shared, UsedScheme { scheme, is_on_device }),
+        }
     }
 
     #[cold]
-    fn add_scheme(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
+    fn add_scheme(&mut self, shared: &mut SharedState, used: UsedScheme) -> bool {
         if self.schemes.len() >= shared.limits.block_sizes {
             return false;
         }
-        self.schemes.push(scheme);
-        shared.use_scheme(self.number, scheme);
+        self.schemes.push(used);
+        shared.use_scheme(self.number, used.scheme);
         true
     }
 
@@ -325,6 +365,8 @@ impl Stream {
         (self.misses_salts, self.has_new_groups) = (false, false);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
+        self.evidence = Evidence::default();
+        self.reported = None;
         self.examinations_left = FIRST_EXAMINATIONS;
         self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);

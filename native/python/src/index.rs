@@ -20,6 +20,7 @@ use kvevents_index::holders::placements::Placement;
 use kvevents_index::limits::Limits;
 use kvevents_index::snapshot::{self, Failure};
 use kvevents_index::store::members::Worker;
+use kvevents_index::stream::Estimate;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::decode::Heartbeat;
 use kvevents_index::wire::scan::Schema;
@@ -161,9 +162,9 @@ impl NativeIndex {
         let ((source, rank), index) = (stream, self.index(py)?);
         run_change(index, || {
             if payload.len() < MANY_BYTES
-                && let Some(outcome) = index.try_batch(source, rank, incarnation, seq, payload)
+                && let Some(applied) = index.try_batch(source, rank, incarnation, seq, payload)
             {
-                return outcome.into();
+                return applied;
             }
             py.detach(|| index.batch(source, rank, incarnation, seq, payload))
         })
@@ -200,6 +201,9 @@ impl NativeIndex {
             heartbeat.map(plain_heartbeat),
             report.agrees,
             report.attested,
+            report
+                .estimate
+                .map(|estimate| estimate.map_or(("", 0), |estimate| (estimate.code(), estimate.count()))),
         );
         Ok(slf.call_method1(pyo3::intern!(py, "_found"), found)?.unbind())
     }
@@ -273,7 +277,7 @@ impl NativeIndex {
 
     /// Applies events that Python has encoded; None if one of them cannot be read.
     fn _apply(
-        &self,
+        slf: &Bound<'_, Self>,
         py: Python<'_>,
         source: &str,
         rank: i64,
@@ -281,10 +285,10 @@ impl NativeIndex {
         seq: i64,
         payload: &[u8],
     ) -> PyResult<Option<Py<PyAny>>> {
-        let index = self.index(py)?;
+        let index = slf.get().index(py)?;
         let apply = || py.detach(|| index.events(source, rank, incarnation, seq, payload));
-        let outcome = run_change(index, apply)?;
-        outcome.map(|outcome| self.outcome_object(py, outcome)).transpose()
+        let applied = run_change(index, apply)?;
+        applied.map(|applied| Self::found(slf, applied)).transpose()
     }
 
     /// Applies raw batches, with the GIL released.
@@ -608,7 +612,7 @@ fn info_dict(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("uncertain", info.uncertain)?;
     plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
-    plain.set_item("estimate", info.estimate)?;
+    plain.set_item("estimate", info.estimate.map(Estimate::code))?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)
 }

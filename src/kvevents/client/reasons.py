@@ -24,6 +24,8 @@ class Reason(enum.StrEnum):
     UNATTESTED = "unattested"
     SENDER = "sender"
     SILENT = "silent"
+    ESTIMATED_MATCHES = "estimated-matches"
+    """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
     REPLAY_UNPROVEN = "replay-unproven"
 
     BLOCK_SIZE = "block-size"
@@ -31,8 +33,9 @@ class Reason(enum.StrEnum):
     EVICTED = "evicted"
     ORPHANS_DROPPED = "orphans-dropped"
     SET_ASIDE = "set-aside"
-    ESTIMATED = "estimated-matches"
-    """The index cannot match its KV cache groups as the engine does (`WorkerInfo.estimate`)."""
+    """Its events have stores that cannot be used."""
+    UNKNOWN_PARENTS = "unknown-parents"
+    """No batch is missing, and its events name parents that were never announced."""
     STORES_ONLY = "stores-only"
     """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
 

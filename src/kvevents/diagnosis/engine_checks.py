@@ -31,11 +31,14 @@ from kvevents.diagnosis.traffic import (
     check_traffic,
     check_trust,
 )
-from kvevents.stream import Source, Trust
+from kvevents.native_module import find_native
+from kvevents.stream import Batch, RawBatch, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.zeromq.keys import Curve
 
 POLL_SECONDS: Final = 0.02
+MEMORY_LIMIT: Final = 1 << 30
+"""Most bytes of the index that is filled meanwhile."""
 
 
 class Stop(Protocol):
@@ -127,11 +130,19 @@ class EngineChecks:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
             # Only one socket can listen at an address. The engine reconnects to the next one.
             sample.close()
-        with Subscriber(self._source()) as subscriber:
+        with self._subscriber() as subscriber:
             self._repeat(stop, lambda: self._turn(subscriber, sample))
             # A replay that is not complete gets the same time again, since trust is unknown before its end.
             self._repeat(stop, lambda: self._turn(subscriber, sample), lambda: _trust(subscriber) != Trust.REPLAYING)
             return subscriber.statuses()[0]
+
+    def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
+        """Return a subscriber that fills an index, which finds contradictions. That needs the native module."""
+        if find_native() is None:
+            return Subscriber(self._source())
+        from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
+
+        return Subscriber(self._source(), decode=False, sink=PrefixIndex(memory_limit=MEMORY_LIMIT))
 
     def _repeat(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
         until = time.monotonic() + self._engine.seconds
@@ -139,7 +150,7 @@ class EngineChecks:
             stop.check()
             turn()
 
-    def _turn(self, subscriber: Subscriber, sample: TrafficSample) -> None:
+    def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: TrafficSample) -> None:
         if self._engine.bind:
             subscriber.receive(timeout=POLL_SECONDS)
         else:
@@ -174,5 +185,5 @@ class EngineChecks:
         yield from (finding for finding in checks if finding is not None)
 
 
-def _trust(subscriber: Subscriber) -> Trust:
+def _trust(subscriber: Subscriber[Batch] | Subscriber[RawBatch]) -> Trust:
     return subscriber.statuses()[0].trust

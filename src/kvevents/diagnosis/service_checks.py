@@ -230,9 +230,8 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.BLOCK_SIZE: "register it with its block size, or without one",
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
-    Reason.ESTIMATED: (
-        f"none is needed: the index estimates matches of this model; see {documented('concepts/prefix-match#hybrid-models')}"
-    ),
+    Reason.UNKNOWN_PARENTS: "the engine's events contradict each other: use a newer release of it, or report this",
+    Reason.ESTIMATED_MATCHES: f"see the reason, and {documented('concepts/prefix-match#estimates')}",
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
     Reason.NOT_FOLLOWED: "register the engine with the service (POST /register), or remove it from the candidates",

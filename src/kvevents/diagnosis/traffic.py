@@ -323,6 +323,7 @@ _ADVICE: Final[dict[DegradedReason, str]] = {
     DegradedReason.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     DegradedReason.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
     DegradedReason.DIVERGED: "exact again after a matching digest; check the releases of relay and doctor, and report this",
+    DegradedReason.ESTIMATED_MATCHES: "see the reason; if the engine's events contradict each other, use a newer release of it",
     DegradedReason.SENDER: "see the reason: the upstream of a relay is not exact, or the engine does not announce everything",
     DegradedReason.SILENT: "check that the relay runs: its heartbeats have stopped",
 }

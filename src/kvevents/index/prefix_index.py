@@ -123,9 +123,7 @@ class WorkerInfo(Counters):
     """Why matches of this worker can differ from what its engine finds, even if the index has all of its events; None if they
     cannot.
 
-    `unknown-kind`: it has KV cache groups whose lookup is unknown. `unknown-hashing`: its groups need the engine's hashes of
-    a prompt, which no known scheme has reproduced. `several-block-sizes`: its blocks differ in size, and its events state no
-    groups."""
+    The codes are the keys of `ESTIMATES`."""
     attested: bool | None
     """Whether the worker held exactly what its engine's own cache does at the last attestation of the current incarnation; None
     before the first. Only a publisher inside the engine sends attestations."""
@@ -158,6 +156,22 @@ Worker: TypeAlias = tuple[str, int] | str
 MAX_PAYLOAD_EXPANSION: Final = 100
 """Most bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names that stay.
 Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+
+ESTIMATES: Final = {
+    "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, or a limit was exceeded",
+    "unknown-parents": "at least {count} of its blocks name parents that were never announced",
+    "page-hashes": "its hashes are of pages alone, and some releases with such hashes announce later pages as first ones",
+    "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
+    "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
+    "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
+}
+"""What each value of `WorkerInfo.estimate` means."""
+
+
+def describe_estimate(code: str, count: int) -> str:
+    """Return the sentence for an estimate; empty for an empty code."""
+    return f"its matches are estimates, since {ESTIMATES[code].format(count=count)}" if code else ""
+
 
 _APPLIED: Final = ApplyResult("applied")
 _CLEARED: Final = ApplyResult("applied", BatchReport(cleared=True))
@@ -264,10 +278,11 @@ class PrefixIndex(_native.NativeIndex):
         found = inspect_events(batch.events, batch.rejected)
         if found is None:
             return applied
+        estimate = None if applied.report is None else applied.report.estimate
         heartbeat, agrees, attested = found.heartbeat, None, None
         if heartbeat is not None and applied.status == "applied":
             agrees, attested = self._compare(batch.source, batch.rank, heartbeat.digest, heartbeat.attestation)
-        return self._with_report(applied, found.rejected, heartbeat, agrees, attested)
+        return self._with_report(applied, found.rejected, heartbeat, agrees, attested, estimate)
 
     def _found(
         self,
@@ -276,10 +291,15 @@ class PrefixIndex(_native.NativeIndex):
         heartbeat: tuple[str | None, float, str, str, int, int | None] | None,
         agrees: bool | None,
         attested: bool | None,
+        estimate: tuple[str, int] | None,
     ) -> ApplyResult:
-        """Called by the native decoder, with findings in the order of the fields of `Rejected` and `Heartbeat`."""
+        """Called by native code, with findings in the order of the fields of `Rejected` and `Heartbeat`.
+
+        `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
+        """
         sent = None if heartbeat is None else Heartbeat(*heartbeat)
-        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested)
+        sentence = None if estimate is None else describe_estimate(*estimate)
+        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested, sentence)
 
     def _with_report(
         self,
@@ -288,6 +308,7 @@ class PrefixIndex(_native.NativeIndex):
         heartbeat: Heartbeat | None,
         agrees: bool | None,
         attested: bool | None,
+        estimate: str | None,
     ) -> ApplyResult:
         """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
         if applied.status != "applied":
@@ -295,7 +316,8 @@ class PrefixIndex(_native.NativeIndex):
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
-        return ApplyResult(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees, attested))
+        is_cleared = applied.report is not None and applied.report.cleared
+        return ApplyResult(applied.status, BatchReport(rejected, is_cleared, heartbeat, agrees, attested, estimate))
 
     # --- workers
 

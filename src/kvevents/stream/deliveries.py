@@ -24,7 +24,13 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _LastSeq = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 _REPORTED_REASONS: Final = frozenset(
-    {DegradedReason.REJECTED, DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.DIVERGED, DegradedReason.SENDER}
+    {
+        DegradedReason.REJECTED,
+        DegradedReason.REPLAY_UNCONFIRMED,
+        DegradedReason.DIVERGED,
+        DegradedReason.SENDER,
+        DegradedReason.ESTIMATED_MATCHES,
+    }
 )
 """Reasons that begin without a delivery."""
 
@@ -47,8 +53,9 @@ class Source:
     curve: Curve | None = field(default=None, repr=False)
     """CURVE keys; `server_key` is the engine's public key."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076). They become `Trust.inexact_tiers`."""
+    """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 does so after its own stream has failed. They become
+    `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay_endpoint):

@@ -90,6 +90,9 @@ class BatchReport:
     attestation_matches: bool | None = None
     """Whether the state after the batch is that of the engine's own cache, as the heartbeat's attestation says; None if there
     is no attestation or the state is unknown."""
+    estimate: str | None = None
+    """Why the consumer's answers can differ from what the engine finds, although no batch is missing, from this batch on. Empty
+    if they no longer can; None if that has not changed."""
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
@@ -200,6 +203,8 @@ class DeliveryLayer:
     def _describe_reason(self, reason: DegradedReason) -> str:
         if reason is DegradedReason.SENDER:
             return self._heartbeats.trust.reason or reason.value
+        if reason is DegradedReason.ESTIMATED_MATCHES:
+            return self._ledger.estimate_reason or reason.value
         return self._heartbeats.silence if reason is DegradedReason.SILENT else reason.value
 
     @property
@@ -236,7 +241,7 @@ class DeliveryLayer:
     # --- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
-        """Take what reading and applying a delivered batch has shown; of a `Batch`, only the comparisons are new.
+        """Take what reading and applying a delivered batch has shown; of a `Batch`, only comparisons and estimates are new.
 
         Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
         batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
@@ -246,6 +251,8 @@ class DeliveryLayer:
             return
         if isinstance(delivery, RawBatch):
             self._take_report(delivery, report)
+        if report.estimate is not None and incarnation == self.incarnation:
+            self._ledger.estimate(seq, report.estimate)
         if report.digest_matches is not None and incarnation == self.incarnation:
             self._compare_digest(seq, matches=report.digest_matches, live=not delivery.replayed)
             if report.digest_matches and not delivery.replayed:

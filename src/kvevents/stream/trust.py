@@ -25,6 +25,7 @@ class DegradedReason(enum.Enum):
     UNATTESTED = "the delivered state is not that of the engine's own cache"
     SENDER = "its sender reports that the events might be incomplete"
     SILENT = "the publisher has missed its heartbeats"
+    ESTIMATED_MATCHES = "its consumer reports that answers are estimates"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
 
@@ -41,7 +42,11 @@ REASONS_ENDED_BY_CLEAR: Final = frozenset(
 REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
 """The ones that a matching digest ends. The digest is of the stream, an attestation of the engine: only an attestation
 that agrees ends `UNATTESTED`."""
-PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.SENDER}
+PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {
+    DegradedReason.REPLAY_UNCONFIRMED,
+    DegradedReason.SENDER,
+    DegradedReason.ESTIMATED_MATCHES,
+}
 """Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
 begin again in a later process."""
 
@@ -182,7 +187,9 @@ class TrustLedger:
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
         self._max_marks = max_marks
         self._marks: dict[DegradedReason, _Marks] = {}
-        self._cleared = self._matched = self._attested = self._unattested = -1
+        self._cleared = self._matched = self._attested = self._unattested = self._estimated = -1
+        self.estimate_reason = ""
+        """Why the consumer's answers are estimates, as it last reported."""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -216,6 +223,14 @@ class TrustLedger:
         """Record that events of batch `seq` could not be read, unless a later clear or matching digest is known."""
         if seq >= self._cleared and seq > self._matched:
             self.add(DegradedReason.REJECTED, seq)
+
+    def estimate(self, seq: int, reason: str) -> None:
+        """Record why the consumer's answers are estimates from batch `seq` on; an empty reason means that they are not."""
+        if seq >= self._estimated:
+            self._estimated, self.estimate_reason = seq, reason
+            self.discard(DegradedReason.ESTIMATED_MATCHES)
+            if reason:
+                self.add(DegradedReason.ESTIMATED_MATCHES, seq)
 
     def match_digest(self, seq: int) -> None:
         """Record that the state after batch `seq` is the publisher's: what affects earlier batches has ended."""
@@ -266,8 +281,9 @@ class TrustLedger:
 
     def begin_incarnation(self) -> None:
         """Remove the reasons that are about events or heartbeats of the incarnation that has ended."""
-        self._cleared = self._matched = self._attested = self._unattested = -1
+        self._cleared = self._matched = self._attested = self._unattested = self._estimated = -1
         self._end_before(REASONS_ENDED_BY_CLEAR, None)
+        self.discard(DegradedReason.ESTIMATED_MATCHES)
         self.discard(DegradedReason.SENDER)
         self.discard(DegradedReason.SILENT)
 

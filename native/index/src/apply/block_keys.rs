@@ -129,7 +129,7 @@ fn keys_after(
         return Err("no-tokens");
     }
     let store = TokenStore::read(read, event)?;
-    let parent = event.parent.map(|_| parent.ok_or("parent-unknown")).transpose()?;
+    let parent = event.parent_hash().map(|_| parent.ok_or("parent-unknown")).transpose()?;
     let seed = keys::seed(store.lora, salt.or(parent.map(|(_, salt)| salt)).unwrap_or(0));
     hash_all(&store, 0, parent.map(|(key, _)| key), seed, work);
     store.check_whole(event)
@@ -137,7 +137,7 @@ fn keys_after(
 
 /// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.
 pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
-    let is_root = event.parent.is_none();
+    let is_root = event.parent_hash().is_none();
     let bare = extras_of(read.bytes(event.extra_keys), read.bytes(event.lora_name), is_root, extras);
     let own = read.bytes(event.cache_salt).map(keys::salt);
     if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }

@@ -1,6 +1,7 @@
 //! What stores show about the groups of an engine, its hashes and the salts of its prompts.
 
 use super::Read;
+use super::block_keys::TokenStore;
 use crate::groups::GroupKind;
 use crate::groups::engine_hash::Sample;
 use crate::store::shared_state::SharedState;
@@ -34,8 +35,25 @@ impl Stream {
         let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && has_key;
         let is_wanted =
             event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none() && self.samples_left > 0);
-        if is_wanted && is_plain && event.parent.is_none() {
+        if is_wanted && is_plain && event.parent_hash().is_none() {
             self.learn_from_root(read, event);
+        }
+    }
+
+    /// Learns whether hashes are of pages alone, as those of SGLang 0.4.8 to 0.5.6 are. There `nil` as the parent proves nothing.
+    #[inline]
+    pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
+        if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 && !store.pairs {
+            self.compare_page_hash(store);
+        }
+    }
+
+    #[cold]
+    fn compare_page_hash(&mut self, store: &TokenStore<'_>) {
+        if let Some(&hash) = store.hashes.first() {
+            self.evidence.pages_left -= 1;
+            let page = &store.tokens[..store.scheme.size as usize];
+            self.evidence.has_page_hashes = hash == tuple_hash(page);
         }
     }
 
@@ -82,12 +100,30 @@ impl Stream {
     }
 }
 
+/// CPython's hash of a tuple of token ids, from 3.8 on (`Objects/tupleobject.c`).
+fn tuple_hash(items: &[u32]) -> u64 {
+    const PRIMES: [u64; 3] = [
+        11_400_714_785_074_694_791,
+        14_029_467_366_897_019_727,
+        2_870_177_450_012_600_261,
+    ];
+    let mix = |sum: u64, &item: &u32| {
+        let sum = sum.wrapping_add(u64::from(item).wrapping_mul(PRIMES[1]));
+        sum.rotate_left(31).wrapping_mul(PRIMES[0])
+    };
+    let sum = items.iter().fold(PRIMES[2], mix);
+    match sum.wrapping_add(items.len() as u64 ^ PRIMES[2] ^ 3_527_539) {
+        u64::MAX => 1_546_275_796,
+        hash => hash,
+    }
+}
+
 /// Whether the hashes of a store cover a LoRA or multimodal items.
 fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
     let mut others = event.lora_name.is_some() || event.lora_id.is_some();
     if let Some(raw) = read.bytes(event.extra_keys) {
         extra_keys(raw, |block, extra| {
-            others |= block > 0 || event.parent.is_some() || !matches!(extra, Extra::Text(_));
+            others |= block > 0 || event.parent_hash().is_some() || !matches!(extra, Extra::Text(_));
         });
     }
     others

@@ -17,6 +17,8 @@ use crate::stream::pending::{Content, Waiting};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::Event;
 
+/// Why stores of groups are rejected whose lookup is unknown.
+const UNKNOWN_KIND: &str = "unknown-kind";
 /// Number of blocks of an event that are prefetched before the event is hashed.
 const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
@@ -67,6 +69,8 @@ impl Stream {
         let kind = read.text(event.spec_kind).unwrap_or("none");
         if let Err(reason) = self.store(writer, read, event, work) {
             self.counters.reject(kind, reason);
+            // Answers are complete without groups of unknown kinds, which have an estimate of their own.
+            self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
         }
     }
 
@@ -87,7 +91,7 @@ impl Stream {
                 event.hashes.slice(&read.scratch.hashes),
                 true,
             );
-            return Err("unknown-kind");
+            return Err(UNKNOWN_KIND);
         }
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let size = u32::try_from(event.block_size).unwrap_or(0);
@@ -107,9 +111,13 @@ impl Stream {
             return self.store_by_keys(writer, read, event, work);
         }
         let store = TokenStore::read(read, event)?;
-        self.learn(writer, group, known, size)?;
-        if kind.is_some() {
-            self.learn_hashing(read, event);
+        // A connector announces chunks of its own sizes and hashes on other tiers.
+        if is_on_device(read, event) {
+            self.learn(writer, group, known, size)?;
+            if kind.is_some() {
+                self.learn_hashing(read, event);
+            }
+            self.learn_page_hashes(&store, event.parent);
         }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
@@ -118,7 +126,7 @@ impl Stream {
             placement,
             ..store
         };
-        self.store_tokens(writer, &store, event.parent, work)?;
+        self.store_tokens(writer, &store, event.parent_hash(), work)?;
         store.check_whole(event)
     }
 
@@ -132,12 +140,14 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
         let kind = GroupKind::from_spec(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
-        self.learn(writer, event.group.unwrap_or(0), kind, size)?;
+        if is_on_device(read, event) {
+            self.learn(writer, event.group.unwrap_or(0), kind, size)?;
+        }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         if event.hashes.length == 0 {
             return Ok(());
         }
-        if !self.admit_scheme(writer, Scheme { size, eagle: false }) {
+        if !self.admit_scheme(writer, Scheme { size, eagle: false }, placement) {
             return Err("too-many-block-sizes");
         }
         self.prepare_placement(writer, event.hashes.length as usize, || {});
@@ -211,13 +221,16 @@ impl Stream {
     fn add_orphan(&mut self, shared: &mut SharedState, waiting: Waiting) {
         if !self.may_grow(shared) {
             self.counters.dropped += 1;
+            self.evidence.is_whole = false;
             return;
         }
         let limits = shared.limits;
         let bytes = limits.memory.map_or(usize::MAX, |memory| memory / 8);
-        self.counters.dropped += self
+        let dropped = self
             .waiting
             .push_within(waiting, limits.orphans, limits.orphan_bytes.min(bytes));
+        self.counters.dropped += dropped;
+        self.evidence.is_whole &= dropped == 0;
     }
 
     /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next.
@@ -237,7 +250,7 @@ impl Stream {
             lora: store.lora,
             salt,
         };
-        if !self.admit_scheme(writer, store.scheme) {
+        if !self.admit_scheme(writer, store.scheme, store.placement) {
             return Err("too-many-block-sizes");
         }
         let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
@@ -413,6 +426,7 @@ impl Stream {
             let block = chain.block(writer, at);
             let Some(number) = self.find(writer, &block, parent) else {
                 self.counters.evicted += (chain.hashes.len() - at) as u64;
+                self.evidence.is_whole = false;
                 return;
             };
             self.copy(writer, block.hash, number, chain.placement);
@@ -435,7 +449,7 @@ impl Stream {
                 match self.place_orphan(writer, hash, placement, content, above) {
                     Ok(Some(number)) => queue.push_back((hash, number)),
                     Ok(None) => {}
-                    Err(reason) => self.counters.reject("none", reason),
+                    Err(reason) => self.set_aside(reason),
                 }
                 self.spend(writer, 2);
             }
@@ -453,6 +467,7 @@ impl Stream {
     ) -> Result<Option<u32>, &'static str> {
         if !self.may_grow(writer) {
             self.counters.evicted += 1;
+            self.evidence.is_whole = false;
             return Ok(None);
         }
         let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
@@ -461,7 +476,7 @@ impl Stream {
             lora: content.lora,
             salt: content.salt.unwrap_or_else(|| salt_of(parent)),
         };
-        if !self.admit_scheme(writer, content.scheme) {
+        if !self.admit_scheme(writer, content.scheme, placement) {
             return Err("too-many-block-sizes");
         }
         let mut hashed = || keys::local_with(&content.tokens, &mut content.extras, context.seed());

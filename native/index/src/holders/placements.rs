@@ -84,6 +84,12 @@ impl AttestedGroup {
         }
     }
 
+    /// Whether it is for copies on the device.
+    #[inline]
+    pub fn is_on_device(self) -> bool {
+        self.mask != 0
+    }
+
     /// The contribution of one copy of a block.
     #[inline]
     pub fn copy(self, hash: u64) -> u64 {

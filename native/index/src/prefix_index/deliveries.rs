@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::Index;
 use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
-use crate::stream::Stream;
+use crate::stream::{Estimate, Stream};
 use crate::sync::yielding_lock::Writer;
 use crate::wire::decode::{Heartbeat, Rejected, normalise, normalise_whole};
 use crate::wire::scan::{Event, Kind, Schema, Scratch, scan};
@@ -38,6 +38,8 @@ pub struct BatchReport {
     /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
     /// attestation.
     pub attested: Option<bool>,
+    /// Why answers about the stream are estimates from this batch on, or that they no longer are; None if that has not changed.
+    pub estimate: Option<Option<Estimate>>,
 }
 
 /// The outcome of a delivery.
@@ -55,10 +57,10 @@ pub enum Outcome {
     Damaged,
 }
 
-impl From<Outcome> for ApplyResult {
-    /// The result of a batch without a report.
-    fn from(outcome: Outcome) -> Self {
-        Self { outcome, report: None }
+impl ApplyResult {
+    fn new(outcome: Outcome, report: BatchReport) -> Self {
+        let report = (report != BatchReport::default()).then(|| Box::new(report));
+        Self { outcome, report }
     }
 }
 
@@ -80,14 +82,12 @@ impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let stream = (source, rank);
-        match self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
-            Some(outcome) => outcome.into(),
-            None => self.apply_decoded(stream, incarnation, seq, payload),
-        }
+        let applied = self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {});
+        applied.unwrap_or_else(|| self.apply_decoded(stream, incarnation, seq, payload))
     }
 
     /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read.
-    pub fn events(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+    pub fn events(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<ApplyResult> {
         let apply =
             |payload: &[u8]| self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {});
         apply(payload).or_else(|| apply(&normalise_whole(payload, &self.normalised)?))
@@ -117,24 +117,25 @@ impl Index {
         let read = normalise(payload, self.schema.limits());
         let is_limited = self.limits.memory.is_some();
         let (mut agrees, mut attested) = (None, None);
+        let loses_events = read.rejected.iter().any(Rejected::loses_events);
         let mut compare = |stream: &mut Stream, shared: &mut SharedState| {
+            stream.evidence.is_whole &= !loses_events;
             let Some(beat) = &read.heartbeat else { return };
             agrees = beat.digest.as_deref().and_then(|digest| stream.agrees(digest, is_limited));
             attested = beat
                 .attestation
                 .and_then(|attestation| stream.attest(shared, attestation, is_limited));
         };
-        let outcome = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let applied = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let ApplyResult { outcome, report } = applied.expect("normalised events are what the scanner reads");
         let found = BatchReport {
             heartbeat: read.heartbeat,
             rejected: read.rejected,
             agrees,
             attested,
+            estimate: report.and_then(|report| report.estimate),
         };
-        ApplyResult {
-            outcome: outcome.expect("normalised events are what the scanner reads"),
-            report: (found != BatchReport::default()).then(|| Box::new(found)),
-        }
+        ApplyResult::new(outcome, found)
     }
 
     /// Applies a payload that the scanner reads by a schema, and then calls `then`. Returns None and changes nothing for other payloads.
@@ -146,26 +147,28 @@ impl Index {
         seq: i64,
         payload: &[u8],
         then: &mut dyn FnMut(&mut Stream, &mut SharedState),
-    ) -> Option<Outcome> {
+    ) -> Option<ApplyResult> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, schema, &mut room.scratch).is_none() {
                 room.scratch.shrink();
                 return None;
             }
+            let mut found = BatchReport::default();
             let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
                 let outcome = room.apply(payload, stream, writer, seq);
                 if matches!(outcome, Outcome::Applied(_)) {
                     then(stream, writer);
+                    found.estimate = stream.take_new_estimate();
                 }
                 outcome
             });
             room.shrink();
-            Some(outcome)
+            Some(ApplyResult::new(outcome, found))
         })
     }
 
     /// Applies a small batch without findings if no lock has to be waited for. Otherwise returns None and changes nothing.
-    pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+    pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<ApplyResult> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, &self.schema, &mut room.scratch).is_none() {
                 room.scratch.shrink();
@@ -190,7 +193,11 @@ impl Index {
                 room.apply(payload, stream, writer, seq)
             });
             room.shrink();
-            Some(outcome)
+            let found = BatchReport {
+                estimate: stream.take_new_estimate(),
+                ..BatchReport::default()
+            };
+            Some(ApplyResult::new(outcome, found))
         })
     }
 
@@ -201,6 +208,7 @@ impl Index {
                 return Outcome::Duplicate;
             }
             stream.counters.gaps += 1;
+            stream.evidence.is_whole = false;
             stream.last = last;
             Outcome::Applied(false)
         })
@@ -274,6 +282,9 @@ impl Room {
         if seq <= stream.last {
             stream.counters.duplicates += 1;
             return Outcome::Duplicate;
+        }
+        if stream.last < 0 && seq > 0 {
+            stream.evidence.is_whole = false;
         }
         let Self { scratch, work } = self;
         let read = Read { payload, scratch };

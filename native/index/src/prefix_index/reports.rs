@@ -10,7 +10,7 @@ use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
-use crate::stream::{Counters, Stream};
+use crate::stream::{Counters, Estimate, Stream};
 
 /// Number of blocks that are listed while writers wait.
 const BLOCKS_AT_ONCE: usize = 512;
@@ -39,7 +39,7 @@ pub struct Info {
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
     /// Why answers for its prompts are estimates; None if they are not.
-    pub estimate: Option<&'static str>,
+    pub estimate: Option<Estimate>,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
@@ -91,7 +91,7 @@ impl Index {
             uncertain: stream.uncertain(),
             attested: stream.attested,
             sizes: stream.sizes(),
-            estimate: stream.groups.estimate(stream.sizes().len()),
+            estimate: stream.estimate(),
             tiers: self.tiers(&stream),
             counters: stream.counters.clone(),
         })

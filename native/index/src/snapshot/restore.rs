@@ -169,6 +169,10 @@ impl<'a, R: Read> Restoring<'a, R> {
             unkept.push((self.from.signed()?, self.from.fixed()?));
         }
         stream.put_attested(has_attested, unkept);
+        let flags = self.from.byte()?;
+        stream.evidence.is_whole = flags & 1 != 0;
+        stream.evidence.has_page_hashes = flags & 2 != 0;
+        stream.evidence.set_aside = self.from.count()?;
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
         let salts = self.groups(&mut stream)?;
@@ -263,7 +267,9 @@ impl<'a, R: Read> Restoring<'a, R> {
                     let Limits {
                         orphans, orphan_bytes, ..
                     } = self.limits;
-                    stream.counters.dropped += stream.waiting.push_within(waiting, orphans, orphan_bytes);
+                    let dropped = stream.waiting.push_within(waiting, orphans, orphan_bytes);
+                    stream.counters.dropped += dropped;
+                    stream.evidence.is_whole &= dropped == 0;
                 }
                 DONE => break,
                 other => return Err(unexpected(other)),
@@ -278,6 +284,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             stream.tally.digest.wrapping_add(refused.digest),
         );
         stream.counters.evicted += refused.count;
+        stream.evidence.is_whole &= refused.count == 0;
         if read != (blocks, digest) {
             return Err(bad("the blocks of a stream do not match its digest"));
         }

@@ -113,6 +113,14 @@ impl Copies {
     }
 }
 
+/// Entries on one placement.
+#[derive(Clone, Copy, Debug, Default)]
+struct PlacementCount {
+    entries: usize,
+    /// Those with tokens.
+    orphans: usize,
+}
+
 /// A bounded queue.
 #[derive(Debug)]
 pub struct Queue<C = Content> {
@@ -122,7 +130,7 @@ pub struct Queue<C = Content> {
     by_awaited: HashMap<u64, Row, Secret>,
     by_hash: HashMap<u64, Vec<Copies>, Secret>,
     /// Entries by placement.
-    placements: HashMap<u16, usize, Secret>,
+    placements: HashMap<u16, PlacementCount, Secret>,
     next: u64,
     length: usize,
     bytes: usize,
@@ -230,6 +238,11 @@ impl<C: Weight> Queue<C> {
         self.placements.contains_key(&placement)
     }
 
+    /// Number of entries with tokens on a placement.
+    pub fn orphans_on(&self, placement: u16) -> usize {
+        self.placements.get(&placement).map_or(0, |count| count.orphans)
+    }
+
     /// Adds an entry. Above `limit` the oldest entries are dropped and counted.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
@@ -269,7 +282,9 @@ impl<C: Weight> Queue<C> {
         }
         self.next += 1;
         self.length += 1;
-        *self.placements.entry(placement).or_default() += 1;
+        let count = self.placements.entry(placement).or_default();
+        count.entries += 1;
+        count.orphans += usize::from(is_orphan);
         append(&mut self.entries, &mut self.order, at, Kind::Order);
         step_counter::count_growth(self.by_awaited.len(), self.by_awaited.capacity());
         step_counter::count_growth(self.by_hash.len(), self.by_hash.capacity());
@@ -319,8 +334,9 @@ impl<C: Weight> Queue<C> {
             }
         }
         if let Some(count) = self.placements.get_mut(&placement) {
-            *count -= 1;
-            if *count == 0 {
+            count.entries -= 1;
+            count.orphans -= usize::from(is_orphan);
+            if count.entries == 0 {
                 self.placements.remove(&placement);
             }
         }
@@ -491,6 +507,8 @@ mod tests {
                     prop_assert_eq!(queue.awaits(value), model.iter().any(|entry| entry.2 == value));
                     prop_assert_eq!(queue.names(value), model.iter().any(|entry| entry.0 == value || entry.2 == value));
                     prop_assert_eq!(queue.is_on(value as u16), model.iter().any(|entry| u64::from(entry.1) == value));
+                    let orphans = model.iter().filter(|entry| u64::from(entry.1) == value && entry.3.is_some());
+                    prop_assert_eq!(queue.orphans_on(value as u16), orphans.count());
                 }
             }
         }

@@ -21,10 +21,11 @@ impl Stream {
     ) -> Option<u32> {
         let known = self.blocks;
         let scheme = shared.contexts.get(block.context).scheme;
-        if !self.admit_scheme(shared, scheme) {
+        let first = placements.first()?.0;
+        if !self.admit_scheme(shared, scheme, first) {
             return None;
         }
-        let Placed { number, .. } = self.place(shared, block, placements.first()?.0, parent)?;
+        let Placed { number, .. } = self.place(shared, block, first, parent)?;
         if self.blocks == known {
             return None;
         }

@@ -111,7 +111,7 @@ pub struct Event {
     pub tokens: Run,
     /// Range of the keys in `Scratch::hashes`.
     pub keys: Run,
-    /// Hash of the block before the first one; None for the root.
+    /// Hash of the block before the first one, as announced; see `parent_hash`.
     pub parent: Option<u64>,
     /// Tokens per block.
     pub block_size: u64,
@@ -139,7 +139,15 @@ pub struct Event {
     pub lookahead: Option<Span>,
 }
 
+/// The hash of an empty tuple in every CPython from 3.8 on: what SGLang 0.4.7 to 0.4.9 name as the parent of first blocks.
+const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
+
 impl Event {
+    /// Hash of the block before the first one; None for the first block of a prompt.
+    pub fn parent_hash(&self) -> Option<u64> {
+        self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
+    }
+
     /// The block size of a store with one key for each hash instead of tokens; None for other events.
     pub fn size_of_keyed(&self) -> Option<u32> {
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, cast
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
 from kvevents.index import WorkerInfo
+from kvevents.index.prefix_index import describe_estimate
 from kvevents.routing import LoadReading
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.weights import DISTANCE_LOST, distance_of
@@ -167,17 +168,13 @@ class Member:
             found.append(
                 SourceFault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
             )
-        if self.info.estimate is not None:
-            found.append(SourceFault(Reason.ESTIMATED, f"its matches are estimates, since {_ESTIMATES[self.info.estimate]}"))
+        if (estimate := self.info.estimate) is not None:
+            reason = _REASONS_OF_ESTIMATES.get(estimate, Reason.ESTIMATED_MATCHES)
+            found.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
         if self.info.evicted > self.evicted:
             found.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:
             found.append(SourceFault(Reason.ORPHANS_DROPPED, "more of its blocks wait for their parents than the index stores"))
-        found += [
-            SourceFault(Reason.SET_ASIDE, f"blocks of kind {kind} were set aside: {reason}")
-            for kind, reason in sorted(self.info.rejected)
-            if reason in _LOSING
-        ]
         return tuple(found)
 
     @property
@@ -278,12 +275,8 @@ def _load_view(reading: LoadReading | None) -> LoadView | None:
     )
 
 
-_ESTIMATES: Final = {
-    "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
-    "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
-    "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
-}
-"""What each value of `WorkerInfo.estimate` means."""
+_REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
+"""The estimates that have a code of their own."""
 
 
 class MemberMatch(NamedTuple):
@@ -321,8 +314,3 @@ def _if_uncertain(status: TrustStatus) -> TrustStatus:
     state: TrustState = "DEGRADED" if status.state == "EXACT" else status.state
     reason = f"{status.reason}; {_UNCERTAIN}" if status.reason else _UNCERTAIN
     return TrustStatus(state, reason, (*status.reason_codes, Reason.UNCERTAIN_COPIES))
-
-
-_LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-placements", "too-many-alike"})
-"""Reasons for rejected stores that leave the index behind the engine. Kinds of groups that cannot be matched are not in it:
-answers are complete without their stores."""

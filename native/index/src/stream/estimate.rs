@@ -1,0 +1,130 @@
+//! Why answers about a stream can differ from what its engine finds, although no batch is known to be missing.
+
+use super::Stream;
+
+/// One reason. `kvevents.index` has a sentence for each code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Estimate {
+    /// This many stores could not be used.
+    SetAside(u64),
+    /// This many blocks on the device name parents that were never announced.
+    UnknownParents(u64),
+    /// Hashes are of pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
+    PageHashes,
+    /// The groups of the engine cannot be searched as the engine does.
+    Groups(&'static str),
+}
+
+impl Estimate {
+    /// A name for programs.
+    pub fn code(self) -> &'static str {
+        match self {
+            Self::SetAside(_) => "set-aside",
+            Self::UnknownParents(_) => "unknown-parents",
+            Self::PageHashes => "page-hashes",
+            Self::Groups(code) => code,
+        }
+    }
+
+    /// How many stores or blocks it is about; 0 if they are not counted.
+    pub fn count(self) -> u64 {
+        match self {
+            Self::SetAside(count) | Self::UnknownParents(count) => count,
+            Self::PageHashes | Self::Groups(_) => 0,
+        }
+    }
+
+    /// The same with a count that is rounded down to a power of two, so that it does not change with each batch.
+    fn rounded(self) -> Self {
+        let round = |count: u64| 1 << count.ilog2();
+        match self {
+            Self::SetAside(count) => Self::SetAside(round(count)),
+            Self::UnknownParents(count) => Self::UnknownParents(round(count)),
+            other => other,
+        }
+    }
+}
+
+/// What a stream has shown about the completeness of its blocks since its start, or since it was last cleared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evidence {
+    /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped here.
+    pub is_whole: bool,
+    /// Stores that could not be used.
+    pub set_aside: u64,
+    /// Whether a first block had the hash of its tokens alone.
+    pub has_page_hashes: bool,
+    /// Number of further first blocks whose hash is compared with that.
+    pub pages_left: u8,
+}
+
+/// First blocks whose hash is compared with that of their tokens alone.
+const PAGES: u8 = 8;
+
+impl Evidence {
+    /// Begins again after a clear of everything.
+    pub fn begin(&mut self) {
+        *self = Self {
+            has_page_hashes: self.has_page_hashes,
+            pages_left: self.pages_left,
+            ..Self::default()
+        };
+    }
+}
+
+impl Default for Evidence {
+    fn default() -> Self {
+        Self {
+            is_whole: true,
+            set_aside: 0,
+            has_page_hashes: false,
+            pages_left: PAGES,
+        }
+    }
+}
+
+impl Stream {
+    /// Counts a store, or a part of one, that cannot be used.
+    pub fn set_aside(&mut self, reason: &'static str) {
+        self.counters.reject("none", reason);
+        self.evidence.set_aside += 1;
+    }
+
+    /// Why answers about this stream are estimates; None if they are not.
+    pub fn estimate(&self) -> Option<Estimate> {
+        let Evidence {
+            set_aside,
+            has_page_hashes,
+            ..
+        } = self.evidence;
+        let parents = self.unknown_parents();
+        if set_aside > 0 {
+            Some(Estimate::SetAside(set_aside))
+        } else if parents > 0 {
+            Some(Estimate::UnknownParents(parents as u64))
+        } else if has_page_hashes {
+            Some(Estimate::PageHashes)
+        } else {
+            self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
+        }
+    }
+
+    /// Blocks with full attention on the device whose parents were never announced. None count if something is known to be missing,
+    /// which can be the parents.
+    fn unknown_parents(&self) -> usize {
+        if self.waiting.is_empty() || !self.evidence.is_whole {
+            return 0;
+        }
+        let on_device = self.named.iter().filter(|named| named.is_on_device());
+        on_device.map(|named| self.waiting.orphans_on(named.placement)).sum()
+    }
+
+    /// Returns the estimate if it has changed since the last call.
+    pub fn take_new_estimate(&mut self) -> Option<Option<Estimate>> {
+        let now = self.estimate().map(Estimate::rounded);
+        (now != self.reported).then(|| {
+            self.reported = now;
+            now
+        })
+    }
+}
