@@ -124,7 +124,9 @@ class Control:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._held: dict[tuple[int, str | None], int] = {}
-        self._publisher = ZmqEventPublisher(endpoint=ANY_LOCAL_PORT, replay_endpoint=ANY_LOCAL_PORT, bind=True)
+        self._publisher = ZmqEventPublisher(
+            endpoint=ANY_LOCAL_PORT, replay_endpoint=ANY_LOCAL_PORT, bind=True, dialect="vllm-latest"
+        )
         self.endpoint: Final = self._publisher.endpoint
         self.replay_endpoint: Final = self._publisher.replay_endpoint
 
