@@ -76,6 +76,8 @@ class Range(NamedTuple):
 
 
 Positive: TypeAlias = Annotated[int, Range(1)]
+Count: TypeAlias = Annotated[int, Range()]
+Pause: TypeAlias = Annotated[float, Unit.SECONDS, Range()]
 Seconds: TypeAlias = Annotated[float, Unit.SECONDS, Range(is_open=True)]
 Bytes: TypeAlias = Annotated[int, Unit.BYTES, Range(1)]
 Port: TypeAlias = Annotated[int, Unit.PORT, Range(0, 65535)]
@@ -94,16 +96,32 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of settings. Raises `ConfigError`, which names the field, for a number outside the range of its type."""
 
     def __post_init__(self) -> None:
-        for name, limits in _ranges(type(self)):
+        for name, limits, accepted in _ranges(type(self)):
             value = getattr(self, name)
+            if type(value) not in accepted:
+                raise ConfigError(f"{name} is {value!r}, not a number; it must be {limits}")
             if value is not None and not limits.holds(value):
                 raise ConfigError(f"{name} is {value}; it must be {limits}")
 
 
+class _RangedField(NamedTuple):
+    """A field with a range."""
+
+    name: str
+    limits: Range
+    accepted: frozenset[type]
+    """Types of its values. An integer is a valid float."""
+
+
 @cache
-def _ranges(kind: type[Struct]) -> list[tuple[str, Range]]:
+def _ranges(kind: type[Struct]) -> list[_RangedField]:
     fields = msgspec.structs.fields(kind)
-    return [(field.name, each) for field in fields for each in parts_of(field.type) if isinstance(each, Range)]
+    return [
+        _RangedField(field.name, each, frozenset({*types_in(field.type), *([int] if float in types_in(field.type) else [])}))
+        for field in fields
+        for each in parts_of(field.type)
+        if isinstance(each, Range)
+    ]
 
 
 class SettingFault(NamedTuple):
@@ -198,13 +216,13 @@ def parts_of(kind: Any) -> Iterator[Any]:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise `ConfigError`, which names the setting, for a number below 0."""
+    """Raise `ConfigError`, which names the setting, for a value that is not an integer of at least 0."""
     for name, value in counts.items():
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; it must be at least 0")
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{name} is {value!r}; it must be at least 0")
 
 
 def check_heartbeat(every: float | None) -> None:
     """Raise `ConfigError` unless this is a valid interval of heartbeats in seconds, or None."""
-    if every is not None and not 0 < every <= MAX_HEARTBEAT:
-        raise ConfigError(f"heartbeat is {every}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")
+    if every is not None and not (type(every) in {int, float} and 0 < every <= MAX_HEARTBEAT):
+        raise ConfigError(f"heartbeat is {every!r}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")

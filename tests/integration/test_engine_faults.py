@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from kvevents.publisher.base import QueuedPublisher
 from kvevents.publisher.event_server import EventSocket
 from kvevents.zeromq.keys import KeyPair, write_pair
 from publisher_cases import find_faults_in_fork, wait_until
-from vllm_stand_in import Vllm, installed_engine, make_store, schedulers_of_a_test  # noqa: F401 - fixtures
+from vllm_stand_in import Vllm, installed_engine, key_of, make_store, schedulers_of_a_test  # noqa: F401 - fixtures
 
 ENDPOINTS: dict[str, Any] = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
 SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval": 60}}'
@@ -106,14 +107,6 @@ def break_settings(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
     patch.setenv(VARIABLE, '{"heartbeet": 1}')
 
 
-def break_settings_file(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv(VARIABLE, "/nowhere/publisher.toml")
-
-
-def break_keys(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv(VARIABLE, '{"curve": {"key_file": "/nowhere/engine.key_secret"}}')
-
-
 def break_registry(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
     """Remove the type of batches, as a release with another type would."""
     patch.delattr(engine.events, "KVEventBatch")
@@ -192,8 +185,6 @@ TAKEOVER = "kvevents is not used any more: vLLM publishes KV cache events itself
 FAULT_CASES = [
     FaultCase(break_import, "Failed to load plugin kvevents", "own"),
     FaultCase(break_settings, UNUSED, "own"),
-    FaultCase(break_settings_file, UNUSED, "own"),
-    FaultCase(break_keys, UNUSED, "own"),
     FaultCase(break_registry, UNUSED, "own"),
     FaultCase(break_constructor, UNUSED, "own"),
     FaultCase(break_module, NO_ATTESTATION, "plugin"),
@@ -239,6 +230,121 @@ def test_the_engine_continues_and_events_are_published(
     wait_until(lambda: logged_lines(caplog), "the line in the log")
     (line,) = logged_lines(caplog)
     assert line.startswith(case.line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"curve": {"key_file": "/nowhere/engine.key_secret"}}',
+        '{"curve": {"public_key": "x", "secret_key": "y"}, "heartbeat": 5}',
+        '{"curve": {"key_fiel": "x"}}',
+        '{"curv": {}}',
+        '{"curve": ',
+        "/nowhere/publisher.toml",
+    ],
+)
+def test_nothing_is_published_if_settings_that_may_ask_for_keys_cannot_be_used(
+    text: str, start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's own publisher has no keys, so the engine gets its null publisher."""
+    monkeypatch.setenv(VARIABLE, text)
+    assert_publishes_nothing(start, engine, caplog)
+
+
+def test_nothing_is_published_if_a_publisher_with_keys_cannot_be_created(
+    start: Callable[..., Any],
+    engine: Vllm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    write_keys: Callable[[], str],
+) -> None:
+    monkeypatch.setenv(VARIABLE, write_keys())
+    monkeypatch.setattr(vllm.VllmEventPublisher, "__init__", raise_error)
+    assert_publishes_nothing(start, engine, caplog)
+
+
+def test_nothing_is_published_with_keys_if_another_package_has_replaced_the_publisher(
+    start: Callable[..., Any],
+    engine: Vllm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    write_keys: Callable[[], str],
+) -> None:
+    monkeypatch.setenv(VARIABLE, write_keys())
+    engine.factory._registry["zmq"] = type("Other", (), {})
+    assert_publishes_nothing(start, engine, caplog)
+
+
+def test_an_engine_of_an_unknown_release_does_not_start_with_keys(
+    engine: Vllm, monkeypatch: pytest.MonkeyPatch, write_keys: Callable[[], str]
+) -> None:
+    """There is no place to prevent its own publisher."""
+    monkeypatch.setenv(VARIABLE, write_keys())
+    monkeypatch.delattr(engine.events, "EventPublisherFactory")
+    with pytest.raises(AttributeError, match="EventPublisherFactory"):
+        load_plugins()
+
+
+@pytest.fixture
+def write_keys(tmp_path: Path) -> Callable[[], str]:
+    """Write a pair of keys; return settings that use it."""
+
+    def write() -> str:
+        public, secret = zmq.curve_keypair()
+        path = write_pair(tmp_path / "engine", KeyPair(public.decode(), secret.decode()), "", replace=False)[1]
+        return f'{{"curve": {{"key_file": "{path}"}}}}'
+
+    return write
+
+
+def assert_publishes_nothing(start: Callable[..., Any], engine: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler runs its steps with the engine's null publisher, and the log says why."""
+    caplog.set_level("WARNING")
+    scheduler = start()
+    assert type(scheduler.kv_event_publisher) is engine.events.NullEventPublisher
+    assert not engine.own_publishers
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    assert scheduler.reset_prefix_cache()
+    (line,) = logged_lines(caplog)
+    assert line.startswith("kvevents is not used: no KV cache events are published, since the settings ask for keys: ")
+
+
+def test_hooks_pass_on_arguments_that_they_do_not_know(
+    start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later release may give its methods more arguments, by position or by name, and the cache is attested all the same."""
+    caplog.set_level("WARNING")
+    passed: list[Any] = []
+
+    def accept_more(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def method(self: Any, *arguments: Any, later: Any = None, **named: Any) -> Any:
+            passed.append((name, later))
+            return original(self, *arguments, **named)
+
+        monkeypatch.setattr(owner, name, method)
+
+    manager = sys.modules["vllm.v1.core.kv_cache_manager"].KVCacheManager
+    block_map, scheduler_class = engine.pool.BlockHashToBlockMap, engine.scheduler
+    for owner, name in (
+        (block_map, "insert"),
+        (block_map, "pop"),
+        (manager, "take_events"),
+        (scheduler_class, "reset_prefix_cache"),
+    ):
+        accept_more(owner, name)
+    scheduler = start()
+    cache = scheduler.pool.cached_block_hash_to_block
+    cache.insert(block=0, key=key_of(5, 0), later=1)
+    cache.insert(key_of(6, 0), 1, later=2)
+    assert cache.pop(block_id=1, key=key_of(6, 0), later=3) == 1
+    assert scheduler.kv_cache_manager.take_events(later=4) == []
+    assert scheduler.kv_event_publisher._attestation() == 5
+    assert scheduler.reset_prefix_cache(later=5)
+    assert [later for _, later in passed if later] == [1, 2, 3, 4, 5]
+    assert not logged_lines(caplog)
 
 
 def test_a_port_in_use_is_reported_by_vllm_itself(

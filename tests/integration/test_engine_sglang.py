@@ -40,7 +40,8 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     module = types.ModuleType("sglang.srt.disaggregation.kv_events")
     vars(module).update(
-        {name: getattr(compat, name) for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")}
+        {name: getattr(compat, name) for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")},
+        NullEventPublisher=compat.NullEventPublisher,
     )
     vars(module).update(EventPublisherFactory=Factory, ZmqEventPublisher=OwnPublisher)
     emitters = types.ModuleType("sglang.srt.managers.scheduler_components.kv_events_publisher")
@@ -303,7 +304,7 @@ def raise_error(*_arguments: Any, **_named: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
 
-FAULTS = ('{"heartbeet": 1}', "/nowhere.toml", '{"curve": {"key_file": "/nowhere/key"}}', "constructor")
+FAULTS = ('{"heartbeet": 1}', "constructor")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -321,6 +322,39 @@ def test_if_the_plugin_fails_sglang_uses_its_own_publisher(
     store(publisher, 7)
     assert first_events(publisher)[0].block_hashes == [7]
     assert [each.getMessage()[:20] for each in caplog.records if each.name == LOGGER] == ["kvevents is not used"]
+
+
+@pytest.mark.parametrize("text", ["/nowhere.toml", '{"curve": {"key_file": "/nowhere/key"}}'])
+def test_nothing_is_published_if_settings_that_may_ask_for_keys_cannot_be_used(
+    factory: Any, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under both names SGLang gets its own null publisher."""
+    monkeypatch.setenv(VARIABLE, text)
+    sglang.register()
+    for name in ("zmq", "kvevents"):
+        assert type(create(factory, name)) is compat.NullEventPublisher
+    assert caplog.text.count("no KV cache events are published, since the settings ask for keys") == 2
+
+
+@pytest.mark.parametrize("text", [None, "off"])
+def test_without_the_variable_only_the_name_of_kvevents_leads_to_it(
+    factory: Any, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed kvevents changes nothing; a configuration that names it asks for it."""
+    monkeypatch.delenv(VARIABLE) if text is None else monkeypatch.setenv(VARIABLE, text)
+    sglang.register()
+    assert type(create(factory)) is OwnPublisher
+    assert isinstance(create(factory, "kvevents"), sglang.SglangEventPublisher)
+
+
+def test_the_hook_passes_on_arguments_that_it_does_not_know(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later release may give the method more arguments."""
+    passed: list[Any] = []
+    owner = sys.modules["sglang.srt.managers.scheduler_components.kv_events_publisher"].SchedulerKvEventsPublisher
+    monkeypatch.setattr(owner, "publish_kv_events", lambda _self, *given, **named: passed.append((given, named)))
+    emitter = make_emitter(factory, Cache())
+    emitter.publish_kv_events(1, later=2)
+    assert passed == [((1,), {"later": 2})]
 
 
 @pytest.mark.parametrize(("is_array", "event_form"), [(True, list), (False, dict)])

@@ -81,8 +81,11 @@ def test_options_of_later_releases_are_accepted(schedule: Callable[..., Any], en
     publisher.shutdown()
 
 
-def test_the_plugin_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, engine: Vllm) -> None:
-    monkeypatch.setenv(VARIABLE, '{"enabled": false}')
+@pytest.mark.parametrize("text", [None, "", "off"])
+def test_an_installed_plugin_changes_nothing_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, engine: Vllm, text: str | None
+) -> None:
+    monkeypatch.delenv(VARIABLE) if text is None else monkeypatch.setenv(VARIABLE, text)
     vllm.register()
     assert engine.factory._registry["zmq"] is engine.own_publisher
 

@@ -239,7 +239,7 @@ def test_many_threads_can_publish(context: Context) -> None:
 
 def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
     """The thread sleeps longer than the test may take, so only `publish` can wake it."""
-    with run_publisher(settings=PublisherSettings(max_sleep=10 * DEADLINE, poll_interval=0.0)) as publisher:
+    with run_publisher(settings=PublisherSettings(max_sleep=10 * DEADLINE, poll_interval=1e-6)) as publisher:
         subscriber = open_consumer(context, zmq.SUB)
         subscriber.connect(publisher.endpoint)
         subscriber.subscribe(b"")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvevents import Source, Subscriber
 from kvevents.compat import sglang, vllm

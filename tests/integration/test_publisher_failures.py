@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents import Source, Subscriber
 from kvevents.events import BlockStored, EventBatch

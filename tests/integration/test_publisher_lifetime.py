@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents.errors import ClosedError, EndpointError
 from kvevents.events import BlockStored, EventBatch

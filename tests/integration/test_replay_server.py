@@ -4,11 +4,11 @@ consumers."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import ReplayServerSettings

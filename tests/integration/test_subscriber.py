@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, assert_type
@@ -17,6 +16,7 @@ from typing import Any, assert_type
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent

@@ -7,12 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 import publisher_cases
 from certificate_pairs import make_pair, write_new_pair
@@ -55,7 +55,7 @@ def server(allowed: tuple[str, ...] | str | None) -> Curve:
 
 def run_publisher(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
     """Return a publisher that closes refused connections soon, so that their clients retry soon."""
-    settings = replace(QUICK, security=SecuritySettings(handshake_timeout=0.1))
+    settings = replace(QUICK, security=SecuritySettings(handshake_timeout=0.1, reread_interval=0))
     return publisher_cases.run_publisher(settings=settings, **kwargs)
 
 
@@ -230,6 +230,18 @@ def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog:
     (line,) = [record.getMessage() for record in caplog.records]
     assert "1 files of curve.allowed cannot be used" in line
     assert "torn.key" in line
+
+
+def test_a_handler_that_fails_refuses_everything_and_its_context_can_end(
+    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its socket is closed, which would otherwise keep the context of the publisher alive."""
+    monkeypatch.setattr(zap._ZapHandler, "_answer", lambda *_: 1 / 0)
+    with run_publisher(curve=server((FRIEND.public,))) as publisher:
+        connect(context, zmq.SUB, publisher.endpoint, client(FRIEND))
+        wait_until(lambda: "the handler of allowed keys ended" in caplog.text, "the end of the handler")
+        assert publisher.stats().subscribers == 0
+        assert publisher.shutdown().complete
 
 
 @pytest.mark.parametrize("allowed", ["none", "torn"])

@@ -140,6 +140,7 @@ class Vllm:
                 self.events,
                 {
                     "EventPublisherFactory": Factory,
+                    "NullEventPublisher": compat.NullEventPublisher,
                     "ZmqEventPublisher": own_publisher,
                     "KVEventsConfig": compat.KVEventsConfig,
                     "KVEventBatch": compat.KVEventBatch,

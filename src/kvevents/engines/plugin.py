@@ -1,19 +1,23 @@
 """What plugins share: their settings, the entry of an engine's registry that they replace, and the publisher inside an engine.
 
-The settings are in the environment variable `KVEVENTS_PUBLISHER`. The engines' own options name endpoints and buffers. They
-reject or drop options that they do not know, so ours have a variable.
+The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and has its settings. Without it an installed kvevents changes
+nothing in an engine. The engines' own options name endpoints and buffers. They reject or drop options that they do not know.
 
 The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events`
 has the digest. A plugin keeps it beside the engine's cache: a block that enters adds its term and a block that leaves subtracts
 it, so reading it costs nothing. Consumers compare it with the blocks they hold.
+
+Where keys are asked for, nothing is published in clear. If the settings cannot be used, or the publisher of kvevents cannot be
+created, the engine gets its own null publisher, since its own publisher of events has no keys.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import logging
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -25,18 +29,15 @@ from kvevents.native_module import find_native
 from kvevents.package_metadata import version
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
-from kvevents.settings import Positive, Range, Seconds, Settings, convert, read_toml, suggestion
+from kvevents.settings import Positive, Seconds, Settings, convert, read_toml
 from kvevents.zeromq.keys import Curve
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
-_POSITIVE: Final = Range(is_open=True)
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plugin does inside an engine."""
 
-    enabled: bool = True
-    """Whether the publisher of kvevents replaces the engine's."""
     heartbeat: Seconds | None = 5.0
     """Time between batches that carry the publisher's digest and the attestation. None sends neither."""
     compact: bool = True
@@ -52,19 +53,19 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     """Limits and timers of the publisher."""
 
 
-def read_settings(environ: Mapping[str, str]) -> EngineSettings:
-    """Return the settings in `KVEVENTS_PUBLISHER`: a JSON object, or the path of a TOML file. Without it, the defaults.
+def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
+    """Return the settings in `KVEVENTS_PUBLISHER`; None if it is empty or `off`, which leaves the engine as it is.
 
-    Raises `ConfigError`, which names the field, for other text, an unknown field, and a value of another type or range.
+    Other values are `on` for the defaults, a JSON object, or the path of a TOML file.
+
+    Raises `ConfigError`, which names the field, for an unknown field, and for a value of another type or out of range.
     """
     text = environ.get(VARIABLE, "").strip()
-    if not text:
+    if text.lower() in {"", "off"}:
+        return None
+    if text.lower() == "on":
         return EngineSettings()
-    found = _parse_json(text) if text.startswith("{") else read_toml(Path(text))
-    _reject_unknown_limits(found.get("limits"), PublisherSettings, "limits")
-    settings = convert(found, EngineSettings, VARIABLE)
-    _check_limits(settings.limits, "limits")
-    return settings
+    return convert(_parse_json(text) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
 
 
 def _parse_json(text: str) -> dict[str, Any]:
@@ -75,28 +76,15 @@ def _parse_json(text: str) -> dict[str, Any]:
     return found
 
 
-def _check_limits(limits: Any, place: str) -> None:
-    """Raise `ConfigError` for a limit that is not above 0: a publisher with it would send nothing, or never wait."""
-    for field in dataclasses.fields(limits):
-        value, name = getattr(limits, field.name), f"{place}.{field.name}"
-        if dataclasses.is_dataclass(value):
-            _check_limits(value, name)
-        elif not all(_POSITIVE.holds(each) for each in (value if isinstance(value, tuple) else (value,))):
-            raise ConfigError(f"{VARIABLE}: {name} is {value}; it must be {_POSITIVE}")
-
-
-def _reject_unknown_limits(found: Any, kind: Any, place: str) -> None:
-    """Raise `ConfigError` for a field that `kind`, a dataclass, does not have: msgspec would ignore it."""
-    if not isinstance(found, dict):
-        return
-    known = {field.name: getattr(field.default, "__class__", None) for field in dataclasses.fields(kind)}
-    for name, value in found.items():
-        if name not in known:
-            raise ConfigError(
-                f"{VARIABLE}: {place}: unknown field {name!r}{suggestion(name, known)} known fields: {', '.join(known)}"
-            )
-        if dataclasses.is_dataclass(known[name]):
-            _reject_unknown_limits(value, known[name], f"{place}.{name}")
+def mention_keys(environ: Mapping[str, str]) -> bool:
+    """Whether the settings, which need not be valid, are about keys. A file that cannot be read might be."""
+    text = environ.get(VARIABLE, "").strip()
+    if not text.startswith("{") and text.lower() not in {"", "on", "off"}:
+        try:
+            text = Path(text).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return True
+    return re.search("curv|key|secret", text, re.IGNORECASE) is not None
 
 
 # --- the entry of the registry
@@ -118,37 +106,44 @@ class CreatePublisher(Protocol):
 
 
 class PublisherConstructor:
-    """The replaced entry. It returns a publisher of kvevents, or the engine's own if that fails."""
+    """The replaced entry. It returns a publisher of kvevents; if that fails, the engine's own, or with keys its null one."""
 
     def __init__(
         self,
         engine: str,
         rank_option: str,
-        settings: EngineSettings,
+        settings: EngineSettings | None,
         create: CreatePublisher,
-        original: Callable[..., Any],
-        batch_type: Any,
+        module: Any,
+        fault: Exception | None = None,
     ) -> None:
-        """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank."""
+        """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank.
+
+        `fault` is why the settings, which are about keys, cannot be used.
+        """
         self._engine = engine
         self._rank_option = rank_option
-        self._batch_type = batch_type
-        self._settings = settings
+        self._settings = settings or EngineSettings()
         self._create = create
-        self._original = original
+        self._fault = fault
+        self._has_keys = fault is not None or self._settings.curve is not None
+        self._module, self._original, self._batch_type = module, module.ZmqEventPublisher, module.KVEventBatch
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         given = dict(options)
         if arguments:
             given[self._rank_option], *_ = arguments
         rank = given.pop(self._rank_option, 0)
-        own = self._own_publisher(given, arguments, options) if self._settings.curve is None else None
+        own = None if self._has_keys else self._own_publisher(given, arguments, options)
+        fault = self._fault
         try:
             show_in_engine_log(self._engine)
-            return self._create(self._settings, rank, given, own)
-        except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
-            log_unused(self._engine, error)
-        return self._original(*arguments, **options)
+            if fault is None:
+                return self._create(self._settings, rank, given, own)
+        except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with a publisher of its own
+            fault = error
+        log_unused(self._engine, fault, has_keys=self._has_keys)
+        return self._module.NullEventPublisher(rank) if self._has_keys else self._original(*arguments, **options)
 
     def _own_publisher(self, given: dict[str, Any], arguments: Sequence[Any], options: dict[str, Any]) -> OwnPublisher:
         return OwnPublisher(
@@ -160,37 +155,62 @@ class PublisherConstructor:
 
 
 def replace_publisher(
-    engine: str, rank_option: str, module: Any, create: CreatePublisher, environ: Mapping[str, str]
-) -> PublisherConstructor | None:
-    """Replace the entry `zmq` of `module.EventPublisherFactory`. Return the new entry.
+    engine: str, rank_option: str, module_name: str, create: CreatePublisher, environ: Mapping[str, str], own_name: str = ""
+) -> None:
+    """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the settings ask for it.
 
-    Return None if the settings disable the plugin, or if another package has replaced the entry, which is logged. Raises
-    `ConfigError` for wrong settings, and any exception that an unknown release of the engine causes.
+    Under `own_name`, which an operator must configure, the publisher is registered in any case.
+
+    An exception, which wrong settings or an unknown release of the engine cause, is logged. It is raised only if the engine
+    would otherwise publish in clear although keys are asked for.
     """
-    settings = read_settings(environ)
-    if not settings.enabled:
-        return None
-    registry = module.EventPublisherFactory._registry  # noqa: SLF001 - the engines have no other way to replace a publisher
-    current = registry[PUBLISHER_NAME]
-    if isinstance(current, PublisherConstructor):
-        return current
-    if current is not module.ZmqEventPublisher:
-        engine_logger(engine).warning(
-            "kvevents is not used: %s has replaced the publisher 'zmq' already; uninstall one of the two, or list the other "
-            "as the engine's only plugin",
-            f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}",
-        )
-        return None
-    registry[PUBLISHER_NAME] = PublisherConstructor(engine, rank_option, settings, create, current, module.KVEventBatch)
-    constructor: PublisherConstructor = registry[PUBLISHER_NAME]
-    return constructor
+    settings, fault = None, None
+    try:
+        settings = read_settings(environ)
+    except ConfigError as error:
+        if not mention_keys(environ):
+            log_unused(engine, error)
+            return
+        fault = error
+    is_wanted = settings is not None or fault is not None
+    if not is_wanted and not own_name:
+        return
+    has_keys = fault is not None or (settings is not None and settings.curve is not None)
+    try:
+        module = importlib.import_module(module_name)
+        registry = module.EventPublisherFactory._registry  # noqa: SLF001 - the engines have no other way to replace a publisher
+        current = registry[PUBLISHER_NAME]
+        if isinstance(current, PublisherConstructor):
+            return
+        if is_wanted and current is not module.ZmqEventPublisher:
+            name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}"
+            fault = ConfigError(
+                f"{name} has replaced the publisher 'zmq' already; uninstall one of the two, or list the other as the engine's "
+                "only plugin"
+            )
+            if not has_keys:
+                log_unused(engine, fault)
+                return
+        entry = PublisherConstructor(engine, rank_option, settings, create, module, fault)
+        if own_name and own_name not in registry:
+            registry[own_name] = entry
+        if is_wanted:
+            registry[PUBLISHER_NAME] = entry
+    except Exception as error:
+        if has_keys:
+            raise
+        if is_wanted:
+            log_unused(engine, error)
 
 
-def log_unused(engine: str, error: BaseException) -> None:
-    """Log that the engine publishes by itself, and why."""
-    engine_logger(engine).warning(
-        "kvevents is not used: %s publishes KV cache events itself: %s: %s", engine, type(error).__name__, error
+def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
+    """Log that kvevents does not publish, what does in its place, and why."""
+    place = (
+        "no KV cache events are published, since the settings ask for keys"
+        if has_keys
+        else (f"{engine} publishes KV cache events itself")
     )
+    engine_logger(engine).warning("kvevents is not used: %s: %s: %s", place, type(error).__name__, error)
 
 
 def log_publisher(

@@ -1,17 +1,18 @@
 """The plugin for SGLang: a server started with `--kv-events-config` publishes through kvevents.
 
 SGLang from 0.5.11 loads the entry points of the group `sglang.srt.plugins` in every process, in that of the scheduler before it
-is created. `register` replaces the entry `zmq` of `EventPublisherFactory` (`srt/disaggregation/kv_events.py`) and adds
-`kvevents`. The hook into the scheduler is installed when SGLang creates a publisher, so other processes have none.
+is created. `register` adds the entry `kvevents` to `EventPublisherFactory` (`srt/disaggregation/kv_events.py`), and replaces
+`zmq` if `KVEVENTS_PUBLISHER` is set. The hook into the scheduler is installed when SGLang creates a publisher, so other
+processes have none.
 
 The attestation. SGLang's radix trees have no table of hashes, and the tree of the newest releases is native code. So the digest
 is that of the events in the order in which the tree queued them, and it is sent only while the tree's own count of cached
 tokens on the GPU (evictable and protected) equals the count of the blocks in the digest. A store or removal that the tree did
 not announce, or announced twice, makes them differ. Reading both takes constant time.
 
-Everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails later, that one
-takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/sglang.md` of the documentation lists
-the releases with which this module was run.
+Without keys everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails
+later, that one takes over. A fault in a hook ends the attestation. Each is logged once. The hook passes on all arguments.
+The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from kvevents.engines.plugin import (
     EngineSettings,
     engine_logger,
     log_publisher,
-    log_unused,
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
@@ -63,14 +63,11 @@ that it loads before it announces them, so a few are normal."""
 
 
 def register() -> None:
-    """Replace SGLang's publisher `zmq`. Called by SGLang as a plugin; never raises and may be called repeatedly."""
-    try:
-        factory = importlib.import_module(_EVENTS_MODULE).EventPublisherFactory
-        entry = replace_publisher(_ENGINE, "attn_dp_rank", sys.modules[_EVENTS_MODULE], _create_publisher, os.environ)
-        if entry is not None and OWN_NAME not in factory._registry:  # noqa: SLF001 - SGLang has no other way to look it up
-            factory.register_publisher(OWN_NAME, entry)
-    except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
-        log_unused(_ENGINE, error)
+    """Replace SGLang's publisher `zmq` if the settings ask for it, and add `kvevents`. Called by SGLang as a plugin.
+
+    It may be called repeatedly, and raises only what would let SGLang publish in clear although keys are asked for.
+    """
+    replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, OWN_NAME)
 
 
 class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
@@ -256,13 +253,13 @@ def _install_hooks() -> bool:
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     """Link the publisher of a scheduler with its cache when the scheduler publishes for the first time."""
 
-    def publish_kv_events(emitter: Any) -> Any:
-        found = emitter.kv_event_publisher if emitter.enable_kv_cache_events else None
+    def publish_kv_events(emitter: Any, *arguments: Any, **named: Any) -> Any:
+        found = getattr(emitter, "kv_event_publisher", None)
         if isinstance(found, SglangEventPublisher) and not found.is_linked:
             try:
                 found.link(emitter.tree_cache)
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 found.end_attestation(error)
-        return original(emitter)
+        return original(emitter, *arguments, **named)
 
     return publish_kv_events

@@ -4,9 +4,9 @@ vLLM loads the entry points of the group `vllm.general_plugins` in every process
 scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
-Everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later, that one
-takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/vllm.md` of the documentation lists
-the releases with which this module was run.
+Without keys everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later,
+that one takes over. A fault in a hook ends the attestation. Each is logged once. Hooks pass on all arguments, so a release may
+have more of them. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kvevents.engines.plugin import (
     EngineSettings,
     engine_logger,
     log_publisher,
-    log_unused,
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
@@ -46,11 +45,11 @@ _HOOKED: Final = "_kvevents_hooked"
 
 
 def register() -> None:
-    """Replace vLLM's publisher `zmq`. Called by vLLM as a plugin; never raises and may be called repeatedly."""
-    try:
-        replace_publisher(_ENGINE, "data_parallel_rank", importlib.import_module(_EVENTS_MODULE), _create_publisher, os.environ)
-    except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with its own publisher
-        log_unused(_ENGINE, error)
+    """Replace vLLM's publisher `zmq` if the settings ask for it. Called by vLLM as a plugin; may be called repeatedly.
+
+    It raises only what would let vLLM publish in clear although keys are asked for.
+    """
+    replace_publisher(_ENGINE, "data_parallel_rank", _EVENTS_MODULE, _create_publisher, os.environ)
 
 
 class VllmEventPublisher(EnginePublisher):
@@ -193,9 +192,10 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
 def _count_insertions(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
     term = _term_of_key(has_groups=has_groups)
 
-    def insert(block_map: Any, key: Any, block: Any) -> Any:
-        result = original(block_map, key, block)
+    def insert(block_map: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(block_map, *arguments, **named)
         try:
+            key = arguments[0] if arguments else named["key"]
             block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & ATTESTATION_MASK
         except Exception as error:  # noqa: BLE001 - the engine goes on
             _invalidate_digest(block_map, error)
@@ -207,10 +207,11 @@ def _count_insertions(original: Callable[..., Any], *, has_groups: bool) -> Call
 def _count_removals(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
     term = _term_of_key(has_groups=has_groups)
 
-    def pop(block_map: Any, key: Any, block_id: Any) -> Any:
-        block = original(block_map, key, block_id)
+    def pop(block_map: Any, *arguments: Any, **named: Any) -> Any:
+        block = original(block_map, *arguments, **named)
         if block is not None:
             try:
+                key = arguments[0] if arguments else named["key"]
                 block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 _invalidate_digest(block_map, error)
@@ -259,8 +260,8 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
 def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
     """Record the digest of the cache at the moment at which the scheduler takes all events, just before it publishes them."""
 
-    def take_events(manager: Any) -> Any:
-        events = original(manager)
+    def take_events(manager: Any, *arguments: Any, **named: Any) -> Any:
+        events = original(manager, *arguments, **named)
         publisher = manager.__dict__.get("kvevents_publisher")
         if publisher is not None:
             try:

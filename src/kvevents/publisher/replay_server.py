@@ -2,7 +2,7 @@
 
 Theory of operation. A request opens a session, which holds the messages of its reply as they are at that moment. Sessions take
 turns; each turn sends a few messages. ROUTER_MANDATORY makes ZeroMQ report that the pipe of a consumer is full, where the
-engines' sockets drop messages silently. The session then keeps its position and is retried after `retry_delays`. ZeroMQ also
+engines' sockets drop messages silently. The session then keeps its position and is retried after `retry_delay`. ZeroMQ also
 reports that a consumer is gone. Large messages also wait while too many of their bytes are in flight. So a reply is sent at the
 pace of its reader and loses nothing, and live batches, on another socket and thread, never wait for it. Only the thread of the
 server uses the socket.
@@ -245,8 +245,9 @@ class ReplayServer:
         """Return the seconds to wait for a request before the next turn."""
         if not self._sessions:
             return self._settings.idle_wait
-        delays = self._settings.retry_delays
-        return delays[min(self._fruitless_turns, len(delays)) - 1] if self._fruitless_turns else 0.0
+        if not self._fruitless_turns:
+            return 0.0
+        return min(self._settings.retry_delay * 2.0 ** min(self._fruitless_turns - 1, 64), self._settings.max_retry_delay)
 
     def _read_requests(self) -> None:
         for _ in range(self._settings.requests_per_turn):

@@ -3,7 +3,7 @@
 A key pair has two files in ZeroMQ's certificate format, which czmq and pyzmq read and write too: `NAME.key` has the public key
 and is given to others; `NAME.key_secret` has both keys and stays secret. Keys are written in Z85: 40 characters for 32 bytes.
 The alphabet contains `#`, so a key is quoted in a file. `kvevents.zeromq.zap` has the lists of keys that may connect. This
-module imports no zmq.
+module imports zmq only to decode a key.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ KEY_CHARACTERS: Final = 40
 MAX_FILE_BYTES: Final = 1 << 20
 """A certificate has some hundred bytes. A file may hold ten thousand of them."""
 
-_Z85_ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-_Z85_VALUES: Final = {character: value for value, character in enumerate(_Z85_ALPHABET)}
 _OTHERS_MODE: Final = stat.S_IROTH | stat.S_IWOTH
 _GROUP_OR_OTHERS_MODE: Final = _OTHERS_MODE | stat.S_IRGRP | stat.S_IWGRP
 
@@ -46,23 +44,14 @@ class KeyPair(NamedTuple):
 
 def z85_decode(text: str) -> bytes | None:
     """Return the 32 bytes of a key in Z85; None if the text is not a key."""
-    if len(text) != KEY_CHARACTERS or not _Z85_VALUES.keys() >= set(text):
+    from zmq.utils import z85  # noqa: PLC0415 - settings are read without zmq
+
+    if len(text) != KEY_CHARACTERS or not text.isascii():
         return None
-    words: list[int] = []
-    for start in range(0, KEY_CHARACTERS, 5):
-        word = 0
-        for character in text[start : start + 5]:
-            word = word * 85 + _Z85_VALUES[character]
-        words.append(word)
-    return struct.pack(">8I", *words) if max(words) < 1 << 32 else None
-
-
-def z85_encode(key: bytes) -> str:
-    """Return the 32 bytes of a key in Z85."""
-    characters: list[str] = []
-    for word in struct.unpack(">8I", key):
-        characters += [_Z85_ALPHABET[word // 85**place % 85] for place in (4, 3, 2, 1, 0)]
-    return "".join(characters)
+    try:
+        return z85.decode(text.encode())
+    except (KeyError, struct.error):  # another character, or a value above 32 bits
+        return None
 
 
 # --- key files ---------------------------------------------------------------------------------------------------------------
@@ -193,8 +182,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     key_file: FilePath | None = None
     """File of both own CURVE keys: a NAME.key_secret of `kvevents keys`."""
     allowed: tuple[str, ...] | FilePath | None = None
-    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is read again for every
-    connection if it has changed. None lets in every client that knows this end's public key."""
+    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is read again for new
+    connections, at most once a second. None lets in every client that knows this end's public key."""
 
     def __post_init__(self) -> None:
         if self.key_file is not None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -16,6 +15,7 @@ import zmq
 
 from kvevents.endpoints import needs_ipv6, validate_port
 from kvevents.errors import EndpointError
+from kvevents.settings import Bytes, Count, Positive, Settings
 from kvevents.zeromq.zap import SocketSecurity
 
 Socket = zmq.Socket[bytes]
@@ -110,26 +110,25 @@ _SPARE_DESCRIPTORS: Final = 64
 """Descriptors left for the rest of the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class SocketOptions:
+class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of the sockets of one source."""
 
-    receive_hwm: int = 100_000
+    receive_hwm: Count = 100_000
     """Live messages that may wait in the socket while the application is busy, 0 for no limit. When it is full, libzmq drops
     messages at the publisher, and replay repairs the gap."""
-    max_message_bytes: int = 256 * 1024 * 1024
+    max_message_bytes: Bytes = 256 * 1024 * 1024
     """A larger message ends the connection. This is eight times what the decoder accepts, so only abuse reaches it."""
-    reconnect_ms: int = 100
+    reconnect_ms: Positive = 100
     """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
-    reconnect_max_ms: int = 5_000
+    reconnect_max_ms: Positive = 5_000
     """Longest delay between two reconnect attempts."""
-    heartbeat_ms: int = 5_000
+    heartbeat_ms: Positive = 5_000
     """Interval of ZMTP pings."""
-    handshake_ms: int = 5_000
+    handshake_ms: Positive = 5_000
     """A peer that accepts a connection but does not complete the handshake in this time is retried. libzmq waits for 30 s."""
-    heartbeat_timeout_ms: int = 15_000
+    heartbeat_timeout_ms: Positive = 15_000
     """A peer that does not answer a ping in this time is disconnected, so half-open connections end."""
-    keepalive_idle_s: int = 30
+    keepalive_idle_s: Positive = 30
     """Idle seconds after which the system sends TCP keep-alive probes."""
 
 

@@ -17,15 +17,16 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import zmq
+from zmq.utils import z85
 
 from kvevents.errors import ConfigError
-from kvevents.zeromq.keys import PUBLIC_SUFFIX, Curve, read_public_keys, z85_decode, z85_encode
+from kvevents.settings import Pause, Positive, Seconds, Settings
+from kvevents.zeromq.keys import PUBLIC_SUFFIX, Curve, read_public_keys, z85_decode
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +38,17 @@ _REFUSED: Final = (b"300", b"unknown key")
 Context = zmq.Context[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecuritySettings:
+class SecuritySettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of CURVE servers."""
 
-    handshake_timeout: float = 10.0
+    handshake_timeout: Seconds = 10.0
     """Seconds in which a connection must complete its handshake, and for which a refused one may stay open."""
-    log_interval: float = 60.0
+    log_interval: Seconds = 60.0
     """Seconds between two log records about refused connections of one end. The second one has the number of those between."""
-    max_allowed_keys: int = 4_096
-    """Keys of one allow-list, and files of its folder. Each new connection reads the state of all files, about 10 us each."""
-    mtime_granularity: float = 1.0
-    """Seconds within which a file may change twice with the same modification time, unnoticed. A file that has changed more
-    recently is read again."""
+    max_allowed_keys: Positive = 4_096
+    """Keys of one allow-list, and files of its folder. Reading a file takes about 50 us."""
+    reread_interval: Pause = 1.0
+    """Seconds for which the keys of the files are used before a new connection reads the files again."""
 
 
 DEFAULT_SECURITY_SETTINGS: Final = SecuritySettings()
@@ -65,24 +64,21 @@ class KeyAllowList:
         """Problems of the files as of the last `refresh`. Keys of these files are not allowed."""
         self._settings = settings
         self._path: Path | None = Path(allowed) if isinstance(allowed, str) else None
-        self._signature: object = None
+        self._read_at = float("-inf")
         if isinstance(allowed, tuple):
             self.keys = frozenset(found for key in allowed if (found := z85_decode(key)) is not None)
 
     def refresh(self) -> None:
-        """Read the files again if they have changed. Does not raise: a file that cannot be read allows no key."""
-        if self._path is None:
+        """Read the files, unless that was done a moment ago. Does not raise: a file that cannot be read allows no key."""
+        now = time.monotonic()
+        if self._path is None or now - self._read_at < self._settings.reread_interval:
             return
+        self._read_at = now
         try:
-            paths = self._key_files(self._path)
-            signature, is_settled = self._sign(paths)
+            self._load(self._path, self._key_files(self._path))
         except (OSError, ConfigError) as error:
             text = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            self.keys, self.errors, self._signature = frozenset(), [text], None
-            return
-        if signature != self._signature:
-            self._load(self._path, paths)
-            self._signature = signature if is_settled else None
+            self.keys, self.errors = frozenset(), [text]
 
     def _load(self, folder: Path, paths: list[Path]) -> None:
         keys: set[bytes] = set()
@@ -107,13 +103,6 @@ class KeyAllowList:
         if len(names) > limit:
             raise ConfigError(f"{path} holds {len(names)} files of keys, more than {limit}; no client may connect")
         return [path / name for name in names]
-
-    def _sign(self, paths: list[Path]) -> tuple[list[tuple[str, int, int, int, int]], bool]:
-        """Return what changes when a file changes, and whether no file has changed recently."""
-        found = [(path.name, path.stat()) for path in paths]
-        newest = max((max(each.st_mtime, each.st_ctime) for _, each in found), default=0.0)
-        parts = [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
-        return parts, time.time() - newest > self._settings.mtime_granularity
 
 
 class SocketSecurity:
@@ -157,7 +146,7 @@ class SocketSecurity:
             return True
         self.refused += 1
         if time.monotonic() - self._logged_at >= self._settings.log_interval:
-            self._log_refusals(f", the last one from {address} with the key {z85_encode(key)}")
+            self._log_refusals(f", the last one from {address} with the key {z85.encode(key).decode()}")
         return False
 
     def close(self) -> None:
@@ -231,9 +220,12 @@ class _ZapHandler:
         os.close(self._wake_read)
 
     def _run(self) -> None:
-        with suppress(zmq.ContextTerminated):
-            while self._wait_for_request():
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        try:
+            with suppress(zmq.ContextTerminated):
+                while self._wait_for_request():
+                    self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except Exception:
+            logger.exception("the handler of allowed keys ended; all further connections are refused")
         # Before the socket is closed, which lets the context end: a new context may then have the same id.
         if _registry.handlers.get(self.context_id) is self:
             del _registry.handlers[self.context_id]

@@ -30,7 +30,7 @@ SECONDS: Final = 300.0
 
 def measure(blocks: int, *, has_plugin: bool) -> dict[str, float]:
     """Return microseconds for each stored block, each evicted block, and each `take_events` while all blocks are cached."""
-    os.environ[VARIABLE] = '{"heartbeat": 3600, "compact": false}' if has_plugin else '{"enabled": false}'
+    os.environ[VARIABLE] = '{"heartbeat": 3600, "compact": false}' if has_plugin else "off"
     stand_ins.install(source(RELEASE))
     plugin.register()
     engine = Engine(is_hybrid=False, blocks=blocks + 1)
