@@ -64,6 +64,9 @@ class FaultyTransport:
     def fileno(self) -> int:
         return self._inner.fileno()
 
+    def take_found(self) -> list[Source]:
+        return self._inner.take_found()
+
     def wake(self) -> None:
         self._inner.wake()
 

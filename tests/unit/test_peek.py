@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
-from kvevents.wire.decode import begins_with_clear, ends_with_digest
+from kvevents.wire.decode import begins_with_clear, ends_with_digest, rank_of
 
 CLEAR = AllBlocksCleared()
 STORE = BlockStored([1], None, [1], 1)
@@ -75,3 +75,17 @@ def test_the_beginning_of_a_large_payload_is_enough() -> None:
     whole = encode_batch(KVEventBatch(1.5, [CLEAR, *[STORE] * 70_000]))
     assert begins_with_clear(whole)
     assert begins_with_clear(whole[:512])
+
+
+@DIALECTS
+@pytest.mark.parametrize("rank", [None, 0, 3, 300])
+def test_the_rank_of_a_batch_is_read_in_every_dialect(dialect: Dialect | None, rank: int | None) -> None:
+    """It is the rank of the decoded batch."""
+    payload = encode_batch(KVEventBatch(1.5, [CLEAR, STORE, PART], rank), dialect)
+    assert rank_of(payload) == decode_batch(payload).batch.data_parallel_rank
+
+
+@given(st.binary())
+def test_a_payload_without_a_rank_states_none(payload: bytes) -> None:
+    """Bytes that are no batch raise nothing."""
+    assert rank_of(payload) is None or isinstance(rank_of(payload), int)

@@ -2222,3 +2222,20 @@ def test_every_limit_is_reached_by_a_test() -> None:
     assert TEST_OF_LIMIT.keys() == {*StreamLimits.__struct_fields__}
     known = set(globals()) | {path.name for path in paths.TESTS.rglob("test_*.py")}
     assert set(TEST_OF_LIMIT.values()) <= known
+
+
+def test_one_restart_is_not_two_publishers(wire: Wire) -> None:
+    """Neither is one of which the first batches are lost."""
+    for first in (0, 3, 2):
+        wire.feed(*(live(seq, first) for seq in range(first, 70 + first)))
+        assert DegradedReason.SHARED not in wire.stream.degraded_reasons
+
+
+def test_numbers_that_go_back_again_and_again_are_of_two_publishers(wire: Wire) -> None:
+    """The sentence says so, until the next connection."""
+    for seq in range(10, 16):
+        wire.feed(live(seq, 0), live(seq - 5, 1))
+    assert DegradedReason.SHARED in wire.stream.degraded_reasons
+    wire.stream.disconnected()
+    wire.stream.connected(2.0)
+    assert DegradedReason.SHARED not in wire.stream.degraded_reasons

@@ -26,6 +26,8 @@ class Reason(enum.StrEnum):
     SILENT = "silent"
     ESTIMATED_MATCHES = "estimated-matches"
     """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
+    RANK = "rank"
+    SHARED = "shared"
     REPLAY_UNPROVEN = "replay-unproven"
 
     BLOCK_SIZE = "block-size"

@@ -225,6 +225,8 @@ _ADVICE: Final[dict[Reason, str]] = {
     ),
     Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
     Reason.SENDER: "see the reason: the upstream of a relay is not exact, or the engine does not announce everything",
+    Reason.RANK: "compare the registered ports with those of the engine's ranks: those of two ranks are swapped",
+    Reason.SHARED: "give each publisher its own topic, or its own endpoint",
     Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
     Reason.EVICTED: "raise --memory-limit, or distribute the engines over several services",
     Reason.BLOCK_SIZE: "register it with its block size, or without one",

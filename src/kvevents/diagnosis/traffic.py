@@ -325,6 +325,8 @@ _ADVICE: Final[dict[DegradedReason, str]] = {
     DegradedReason.DIVERGED: "exact again after a matching digest; check the releases of relay and doctor, and report this",
     DegradedReason.ESTIMATED_MATCHES: "see the reason; if the engine's events contradict each other, use a newer release of it",
     DegradedReason.SENDER: "see the reason: the upstream of a relay is not exact, or the engine does not announce everything",
+    DegradedReason.RANK: "compare the ports with those of the engine's ranks",
+    DegradedReason.SHARED: "give each publisher its own topic, or its own endpoint",
     DegradedReason.SILENT: "check that the relay runs: its heartbeats have stopped",
 }
 

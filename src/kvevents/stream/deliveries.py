@@ -49,7 +49,11 @@ class Source:
     """Name of the engine in deliveries; its endpoint if None. Ranks of one engine share a name."""
     rank: int = 0
     bind: bool = False
-    """Bind `endpoint` and let the engine connect, instead of connecting to it."""
+    """Bind `endpoint` and let the engine connect, instead of connecting to it. Several sources can share a bound endpoint, each
+    with the `topic` of its engine."""
+    by_topic: bool = False
+    """Follow each topic that arrives at a bound endpoint and begins with `topic` as a source of its own, named by its topic:
+    `kv@POD@MODEL` in llm-d. Each has its own numbers and its own trust. They are found when their first message comes."""
     curve: Curve | None = field(default=None, repr=False)
     """CURVE keys; `server_key` is the engine's public key."""
     stores_only: tuple[str, ...] = ()
@@ -61,6 +65,8 @@ class Source:
         for endpoint in (self.endpoint, self.replay_endpoint):
             if endpoint is not None:
                 validate_endpoint(endpoint)
+        if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
+            raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
         if self.rank < 0:
             raise ConfigError(f"invalid rank {self.rank} of {self.label}: expected a number from 0")
         check_stores_only(self.stores_only)
@@ -114,6 +120,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """The topic of the message. If a replay does not repeat it, the newest topic seen, or the source's."""
     rejected: tuple[Rejected, ...] = ()
     """Events of this batch that could not be decoded."""
+    data_parallel_rank: int | None = None
+    """The rank that the payload states. `rank` is that of the source, which the application has chosen."""
 
 
 class RawBatch(msgspec.Struct, frozen=True, gc=False):
@@ -141,6 +149,7 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
             self.payload,
             self.topic,
             decoded.rejected,
+            decoded.batch.data_parallel_rank,
         )
 
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Final
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, RawDelivery, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
-from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
+from kvevents.stream.replay_fetch import NOW, CheckSchedule, ReplayFetch, RequestPacer
 from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
 from kvevents.stream.settings import StreamLimits
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
 from kvevents.wire import Rejected
-from kvevents.wire.decode import begins_with_clear
+from kvevents.wire.decode import begins_with_clear, rank_of
 
 UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
 """States without a connection."""
@@ -129,6 +129,15 @@ class DeliveryLayer:
         self._checks = CheckSchedule(limits)
         self._ledger = TrustLedger()
         self._heartbeats = HeartbeatMonitor(limits)
+        self.stated_rank: int | None = None
+        """The rank that the payloads state; None if that is unknown, or if they state several, as those of a relay may."""
+        self._states_ranks = False
+        """Whether the payloads have stated several ranks."""
+        self._next_rank_at = NOW
+        self._other_topic: bytes | None = None
+        """The topic before the newest one, on this connection."""
+        self._regressed_at = self._regressions = 0
+        """Number of live messages at the last regression to a number above 0, and the regressions shortly after each other."""
         self._now = 0.0
         self._live_at = 0.0
         self._can_replay = bool(source.replay_endpoint)
@@ -326,6 +335,8 @@ class DeliveryLayer:
                 self._set_last_live(newest, payload)
         self._has_delivered = True
         self.counters.delivered += 1
+        if self._now > self._next_rank_at:
+            self._read_rank(payload)
         self._deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
 
     def _record_replayed(self, seq: int, payload: bytes) -> None:
@@ -352,6 +363,8 @@ class DeliveryLayer:
         if count == 1:
             self._deliver(first, payloads[0], replayed=False)
             return
+        if self._now > self._next_rank_at:
+            self._read_rank(payloads[-1])
         if self._chain.wants_first_of_connection:
             self._chain.add_first_of_connection(NewestBatch(first, payloads[0], True))
         if self._cross_check.is_incomplete:
@@ -367,6 +380,22 @@ class DeliveryLayer:
             self._set_last_live(newest)
         self._has_delivered = True
         self.counters.delivered += count
+
+    def _read_rank(self, payload: bytes) -> None:
+        """Read the rank that a payload states. Once per second is enough to notice that ports of ranks are swapped."""
+        self._next_rank_at = self._now + _RANK_INTERVAL
+        rank = rank_of(payload)
+        if rank is not None and not self._states_ranks:
+            self._states_ranks = self.stated_rank not in (None, rank)
+            self.stated_rank = None if self._states_ranks else rank
+
+    def compare_rank(self, stated_by_other: int | None) -> None:
+        """Compare the stated rank with that of the stream that has it by its source; None if there is no such stream."""
+        is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
+        if is_other and DegradedReason.RANK not in self._ledger:
+            self._ledger.add(DegradedReason.RANK, 0)
+        elif not is_other:
+            self._ledger.discard(DegradedReason.RANK)
 
     def _set_last_live(self, live: NewestBatch, payload: bytes = b"") -> None:
         """Record a live batch that has to be compared. `payload` is its payload if it is delivered.
@@ -445,5 +474,7 @@ class DeliveryLayer:
 
 
 _PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
+_RANK_INTERVAL: Final = 1.0
+"""Seconds between two looks at the rank that payloads state."""
 _COMPARING: Final = "a live batch is compared with what replay says of its number"
 _UNPROVEN: Final = frozenset({DegradedReason.REPLAY_UNPROVEN})

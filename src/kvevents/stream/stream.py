@@ -115,6 +115,8 @@ class Stream(ReplayLayer):
     def connected(self, now: float) -> None:
         """The subscription is up. Record a new connection. Feed every frame of an earlier connection before this call."""
         self._now = self._live_at = now
+        self._other_topic, self._regressions = None, 0
+        self._ledger.discard(DegradedReason.SHARED)
         self._end_distrust()
         if self.state is not State.CONNECTING:
             self._prepare_reconnect()
@@ -209,7 +211,8 @@ class Stream(ReplayLayer):
         order = self._order
         if live.seq == order.next_seq > order.highest_seen and self.state is State.FOLLOWING and order.parts.last < 0:
             # Nothing is missing: the frame is a run of one.
-            self.topic = live.topic
+            if live.topic != self.topic:
+                self._note_topic(live.topic)
             self.receive_run((live.payload,), now)
             return
         self.counters.live += 1
@@ -217,13 +220,35 @@ class Stream(ReplayLayer):
         self._checks.probes = 0
         if self._is_silent:
             self._end_silence()
-        self.topic = live.topic
+        if live.topic != self.topic:
+            self._note_topic(live.topic)
         if self._cross_check.first_live is None:
             self._note_connection_of(live)
         self._apply(Input.LIVE, live)
         if self._cross_check.first_live is None:
             # It has begun another incarnation, of which it is the first frame.
             self._note_connection_of(live)
+
+    def _note_regression(self, seq: int) -> None:
+        """Record that the numbers went back. A restarted publisher begins with 0 and then counts up."""
+        if seq == 0:
+            return
+        is_soon = self.counters.live - self._regressed_at <= _REGRESSION_SPAN
+        self._regressions = self._regressions + 1 if is_soon else 1
+        self._regressed_at = self.counters.live
+        if self._regressions >= _MAX_REGRESSIONS:
+            self.share()
+
+    def _note_topic(self, topic: bytes) -> None:
+        """Record that the topic has changed. A publisher has one; two publishers alternate."""
+        if topic == self._other_topic:
+            self.share()
+        self._other_topic, self.topic = self.topic, topic
+
+    def share(self) -> None:
+        """Record that two publishers send at the same time. It holds until the connection ends."""
+        if DegradedReason.SHARED not in self._ledger:
+            self._degrade(DegradedReason.SHARED)
 
     def _note_connection_of(self, live: Live) -> None:
         """Record the first live batch of the connection. While there is no connection, the frame may be of the one before."""
@@ -236,6 +261,7 @@ class Stream(ReplayLayer):
             if self._newest is not None and seq == self._newest.seq and self._newest.matches(live.payload):
                 self.counters.duplicates += 1
                 return
+            self._note_regression(seq)
             self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {self._order.last_live}")
             self._sequence(live)
             return
@@ -472,6 +498,9 @@ class Stream(ReplayLayer):
     """The transition table with the method of each action, which takes the context that the input was applied with."""
 
 
+_REGRESSION_SPAN: Final = 64
+"""Live messages within which a second regression of the numbers is no second restart."""
+_MAX_REGRESSIONS: Final = 3
 _MAY_BE_OF_EARLIER_CONNECTION: Final = (State.DISCONNECTED, State.RESTORED)
 _NO_FINGERPRINT: Final = {
     State.CONNECTING: "",

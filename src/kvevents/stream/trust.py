@@ -26,6 +26,8 @@ class DegradedReason(enum.Enum):
     SENDER = "its sender reports that the events might be incomplete"
     SILENT = "the publisher has missed its heartbeats"
     ESTIMATED_MATCHES = "its consumer reports that answers are estimates"
+    RANK = "its batches state the rank of another stream of this engine: the ports of ranks are swapped"
+    SHARED = "two publishers send as this source in turn: give each its own topic or endpoint"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypedDict
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypedDict, cast
 
 from kvevents.errors import ClosedError, ConfigError, UsageError
 from kvevents.stream import (
@@ -214,8 +214,7 @@ class FrontEnd(Generic[BatchT]):
         """Remove and return the oldest delivery that is ready; there must be one."""
         if self._sink is not None or not self._decodes:
             return self._take([self._multiplexer.ready.popleft()])[0]
-        delivery: Any = self._decode(self._multiplexer.ready.popleft())
-        return delivery
+        return cast("BatchT", self._decode(self._multiplexer.ready.popleft()))
 
     def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
         """Remove and return at most `limit` deliveries that are ready, and about as many as `seconds` of work allow."""

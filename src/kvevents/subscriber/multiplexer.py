@@ -94,6 +94,10 @@ class Transport(Protocol):
         """Wait at most `timeout` seconds (None: no limit) and return the connections that are readable."""
         ...
 
+    def take_found(self) -> list[Source]:
+        """Return the sources that were found since the last call (`Source.by_topic`), to be opened."""
+        ...
+
     @property
     def max_wait(self) -> float | None:
         """Longest time in seconds between two calls of `wait`, even if nothing arrives; None for no limit."""
@@ -145,11 +149,13 @@ class StreamEntry:
         "error",
         "failure",
         "first_incarnation",
+        "found_at",
         "is_queued",
         "opened_at",
         "reopen_at",
         "reported_trust",
         "resumed_incarnation",
+        "stated_rank",
         "stream",
         "timer",
     )
@@ -161,6 +167,8 @@ class StreamEntry:
         self.reopen_at = self.opened_at = float("-inf")
         self.backoff = Backoff()
         self.error = ""
+        self.stated_rank: int | None = None
+        """The rank of the payloads that was compared last."""
         self.failure = ""
         """Why the application could not apply a delivery. It is set until everything was delivered again and taken."""
         self.first_incarnation = first_incarnation
@@ -168,6 +176,8 @@ class StreamEntry:
         self.resumed_incarnation = stream.incarnation
         self.mark_consumed()
         self.timer: float | None = None
+        self.found_at = ""
+        """The bound endpoint at which the source was found by its topic; empty if the application has added it."""
         self.is_queued = False
         """Whether the stream waits for a free replay slot."""
         self.reported_trust: tuple[str, str, bool] = ("", "", False)
@@ -250,6 +260,8 @@ class Multiplexer:
         self._messages_per_read = messages_per_read
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
+        self._finders: dict[tuple[str, int], StreamEntry] = {}
+        """The sources that find others by their topic. Their streams receive nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
         self._unconsumed: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
@@ -270,18 +282,39 @@ class Multiplexer:
     def add(self, source: Source, resume: Checkpoint | None) -> None:
         """Start following `source`, or continue after a checkpoint. Raise `ConfigError`, `EndpointError`."""
         key = (source.label, source.rank)
-        if key in self._entries:
+        if key in self._entries or key in self._finders:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
         first = self._next_incarnation
         stream = Stream(source, self._limits, first)
         if resume is not None:
             stream.restore(resume)
         connection = self.transport.open(source)
-        self._entries[key] = self._by_connection[connection] = entry = StreamEntry(stream, connection, first)
-        self._readable[entry] = self._changed[entry] = None
+        self._by_connection[connection] = entry = StreamEntry(stream, connection, first)
+        self._readable[entry] = None
+        if source.by_topic:
+            self._finders[key] = entry
+        else:
+            self._entries[key] = entry
+            self._changed[entry] = None
+
+    def _add_found(self, source: Source) -> None:
+        try:
+            self.add(source, None)
+        except (ConfigError, EndpointError) as error:
+            log.warning("%s: cannot follow the topic %s: %s", source.endpoint, source.topic, error)
+        else:
+            self._entries[source.label, source.rank].found_at = source.endpoint
+            log.info("%s: following the topic %s", source.endpoint, source.topic)
 
     def remove(self, name: str, rank: int) -> None:
-        """Stop following a source. Raise `UnknownSourceError`."""
+        """Stop following a source, and those that it has found. Raise `UnknownSourceError`."""
+        if (finder := self._finders.pop((name, rank), None)) is not None:
+            self._readable.pop(finder, None)
+            self._close_connection(finder)
+            endpoint = finder.stream.source.endpoint
+            for key in [key for key, entry in self._entries.items() if entry.found_at == endpoint]:
+                self.remove(*key)
+            return
         entry = self.entry(name, rank)
         del self._entries[name, rank]
         self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)
@@ -389,6 +422,8 @@ class Multiplexer:
             self._collect(entry, now)
             if len(self.ready) >= MAX_READY:
                 break
+        for source in self.transport.take_found():
+            self._add_found(source)
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
@@ -415,6 +450,8 @@ class Multiplexer:
         """Take deliveries, the replay request and the deadline from a stream after it was fed."""
         deliveries = entry.stream.deliveries()
         if deliveries:
+            if entry.stream.stated_rank != entry.stated_rank:
+                self._compare_ranks(entry)
             self.ready.extend(deliveries)
             entry.delivered += deliveries
             self._unconsumed.add(entry)
@@ -426,6 +463,16 @@ class Multiplexer:
                 entry.connection.end_replay()
                 entry.error = ""
         self._schedule(entry)
+
+    def _compare_ranks(self, changed: StreamEntry) -> None:
+        """Compare the ranks that payloads state with those of the sources, in all streams of one engine."""
+        changed.stated_rank = changed.stream.stated_rank
+        label = changed.stream.source.label
+        ranks = {entry.stream.source.rank: entry for entry in self._entries.values() if entry.stream.source.label == label}
+        for entry in ranks.values():
+            other = ranks.get(-1 if entry.stated_rank is None else entry.stated_rank)
+            entry.stream.compare_rank(None if other is None else other.stated_rank)
+            self._changed[entry] = None
 
     def _request_replay(self, entry: StreamEntry, now: float) -> None:
         if entry not in self._replaying:
@@ -514,7 +561,7 @@ class Multiplexer:
 
     def close(self) -> None:
         """Close every connection and the transport. Idempotent."""
-        for entry in self._entries.values():
+        for entry in (*self._entries.values(), *self._finders.values()):
             if entry.connection is not None:
                 entry.connection.close()
         self.transport.close()

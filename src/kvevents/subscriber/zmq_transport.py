@@ -10,18 +10,18 @@ import contextlib
 import logging
 import math
 import os
-import selectors
 import threading
 import time
-import warnings
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import zmq
 import zmq.backend
 
 from kvevents.stream import FetchRequest, Source, Stream
+from kvevents.subscriber.bound_socket import BoundSocket, TopicFeed
+from kvevents.subscriber.multiplexer import Connection
+from kvevents.subscriber.socket_owner import SocketOwner
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
 from kvevents.zeromq.bulk_transfer import LibzmqIO, libzmq_io
@@ -36,9 +36,7 @@ from kvevents.zeromq.sockets import (
     endpoint_errors,
     monitor_event,
     open_monitor,
-    private_context,
 )
-from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""
@@ -61,7 +59,7 @@ _POLLIN: Final = int(zmq.POLLIN)
 log = logging.getLogger(__name__)
 
 
-class ZmqTransport:
+class ZmqTransport(SocketOwner):
     """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not.
 
     A transport that is dropped without `close` closes its sockets and descriptors, and causes a `ResourceWarning`. In a forked
@@ -74,70 +72,46 @@ class ZmqTransport:
         options: SocketOptions = DEFAULT_SOCKET_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
+        super().__init__(context, options)
         self.stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
-        self.owns_context = context is None
-        self.context = context or private_context()
-        self.selector = selectors.DefaultSelector()
         self._connections: set[ZmqConnection] = set()
-        self._sockets: set[zmq.Socket[bytes]] = set()
-        self._securities: set[SocketSecurity] = set()
-        self._process = os.getpid()
+        self._bound: dict[str, BoundSocket] = {}
         self._wake_lock = threading.RLock()
         """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
-        pipe = self._wake_reader, self._wake_writer = os.pipe()
-        # Garbage collection finalizes a context before its sockets, and then waits for them for ever.
-        private = self.context if self.owns_context else None
-        self._finalizer = weakref.finalize(self, _abandon, self._process, private, self._sockets, self._securities, pipe)
-        self._finalizer.atexit = False
-        os.set_blocking(self._wake_writer, False)
-        self.selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def open(self, source: Source) -> ZmqConnection:
-        """Start to connect to `source`. Raise `EndpointError`."""
-        check_descriptors(len(self._connections) + 1)
+        """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
+        if source.endpoint not in self._bound:
+            check_descriptors(len(self._connections) + 1)
         connection = ZmqConnection(source, self)
         self._connections.add(connection)
         return connection
 
+    def bind(self, source: Source, connection: ZmqConnection) -> TopicFeed:
+        """Return the feed of a source whose endpoint is bound: at first use of the endpoint, or before."""
+        socket = self._bound.get(source.endpoint)
+        if socket is None or socket.is_closed:
+            socket = self._bound[source.endpoint] = BoundSocket(source, self, self.stalls)
+        return socket.join(source, connection)
+
+    def take_found(self) -> list[Source]:
+        """Return the sources that were found by their topic since the last call; they are to be opened."""
+        found, self.found = self.found, []
+        return found
+
     def discard(self, connection: ZmqConnection) -> None:
         """Remove a connection that is closed."""
         self._connections.discard(connection)
+        self.marked.discard(connection)
 
-    def secure(self, source: Source) -> SocketSecurity | None:
-        """Return the keys of a source's sockets, to be closed by `end_security`. Raise `ConfigError`."""
-        security = secure_sockets(self.context, source.curve, source.endpoint)
-        if security is not None:
-            self._securities.add(security)
-        return security
-
-    def end_security(self, security: SocketSecurity | None) -> None:
-        """Close the keys of a source."""
-        if security is not None:
-            self._securities.discard(security)
-            security.close()
-
-    def own(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Return a new socket, which is to be closed by `close_socket`."""
-        self._sockets.add(socket)
-        return socket
-
-    def watch(self, socket: zmq.Socket[bytes], connection: ZmqConnection) -> None:
-        """Let `wait` report `connection` when the state of a socket changes."""
-        self.selector.register(socket.fileno(), selectors.EVENT_READ, connection)
-
-    def close_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch a socket no longer, and close it. Idempotent."""
-        self._sockets.discard(socket)
-        if not socket.closed:
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(socket.fileno())
-            socket.close(linger=0)
-
-    def wait(self, timeout: float | None) -> set[ZmqConnection]:
+    def wait(self, timeout: float | None) -> set[Connection]:
         """Wait at most `timeout` seconds and return the connections whose descriptors are signalled."""
         self.stalls.begin_wait()
-        signalled = {key.data for key, _ in self.selector.select(timeout) if key.data is not None}
+        keys = self.selector.select(0 if self.marked else timeout)
+        signalled, self.marked = self.marked, set()
+        for key, _ in keys:
+            if key.data is not None:
+                signalled.update(key.data())
         self.stalls.end_wait()
         return signalled
 
@@ -154,56 +128,26 @@ class ZmqTransport:
     def wake(self) -> None:
         """Make the selector readable from now on."""
         with self._wake_lock, contextlib.suppress(BlockingIOError):
-            if self._finalizer.alive:
-                os.write(self._wake_writer, b"\0")
+            if self.finalizer.alive:
+                os.write(self.wake_writer, b"\0")
 
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             # The epoll set is the parent's too: whatever is removed from it, the parent no longer sees.
-            self._finalizer()
+            self.finalizer()
             self.selector.close()
             return
         with self._wake_lock:
-            if self._finalizer.detach() is None:
+            if self.finalizer.detach() is None:
                 return
-            os.close(self._wake_writer)
+            os.close(self.wake_writer)
         for connection in list(self._connections):
             connection.close()
         self.selector.close()
-        os.close(self._wake_reader)
+        os.close(self.wake_reader)
         if self.owns_context:
             destroy_context(self.context)
-
-
-def _abandon(
-    process: int,
-    context: zmq.Context[zmq.Socket[bytes]] | None,
-    sockets: Collection[zmq.Socket[bytes]],
-    securities: Collection[SocketSecurity],
-    descriptors: Collection[int],
-) -> None:
-    """Close what a transport had open that was dropped, in a thread, since garbage collection must not wait."""
-    for descriptor in descriptors:
-        os.close(descriptor)
-    if process != os.getpid():
-        return
-
-    def close() -> None:
-        for socket in sockets:
-            socket.close(linger=0)
-        for security in securities:
-            security.close()
-        if context is not None:
-            context.destroy(linger=0)
-
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending: the system closes them
-        threading.Thread(target=close, daemon=True, name="zmq-destroy").start()
-    warnings.warn(
-        f"a subscriber with {len(sockets)} open sockets was dropped without close(); use it in a `with` block",
-        ResourceWarning,
-        stacklevel=2,
-    )
 
 
 class StallDetector:
@@ -246,10 +190,11 @@ class ZmqConnection:
         self._read_ahead = 0
         """Live messages that were read while a replay reply was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
+        self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
         self._sockets = SocketFactory(transport.context, transport.options, self._security, is_private=transport.owns_context)
         try:
-            self._live = LiveSocket(source, self._sockets, transport, self)
+            self._live = transport.bind(source, self) if source.bind else LiveSocket(source, self._sockets, transport, self)
         except BaseException:
             transport.end_security(self._security)
             raise
@@ -295,7 +240,7 @@ class ZmqConnection:
                 self._replay.set(zmq.RCVHWM, 0)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
-                    self._transport.watch(self._replay, self)
+                    self._transport.watch(self._replay, self._as_set)
             except BaseException:
                 self.end_replay()
                 raise
@@ -328,7 +273,7 @@ class LiveSocket:
         self._sockets = sockets
         self._transport = transport
         self._stalls = transport.stalls
-        self._connection = connection
+        self._connections: Final = frozenset({connection}).__iter__
         self._native = libzmq_io()
         self._was_connected = False
         """Whether `connected` was ever fed to the stream."""
@@ -357,9 +302,9 @@ class LiveSocket:
                 self._monitor = self._transport.own(open_monitor(self._sub, _MONITOR_EVENTS))
                 self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
-                self._transport.watch(self._sub, self._connection)
-                self._transport.watch(self._monitor, self._connection)
-                connect_or_bind(self._sub, source.endpoint, bind=source.bind)
+                self._transport.watch(self._sub, self._connections)
+                self._transport.watch(self._monitor, self._connections)
+                connect_or_bind(self._sub, source.endpoint, bind=False)
         except BaseException:
             self.close()
             raise
@@ -381,7 +326,9 @@ class LiveSocket:
         )
         changes += self._read_monitor()
         if changes:
-            self.reopen_at = self._reconnect_deadline(now) if changes[-1] == _DISCONNECTED else None
+            # libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large).
+            is_down = changes[-1] == _DISCONNECTED
+            self.reopen_at = now + self._sockets.options.reconnect_max_ms / 1000 if is_down else None
             self._update_fault(changes)
             changes = [change for change in changes if change in {_HANDSHAKE_SUCCEEDED, _DISCONNECTED}]
         is_inproc = self._source.endpoint.startswith("inproc://")
@@ -450,13 +397,6 @@ class LiveSocket:
                 log.warning("%s: no connection: %s; retrying", self._source.endpoint, fault)
             else:
                 log.info("%s: connected", self._source.endpoint)
-
-    def _reconnect_deadline(self, now: float) -> float | None:
-        """Return when to open a new socket unless libzmq reports a reconnect before.
-
-        libzmq does not reconnect after a peer violated the protocol (another socket type, other keys, a message too large).
-        """
-        return None if self._source.bind else now + self._sockets.options.reconnect_max_ms / 1000
 
     def _reopen(self) -> None:
         self.reopen_at = None

@@ -266,6 +266,10 @@ class FakeTransport:
             self.clock.advance(timeout)
         return readable
 
+    def take_found(self) -> list[Source]:
+        """Return no sources: fake engines do not bind."""
+        return []
+
     @property
     def max_wait(self) -> None:
         """None: a fake transport has no timers."""

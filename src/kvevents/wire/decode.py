@@ -73,6 +73,32 @@ def ends_with_digest(payload: bytes) -> bool:
     return _DIGEST.search(payload, max(0, len(payload) - _TAIL_BYTES)) is not None
 
 
+class _ArrayEnvelope(msgspec.Struct, array_like=True, gc=False):
+    ts: msgspec.Raw
+    events: msgspec.Raw
+    data_parallel_rank: int | None = None
+
+
+class _MapEnvelope(msgspec.Struct, gc=False):
+    data_parallel_rank: int | None = None
+    attn_dp_rank: int | None = None
+
+
+_decode_array_envelope: Final = msgspec.msgpack.Decoder(_ArrayEnvelope).decode
+_decode_map_envelope: Final = msgspec.msgpack.Decoder(_MapEnvelope).decode
+
+
+def rank_of(payload: bytes) -> int | None:
+    """Return the data-parallel rank that a batch states, without decoding its events; None if it states none."""
+    try:
+        if payload and is_array(payload[0]):
+            return _decode_array_envelope(payload).data_parallel_rank
+        found = _decode_map_envelope(payload)
+    except MSGPACK_ERRORS:
+        return None
+    return found.attn_dp_rank if found.data_parallel_rank is None else found.data_parallel_rank
+
+
 def _events_at(head: bytes) -> int | None:
     """Return where the events of a batch begin; None if it is neither an array nor a map.
 

@@ -128,6 +128,8 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A peer that accepts a connection but does not complete the handshake in this time is retried. libzmq waits for 30 s."""
     heartbeat_timeout_ms: Positive = 15_000
     """A peer that does not answer a ping in this time is disconnected, so half-open connections end."""
+    max_topics: Positive = 1_024
+    """Topics of one bound endpoint that are distinguished. Messages with further topics are ignored."""
     keepalive_idle_s: Positive = 30
     """Idle seconds after which the system sends TCP keep-alive probes."""
 
@@ -192,6 +194,11 @@ def monitor_event(message: list[bytes]) -> int:
     pyzmq has a function for this in a module that imports asyncio.
     """
     return int.from_bytes(message[0][:2], sys.byteorder)
+
+
+def monitor_value(message: list[bytes]) -> int:
+    """Return the value of a message of `open_monitor`, such as the descriptor of a connection: 32 bits after the event."""
+    return int.from_bytes(message[0][2:6], sys.byteorder)
 
 
 def disable_monitor(socket: Socket) -> None:

@@ -1,0 +1,326 @@
+"""A bound SUB socket, to which any number of publishers connect. Several sources can share it: the topic names the source.
+
+Theory of operation. libzmq states the descriptor of the connection with each message, and in the events of its monitor. So a
+source is connected when the first message of its topic comes, with whatever connection that is; it is disconnected when that
+connection has ended and the socket holds no more messages of it, or when its messages come with another connection. Numbers,
+trust and identity of one publisher do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, Protocol, TypeAlias
+
+import zmq
+
+from kvevents.errors import ConfigError
+from kvevents.stream import Source, Stream
+from kvevents.subscriber.multiplexer import Connection
+from kvevents.subscriber.socket_owner import SocketOwner
+from kvevents.zeromq.sockets import (
+    SocketFactory,
+    connect_or_bind,
+    disable_monitor,
+    endpoint_errors,
+    monitor_event,
+    monitor_value,
+    open_monitor,
+)
+
+_SRCFD: Final = 2
+"""The property of a message that pyzmq does not name: the descriptor of its connection."""
+_ACCEPTED: Final = zmq.Event.ACCEPTED
+_HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
+_DISCONNECTED: Final = zmq.Event.DISCONNECTED
+_MAX_EVENTS: Final = 1_000
+
+log = logging.getLogger(__name__)
+
+
+class _Change(enum.Enum):
+    CONNECTED = enum.auto()
+    DISCONNECTED = enum.auto()
+    SHARED = enum.auto()
+    """Another publisher sends for the source too."""
+
+
+_Arrival: TypeAlias = "list[bytes] | _Change"
+
+
+class TopicFeed:
+    """What a bound socket has received for one source: the live side of its connection."""
+
+    fault = ""
+    reopen_at: float | None = None
+    """None: a bound socket waits for publishers and opens nothing again."""
+
+    def __init__(self, source: Source, socket: BoundSocket, connection: Connection | None) -> None:
+        self.source = source
+        self.connection = connection
+        """None while a source that was found by its topic is not followed yet."""
+        self.arrivals: deque[_Arrival] = deque()
+        self.descriptor: int | None = None
+        """The connection of its newest message; None if it is not known."""
+        self.others: set[int] = set()
+        """Other connections with which messages of the source come at the same time."""
+        self.is_connected = False
+        self._socket = socket
+
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+        """Feed live messages and connection changes to `stream`. Return True if there may be more."""
+        has_more = self._socket.read(limit)
+        for _ in range(min(limit, len(self.arrivals))):
+            arrival = self.arrivals.popleft()
+            if arrival is _Change.CONNECTED:
+                stream.connected(now)
+            elif arrival is _Change.DISCONNECTED:
+                stream.disconnected()
+            elif arrival is _Change.SHARED:
+                stream.share()
+            else:
+                stream.receive_live(arrival, now)
+        return has_more or bool(self.arrivals) or self._socket.has_marked
+
+    def change(self, *, is_connected: bool) -> None:
+        """Queue a change of its connection, if it is one."""
+        if self.is_connected is not is_connected:
+            self.is_connected = is_connected
+            self.arrivals.append(_Change.CONNECTED if is_connected else _Change.DISCONNECTED)
+
+    def close(self) -> None:
+        """Leave the socket, which the last source closes. Idempotent."""
+        self._socket.leave(self)
+
+
+class Stalls(Protocol):
+    """Says whether the application has not received for so long that connections may have timed out."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it has not."""
+        ...
+
+
+class BoundSocket:
+    """The SUB socket at one endpoint, and the sources that share it."""
+
+    def __init__(self, source: Source, owner: SocketOwner, stalls: Stalls) -> None:
+        self.endpoint: Final = source.endpoint
+        self.is_closed = False
+        """Whether the last source has left."""
+        self._curve: Final = source.curve
+        self._owner: Final = owner
+        self._stalls: Final = stalls
+        self._security: Final = owner.secure(source)
+        self._sockets: Final = SocketFactory(owner.context, owner.options, self._security, is_private=owner.owns_context)
+        self._feeds: list[TopicFeed] = []
+        self._by_topic: dict[bytes, TopicFeed | None] = {}
+        """The source of each topic that was received; None if it has none."""
+        self._ended: set[int] = set()
+        """Connections that have ended, of which the socket may still hold messages."""
+        self._peers: set[int] = set()
+        """Connections that were accepted and have not ended."""
+        self._has_peer = self.endpoint.startswith("inproc://")
+        """Whether a handshake has succeeded since the socket was without connections."""
+        try:
+            self._open()
+        except BaseException:
+            owner.end_security(self._security)
+            raise
+
+    def _open(self) -> None:
+        owner, endpoint = self._owner, self.endpoint
+        self._sub = owner.own(self._sockets.open(zmq.SUB, endpoint))
+        self._monitor: zmq.Socket[bytes] | None = None
+        try:
+            with endpoint_errors(endpoint, f"cannot follow {endpoint}"):
+                self._monitor = owner.own(open_monitor(self._sub, _ACCEPTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED))
+                self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
+                owner.watch(self._sub, self._connections)
+                owner.watch(self._monitor, self._connections)
+                bound = connect_or_bind(self._sub, endpoint, bind=True)
+            for feed in self._feeds:
+                self._sub.subscribe(feed.source.topic.encode())
+            log.info("bound to %s", bound)
+        except BaseException:
+            self._close()
+            raise
+
+    def _connections(self) -> Iterator[Connection]:
+        return (feed.connection for feed in self._feeds if feed.connection is not None)
+
+    @property
+    def has_marked(self) -> bool:
+        """Whether connections are to be read, of this socket or of another one, although nothing signals them."""
+        return bool(self._owner.marked)
+
+    def join(self, source: Source, connection: Connection) -> TopicFeed:
+        """Return the feed of one more source. Raise `ConfigError` if it cannot share the socket."""
+        for feed in self._feeds:
+            if feed.connection is None and feed.source == source:
+                feed.connection = connection
+                return feed
+        if source.curve != self._curve:
+            raise ConfigError(f"two sources are bound to {self.endpoint} with different CURVE keys; give them the same keys")
+        if any(feed.source.topic == source.topic for feed in self._feeds):
+            raise ConfigError(
+                f"two sources are bound to {self.endpoint} with the topic {source.topic!r}: give each the topic of its"
+                " publisher, or use one source with by_topic=True"
+            )
+        feed = TopicFeed(source, self, connection)
+        self._feeds.append(feed)
+        self._by_topic = {
+            topic: found for topic, found in self._by_topic.items() if not topic.startswith(source.topic.encode())
+        }
+        self._sub.subscribe(source.topic.encode())
+        if self._has_peer and not source.by_topic:
+            feed.change(is_connected=True)
+        return feed
+
+    def leave(self, feed: TopicFeed) -> None:
+        """Remove the feed of a source, and close the socket after the last one. Idempotent."""
+        if feed in self._feeds:
+            self._feeds.remove(feed)
+            # A topic that was removed is not found again.
+            self._by_topic = {topic: None if found is feed else found for topic, found in self._by_topic.items()}
+            if self._feeds:
+                self._sub.unsubscribe(feed.source.topic.encode())
+            else:
+                self._close()
+                self._owner.end_security(self._security)
+                self.is_closed = True
+
+    def read(self, limit: int) -> bool:
+        """Receive up to `limit` messages for whichever sources. Return True if there may be more."""
+        events = self._read_monitor() if self._stalls.is_stalled else []
+        if any(event == _DISCONNECTED for event, _ in events):
+            # As with `LiveSocket`: libzmq 4.3.5 may abort the process if a full socket is read whose peer timed out.
+            self._replace()
+            return True
+        is_drained = self._receive(limit)
+        for event, value in events + self._read_monitor():
+            if event == _HANDSHAKE_SUCCEEDED:
+                self._has_peer = True
+                for feed in self._feeds:
+                    if feed.descriptor is None and not feed.source.by_topic:
+                        feed.change(is_connected=True)
+            elif event == _DISCONNECTED:
+                self._peers.discard(value)
+                self._ended.add(value)
+            else:
+                self._peers.add(value)
+                if value in self._ended:
+                    # The descriptor is used again. What comes with it until the socket is drained may be of either one.
+                    for feed in self._feeds_of(value):
+                        feed.change(is_connected=False)
+        if is_drained and self._ended:
+            self._end_connections()
+        return not is_drained or bool(self._ended)
+
+    def _receive(self, limit: int) -> bool:
+        """Receive up to `limit` messages. Return whether the socket is drained."""
+        try:
+            for _ in range(limit):
+                frames = self._sub.recv_multipart(zmq.DONTWAIT, copy=False)
+                self._sort([frame.bytes for frame in frames], _descriptor_of(frames[0]))
+        except zmq.Again:
+            return True
+        return False
+
+    def _sort(self, message: list[bytes], descriptor: int) -> None:
+        """Queue a message for its source."""
+        topic = message[0]
+        feed = self._by_topic[topic] if topic in self._by_topic else self._find(topic)
+        if feed is None:
+            return
+        if descriptor != feed.descriptor:
+            if feed.descriptor in self._peers:
+                if not feed.others:
+                    feed.arrivals.append(_Change.SHARED)
+                feed.others.add(feed.descriptor)
+                feed.others.discard(descriptor)
+            elif feed.descriptor is not None:
+                feed.change(is_connected=False)
+            feed.descriptor = descriptor
+        if descriptor not in self._ended:
+            feed.change(is_connected=True)
+        feed.arrivals.append(message)
+        self._mark(feed)
+
+    def _mark(self, feed: TopicFeed) -> None:
+        if feed.connection is not None:
+            self._owner.marked.add(feed.connection)
+
+    def _find(self, topic: bytes) -> TopicFeed | None:
+        """Return the source of a topic, the one with the longest prefix. A source by topic opens another one for it."""
+        feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
+        found = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
+        limit = self._sockets.options.max_topics
+        if found is not None and found.source.by_topic:
+            name, parent, found = topic.decode(errors="backslashreplace"), found.source, None
+            if len(self._by_topic) < limit and name.isprintable():
+                found = TopicFeed(replace(parent, topic=name, name=name, by_topic=False), self, None)
+                self._feeds.append(found)
+                self._owner.found.append(found.source)
+        if len(self._by_topic) < limit:
+            self._by_topic[topic] = found
+        elif len(self._by_topic) == limit:
+            self._by_topic[b"\0"] = None
+            log.warning("%s: more than %d topics were received; the others are ignored", self.endpoint, limit)
+        return found
+
+    def _feeds_of(self, descriptor: int) -> list[TopicFeed]:
+        return [feed for feed in self._feeds if descriptor == feed.descriptor or descriptor in feed.others]
+
+    def _end_connections(self) -> None:
+        for descriptor in self._ended:
+            for feed in self._feeds_of(descriptor):
+                feed.change(is_connected=False)
+                feed.others.discard(descriptor)
+                feed.descriptor = None
+                self._mark(feed)
+        if not self._peers:
+            self._has_peer = False
+            for feed in self._feeds:
+                feed.change(is_connected=False)
+                self._mark(feed)
+        self._ended.clear()
+
+    def _replace(self) -> None:
+        for feed in self._feeds:
+            feed.change(is_connected=False)
+            feed.descriptor = None
+        self._has_peer = False
+        self._peers.clear()
+        self._ended.clear()
+        self._close()
+        self._open()
+
+    def _read_monitor(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while self._monitor is not None and len(found) < _MAX_EVENTS:
+            try:
+                message = self._monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            found.append((monitor_event(message), monitor_value(message)))
+        return found
+
+    def _close(self) -> None:
+        if self._monitor is not None:
+            disable_monitor(self._sub)
+            self._owner.close_socket(self._monitor)
+            self._monitor = None
+        self._owner.close_socket(self._sub)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection with which a message came; -1 if it has none, as with inproc."""
+    try:
+        return int(frame.get(_SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1

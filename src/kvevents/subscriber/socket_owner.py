@@ -1,0 +1,102 @@
+"""Owns everything that a transport opens: context, sockets, keys and descriptors, and closes it if the transport is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable
+
+import zmq
+
+from kvevents.stream import Source
+from kvevents.subscriber.multiplexer import Connection
+from kvevents.zeromq.sockets import SocketOptions, private_context
+from kvevents.zeromq.zap import SocketSecurity, secure_sockets
+
+
+class SocketOwner:
+    """The sockets of one transport, and the selector that watches them."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None, options: SocketOptions) -> None:
+        self.options = options
+        self.owns_context = context is None
+        self.context = context or private_context()
+        self.selector = selectors.DefaultSelector()
+        self.marked: set[Connection] = set()
+        """Connections to be read, for which another one has received something."""
+        self.found: list[Source] = []
+        """Sources that were found by their topic."""
+        self.process = os.getpid()
+        self._sockets: set[zmq.Socket[bytes]] = set()
+        self._securities: set[SocketSecurity] = set()
+        pipe = self.wake_reader, self.wake_writer = os.pipe()
+        # Garbage collection finalizes a context before its sockets, and then waits for them for ever.
+        private = self.context if self.owns_context else None
+        self.finalizer = weakref.finalize(self, _abandon, self.process, private, self._sockets, self._securities, pipe)
+        self.finalizer.atexit = False
+        os.set_blocking(self.wake_writer, False)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ)
+
+    def secure(self, source: Source) -> SocketSecurity | None:
+        """Return the keys of a source's sockets, to be closed by `end_security`. Raise `ConfigError`."""
+        security = secure_sockets(self.context, source.curve, source.endpoint)
+        if security is not None:
+            self._securities.add(security)
+        return security
+
+    def end_security(self, security: SocketSecurity | None) -> None:
+        """Close the keys of a source."""
+        if security is not None:
+            self._securities.discard(security)
+            security.close()
+
+    def own(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Return a new socket, which is to be closed by `close_socket`."""
+        self._sockets.add(socket)
+        return socket
+
+    def watch(self, socket: zmq.Socket[bytes], connections: Callable[[], Iterable[Connection]]) -> None:
+        """Let `wait` report these connections when the state of a socket changes."""
+        self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
+
+    def close_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Watch a socket no longer, and close it. Idempotent."""
+        self._sockets.discard(socket)
+        if not socket.closed:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(socket.fileno())
+            socket.close(linger=0)
+
+
+def _abandon(
+    process: int,
+    context: zmq.Context[zmq.Socket[bytes]] | None,
+    sockets: Collection[zmq.Socket[bytes]],
+    securities: Collection[SocketSecurity],
+    descriptors: Collection[int],
+) -> None:
+    """Close what a transport had open that was dropped, in a thread, since garbage collection must not wait."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if process != os.getpid():
+        return
+
+    def close() -> None:
+        for socket in sockets:
+            socket.close(linger=0)
+        for security in securities:
+            security.close()
+        if context is not None:
+            context.destroy(linger=0)
+
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending: the system closes them
+        threading.Thread(target=close, daemon=True, name="zmq-destroy").start()
+    warnings.warn(
+        f"a subscriber with {len(sockets)} open sockets was dropped without close(); use it in a `with` block",
+        ResourceWarning,
+        stacklevel=2,
+    )
