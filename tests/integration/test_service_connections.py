@@ -19,7 +19,6 @@ import pytest
 
 from certificate_cases import make_certificates
 from service_cases import DEADLINE, Client, Service, serving, wait_for, write
-from service_connection_cases import TRACED
 
 # --- a real service ----------------------------------------------------------------------------------------------------------
 
@@ -41,12 +40,10 @@ def write_config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
     return write(folder / "service.toml", f"{more}\nlimits = {{ {fields} }}\n")
 
 
-@pytest.fixture(scope="module", name="service", params=["plain", "traced"])
-def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Return a service with short timeouts. With tracing, requests go through the control plane with the same limits."""
-    settings = write_config(tmp_path_factory.mktemp("limits"), LIMITS)
-    command = None if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
-    with serving("--config", settings, command=command) as service:
+@pytest.fixture(scope="module", name="service")
+def impatient_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Return a service with short timeouts."""
+    with serving("--config", write_config(tmp_path_factory.mktemp("limits"), LIMITS)) as service:
         yield service
 
 

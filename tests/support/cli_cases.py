@@ -161,9 +161,9 @@ class Program:
         self.process.send_signal(number)
         return self.end()
 
-    def end(self) -> ProcessResult:
-        """Wait until the process has ended, and return its result."""
-        code = self.process.wait(SECONDS)
+    def end(self, seconds: float = SECONDS) -> ProcessResult:
+        """Wait until the process has ended, at most so long, and return its result."""
+        code = self.process.wait(seconds)
         for stream in (self.out, self.err):
             stream.close()
         if self.process.stdin:

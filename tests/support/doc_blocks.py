@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, chdir, closing
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import paths
-from cli_cases import KVEVENTS, SECONDS, Program
+from cli_cases import SECONDS, ProcessResult, Program
 from service_cases import Client, wait_for
 
 SHELLS = ("sh", "console", "")
@@ -28,6 +28,7 @@ UNTIL_STOPPED = {
     ("sim", "run"): r"engine-0/0 publishes",
 }
 """Commands that run until they are stopped, each with a pattern of what it prints when it is ready."""
+SHELL_SYNTAX = frozenset("|<>&;$*?~`(")
 FINITE = ("--check", "--list", "--count", "--help")
 """Options with which these commands end by themselves."""
 
@@ -121,23 +122,32 @@ class CommandRunner:
         if words[0] == "kvevents" and ready and not set(FINITE) & set(words):
             return self._start(words[1:], ready)
         if words[:3] == ["kvevents", "plane", "status"]:  # it fails until the bridge and the replica have registered
-            wait_for("a plane without faults", lambda: self._run(text).returncode == 0)
+            wait_for("a plane without faults", lambda: self._run(text).code == 0)
         done = self._run(text)
-        assert done.returncode == 0, (text, done.stdout, done.stderr)
-        return done.stdout
+        assert done.code == 0, (text, done.out, done.err)
+        return done.out
 
-    def _run(self, text: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, text: str) -> ProcessResult:
+        """Run a command in a fork, or in a shell if it uses one."""
+        service = self._places["http://127.0.0.1:8090"]
+        words = shlex.split(text, comments=True)
+        if words[0] == "kvevents" and not SHELL_SYNTAX & set(text.partition(" #")[0]):
+            with chdir(self._folder), Program(*words[1:], KVEVENTS_SERVICE=service) as program:
+                assert program.process.stdin
+                program.process.stdin.close()
+                return program.end(3 * SECONDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = text.replace("curl -s ", "curl -sS --fail-with-body ")
-        return subprocess.run(
+        done = subprocess.run(
             ["sh", "-euc", script],  # noqa: S607 - our own documents
             cwd=self._folder,
-            env=os.environ | {"PATH": path, "KVEVENTS_SERVICE": self._places["http://127.0.0.1:8090"]},
+            env=os.environ | {"PATH": path, "KVEVENTS_SERVICE": service},
             capture_output=True,
             text=True,
             check=False,
-            timeout=SECONDS * 3,
+            timeout=3 * SECONDS,
         )
+        return ProcessResult(done.returncode, done.stdout, done.stderr)
 
     def _start(self, words: Sequence[str], ready: str) -> str:
         words = [word for word in words if word != "&"]
@@ -146,12 +156,8 @@ class CommandRunner:
             words[words.index("--port") + 1], more = "0", []
         if words[0] == "relay":  # relays of a document are alternatives, at the same endpoints
             self.stop()
-        before = Path.cwd()
-        os.chdir(self._folder)
-        try:
-            program = self._stack.enter_context(Program(*words, *more, command=KVEVENTS, **self._environment))
-        finally:
-            os.chdir(before)
+        with chdir(self._folder):
+            program = self._stack.enter_context(Program(*words, *more, **self._environment))
         self._running.append(program)
         lines = program.out if words[0] == "tail" else program.err
         found = re.search(ready, lines.wait(ready))

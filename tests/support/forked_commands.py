@@ -1,7 +1,7 @@
 """Starts `kvevents` in forks of a process that has imported it already.
 
-A new process spends 0.2 to 1 s of CPU on imports, and tests start hundreds of commands. `test_docs_blocks.py` and
-`test_cli_wrong_uses.py` start each command in a new process.
+A new process spends 0.2 to 1 s of CPU on imports, and tests start hundreds of commands. `test_cli_wrong_uses.py`
+starts each command in a new process, and `test_docs_blocks.py` those that need a shell.
 """
 
 from __future__ import annotations
