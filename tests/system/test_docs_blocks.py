@@ -52,6 +52,7 @@ REASONS_BY_PROGRAM = {
     "vllm": "test_docs.py: the options are those of the release's configuration",
     "python -m sglang.launch_server": "as for vllm",
     "echo": "changes an installed SGLang",
+    "export": "sets a variable in the environment of an engine",
     "nats-server": "a fixture runs the server",
     "nats": "the command line of NATS is another project's",
 }
