@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -43,6 +47,56 @@ def payloads(seed: int, count: int) -> list[bytes]:
     engine = Engine(seed)
     clear = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()], 0))
     return [clear, *(encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(count))]
+
+
+def open_raw_subscriber(endpoint: str) -> socket.socket:
+    """Connect as a SUB socket does, without libzmq, and return the connection after its handshake."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    peer = socket.create_connection((host, int(port)), timeout=DEADLINE)
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    received = b""
+    while len(received) < 64:
+        received += peer.recv(64 - len(received))
+    ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
+    peer.sendall(bytes((4, len(ready))) + ready)
+    return peer
+
+
+def test_the_number_of_subscriptions_is_never_negative(context: Context) -> None:
+    """A peer may end subscriptions that it never began."""
+    with serving(ReplayBuffer(1)) as server, open_raw_subscriber(server.endpoint) as peer:
+        peer.sendall(b"\x00\x02\x00a" * 5)
+        peer.sendall(b"\x00\x02\x01a")
+
+        def is_subscribed() -> bool:
+            server.poll()
+            assert server.subscribers >= 0
+            return server.subscribers == 1
+
+        wait_until(is_subscribed, "the subscription")
+
+
+def test_a_flood_of_subscriptions_stays_outside_of_memory(context: Context) -> None:
+    """They wait in the connection of the peer, which can send no more, while batches are published."""
+    payload = payloads(1, 0)[0]
+    with serving(ReplayBuffer(1)) as server, open_raw_subscriber(server.endpoint) as peer:
+        peer.settimeout(0.0)
+        flood, number = (b"\x00\x0b\x01" + b"a" * 10 + b"\x00\x0b\x00" + b"a" * 10) * 1_000, 0
+        before, until = memory_kib(), monotonic() + 2.0
+        while monotonic() < until:
+            with suppress(BlockingIOError):
+                while True:
+                    peer.send(flood)
+            server.send([(number, payload)])
+            number += 1
+            if number % 50 == 0:
+                server.poll()
+            sleep(0.001)
+        assert memory_kib() - before < 8 * 1024
+
+
+def memory_kib() -> int:
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
 def test_payloads_are_sent_unchanged_with_the_numbers_of_the_caller(context: Context) -> None:

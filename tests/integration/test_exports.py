@@ -62,7 +62,8 @@ def test_the_package_root_exports_exactly_these_names() -> None:
 def test_importing_kvevents_loads_only_msgspec_and_pyzmq() -> None:
     """Engine images need no other third-party package, and the import loads no module of the CLI or of `kvevents.testing`."""
     script = (
-        "import sys, msgspec, zmq, zmq.utils.garbage, zmq.utils.monitor, zmq.utils.z85, importlib.metadata as m; before = set(sys.modules);"
+        "import sys, msgspec, zmq, zmq.utils.garbage, zmq.utils.monitor, zmq.utils.z85, importlib.metadata as m;"
+        "before = set(sys.modules);"
         "import kvevents, kvevents.compat.vllm, kvevents.compat.sglang;"
         "added = set(sys.modules) - before; roots = {name.partition('.')[0] for name in added};"
         "owners = m.packages_distributions();"

@@ -3,6 +3,7 @@ consumers."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -143,6 +144,31 @@ def test_a_reply_without_progress_is_abandoned(context: Context, caplog: pytest.
         assert publisher.stats().replay.active == 0
 
 
+def test_slow_readers_do_not_keep_others_from_their_replies(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """Readers that take a message now and then hold all sessions only until `busy_timeout` and the time for what they got."""
+    with replaying(max_sessions=2, busy_timeout=0.05, min_read_rate=2**30, send_limit=1) as publisher:
+        fill(publisher, 5_000, blocks=64)
+        readers = [stalled_reader(context, publisher) for _ in range(2)]
+        wait_until(lambda: publisher.stats().replay.active == 2, "both replies to begin")
+        stop = threading.Event()
+
+        def read_slowly() -> None:
+            while not stop.wait(0.01):
+                for reader in readers:
+                    if reader.poll(0):
+                        reader.recv_multipart()
+
+        slow = threading.Thread(target=read_slowly)
+        slow.start()
+        honest = connect_dealer(context, publisher)
+        request_replay(honest, 0)
+        assert numbers(read_reply(honest)) == list(range(5_000))
+        stop.set()
+        slow.join()
+        assert publisher.stats().replay.abandoned >= 1
+        assert "its consumer read too little" in caplog.text
+
+
 GOOD = bytes(8)
 
 
@@ -199,18 +225,20 @@ def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> Non
 
 
 def test_the_waiting_requests_of_one_consumer_are_limited(context: Context) -> None:
-    """While its first reply is in progress, `max_waiting_requests` wait and are answered; further ones are counted."""
+    """While its first reply is in progress, `max_waiting_requests` wait. Further ones share the last reply."""
     with run_publisher(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
         flooding = stalled_reader(context, publisher)
         for _ in range(50):
             request_replay(flooding, 5_000)
-        wait_until(lambda: publisher.stats().replay.requests == 51, "all requests to be read")
-        assert publisher.stats().replay.refused == 50 - ReplayServerSettings().max_waiting_requests
+        request_replay(flooding, 4_999)
+        wait_until(lambda: publisher.stats().replay.requests == 52, "all requests to be read")
+        limit = ReplayServerSettings().max_waiting_requests
+        assert publisher.stats().replay.merged == 51 - limit
         assert numbers(read_reply(flooding)) == list(range(5_000))
-        assert [read_reply(flooding) for _ in range(ReplayServerSettings().max_waiting_requests)] == [
-            []
-        ] * ReplayServerSettings().max_waiting_requests
+        assert [numbers(read_reply(flooding)) for _ in range(51)] == [*[[]] * (limit - 1), [4_999], *[[]] * (51 - limit)]
+        request_replay(flooding, 4_998)
+        assert numbers(read_reply(flooding)) == [4_998, 4_999]
 
 
 def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:

@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from time import monotonic
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import zmq
 import zmq.backend
@@ -43,7 +43,12 @@ _EVENT_AFFINITY: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
 _REPLY_AFFINITY: Final = 2
 """ZMQ_AFFINITY of the replay socket: the second I/O thread."""
-_MAX_SUBSCRIPTIONS_PER_POLL: Final = 1000
+_POLL_BUDGET: Final = 0.02
+"""Seconds in which one `poll` reads subscriptions."""
+_RECEIVE_LIMIT: Final = 2
+"""Subscriptions of one peer that wait outside of TCP. libzmq moves them from there into a queue without a limit whenever it is
+called; with more than a few, a peer that sends them without end fills memory faster than `poll` empties the queue."""
+_CHANGES: Final = {b"\1": 1, b"\0": -1}
 
 
 class EventSocket:
@@ -65,7 +70,7 @@ class EventSocket:
         """Subscriptions as of the last `poll`; a consumer with two topics counts twice."""
         # To subscribers XPUB is the same as PUB; it also reports subscriptions.
         with open_socket(context, zmq.XPUB, security, endpoint) as socket:
-            socket.set_hwm(hwm)
+            socket.sndhwm, socket.rcvhwm = hwm, _RECEIVE_LIMIT
             socket.affinity = affinity
             socket.xpub_verboser = True
             self._reconnector = None if is_bound else Reconnector(socket, endpoint, "event", reconnect_delay)
@@ -98,10 +103,11 @@ class EventSocket:
         """Read subscriptions, and reconnect if that is due."""
         if self._reconnector is not None:
             self._reconnector.poll(monotonic())
-        for _ in range(_MAX_SUBSCRIPTIONS_PER_POLL):
-            if not cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            self.subscriptions += {b"\1": 1, b"\0": -1}.get(self._socket.recv(zmq.DONTWAIT)[:1], 0)
+        until = monotonic() + _POLL_BUDGET
+        with suppress(zmq.Again):
+            while monotonic() < until:
+                first = self._socket.recv(zmq.DONTWAIT)[:1]
+                self.subscriptions = max(0, self.subscriptions + _CHANGES.get(first, 0))
 
     def close(self, deadline: float | None) -> float:
         """Close the socket; see `close_socket`."""

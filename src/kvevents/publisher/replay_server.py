@@ -118,19 +118,42 @@ class InFlightFrames:
 class ReplySession:
     """One reply in progress."""
 
-    __slots__ = ("batches", "identity", "position", "progressed_at", "waiting")
+    __slots__ = (
+        "batches",
+        "end_markers",
+        "identity",
+        "merged",
+        "position",
+        "progressed_at",
+        "sent_bytes",
+        "started_at",
+        "waiting",
+    )
 
     def __init__(self, identity: bytes, batches: Sequence[SequencedPayload], now: float) -> None:
         self.identity = identity
-        self.progressed_at = now
         self.waiting: deque[int] = deque()
         """First numbers of further requests of the same consumer."""
-        self.restart(batches)
+        self.merged = 0
+        """Requests that share the reply of the last waiting one, which begins at the first of their numbers."""
+        self.restart(batches, now)
 
-    def restart(self, batches: Sequence[SequencedPayload]) -> None:
-        """Start the next reply."""
+    def restart(self, batches: Sequence[SequencedPayload], now: float, requests: int = 1) -> None:
+        """Start the next reply, which ends with one marker for each of its requests."""
         self.batches = batches
-        self.position = 0
+        self.end_markers = requests
+        self.position = self.sent_bytes = 0
+        self.started_at = self.progressed_at = now
+
+    def add_request(self, start: int, limit: int) -> bool:
+        """Add a request to those that wait. Return whether it shares the reply of the last one, since `limit` wait already."""
+        is_merged = len(self.waiting) >= limit
+        if is_merged:
+            self.waiting[-1] = min(self.waiting[-1], start)
+            self.merged += 1
+        else:
+            self.waiting.append(start)
+        return is_merged
 
 
 class ReplayServer:
@@ -170,7 +193,7 @@ class ReplayServer:
         os.set_blocking(self._wake_write, False)
         self._is_closed = False
         self._count: dict[str, int] = dict.fromkeys(
-            ("requests", "batches", "finished", "abandoned", "disconnected", "malformed", "refused", "deferred"), 0
+            ("requests", "batches", "finished", "abandoned", "disconnected", "malformed", "merged", "deferred"), 0
         )
 
     def stats(self) -> ReplayStats:
@@ -224,8 +247,7 @@ class ReplayServer:
                 session.progressed_at = now
                 self._fruitless_turns = 0
                 sleep(self._settings.yield_delay)
-            else:
-                self._abandon_if_stalled(session, now)
+            self._abandon_if_slow(session, now)
 
     # --- requests
 
@@ -270,10 +292,8 @@ class ReplayServer:
         if session is None:
             batches = self._buffer.batches_from(request.start)
             self._sessions[request.identity] = ReplySession(request.identity, batches, monotonic())
-        elif len(session.waiting) < self._settings.max_waiting_requests:
-            session.waiting.append(request.start)
         else:
-            self._count["refused"] += 1
+            self._count["merged"] += session.add_request(request.start, self._settings.max_waiting_requests)
         self._count["requests"] += 1
 
     # --- replies
@@ -285,11 +305,14 @@ class ReplayServer:
             for seq, payload in islice(session.batches, start, start + self._settings.messages_per_turn):
                 self._send_message(session.identity, replay_batch_frames(self._topic, seq, payload))
                 session.position += 1
+                session.sent_bytes += len(payload)
                 self._count["batches"] += 1
-            if session.position == len(session.batches):
+            for _ in range(self._settings.messages_per_turn if session.position == len(session.batches) else 0):
                 self._send_message(session.identity, replay_end_frames(self._topic is not None))
-                self._finish(session)
-                return True
+                session.end_markers -= 1
+                if not session.end_markers:
+                    self._finish(session)
+                    return True
         except zmq.Again:
             pass
         except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
@@ -314,17 +337,24 @@ class ReplayServer:
             send(frame, _MORE)
         send(self._in_flight.track(identity, last) if is_large else last)
 
-    def _abandon_if_stalled(self, session: ReplySession, now: float) -> None:
-        """Abandon the reply if its consumer has made no progress for too long."""
+    def _abandon_if_slow(self, session: ReplySession, now: float) -> None:
+        """Abandon the reply if its consumer reads nothing, or more slowly than `min_read_rate`, for too long."""
         settings = self._settings
-        timeout = settings.progress_timeout + self._in_flight.bytes_of(session.identity) / settings.min_read_rate
-        if now - session.progressed_at > timeout:
+        patience = settings.progress_timeout if self._has_room() else settings.busy_timeout
+        in_flight = self._in_flight.bytes_of(session.identity)
+        is_stalled = now - session.progressed_at > patience + in_flight / settings.min_read_rate
+        is_slow = now - session.started_at > patience + session.sent_bytes / settings.min_read_rate
+        if (is_stalled or is_slow) and self._sessions.get(session.identity) is session:
             self._end_session(session, "abandoned")
-            logger.warning("abandoned a replay reply: its consumer read nothing for %g seconds", settings.progress_timeout)
+            what = "nothing" if is_stalled else "too little"
+            logger.warning("abandoned a replay reply: its consumer read %s for %g seconds", what, patience)
 
     def _finish(self, session: ReplySession) -> None:
         if session.waiting:
-            session.restart(self._buffer.batches_from(session.waiting.popleft()))
+            start = session.waiting.popleft()
+            merged = 0 if session.waiting else session.merged
+            session.merged -= merged
+            session.restart(self._buffer.batches_from(start), monotonic(), 1 + merged)
         else:
             del self._sessions[session.identity]
         self._count["finished"] += 1

@@ -48,7 +48,8 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     max_sessions: Positive = 256
     """Replies in progress; each may hold a buffer's worth of batches. Further requests wait in ZeroMQ."""
     max_waiting_requests: Positive = 8
-    """Requests of one consumer that wait for its current reply. They are answered in order; more are refused."""
+    """Requests of one consumer that wait for its current reply. They are answered in order. Further ones share the
+    reply of the last, which begins at the first of their numbers and has an end marker for each."""
     messages_per_turn: Positive = 32
     """Messages sent for one session before the next session has its turn."""
     requests_per_turn: Positive = 64
@@ -81,7 +82,9 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     still be in flight at this rate."""
     progress_timeout: Seconds = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
-    `min_read_rate`."""
+    `min_read_rate`. The whole reply may take so long beyond the time that it needs at that rate."""
+    busy_timeout: Seconds = 2.0
+    """The same while `max_sessions` replies are in progress, so that slow readers do not keep others from theirs for long."""
 
 
 class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,13 +22,13 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Replies in progress."""
     finished: int = 0
     abandoned: int = 0
-    """Replies given up because the consumer made no progress in time, or because of a shutdown."""
+    """Replies given up because the consumer read nothing or too slowly, or because of a shutdown."""
     disconnected: int = 0
     """Replies that ended because the consumer disconnected."""
     malformed: int = 0
     """Requests that could not be parsed."""
-    refused: int = 0
-    """Requests beyond `max_waiting_requests` of one consumer."""
+    merged: int = 0
+    """Requests beyond `max_waiting_requests` of one consumer, which shared a reply."""
     deferred: int = 0
     """Times that a large message had to wait because `in_flight_bytes` or `total_in_flight_bytes` was reached."""
     unsent_bytes: int = 0

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent
+from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, KVCacheEvent, KVEvent
 from kvevents.wire.dialects import ARRAY_REMOVED, DECLARED, DEFAULT_DIALECT, Dialect
 
 
