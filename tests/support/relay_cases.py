@@ -26,8 +26,9 @@ from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 
 SIZE = 4
 """Tokens of a block."""
-MANY_TURNS = 150
-"""Turns of a tenth of a second each; together they are longer than all timeouts of replay requests."""
+MANY_TURNS = 50
+LONG_TURN = 0.3
+"""Seconds of one of `MANY_TURNS`; together they are longer than all timeouts of replay requests."""
 
 TICK = 1e-6
 """Minimum number of seconds between two batches."""
@@ -319,15 +320,15 @@ class World:
         self._consumers.append(made)
         return made
 
-    def turn(self, count: int = 1) -> None:
+    def turn(self, count: int = 1, seconds: float = 0.1) -> None:
         """Run a turn of the relay, then of each consumer."""
         for _ in range(count):
-            self.relay.turn(0.1)
+            self.relay.turn(seconds)
             for consumer in self._consumers:
                 consumer.turn()
 
     def settle(self) -> None:
-        self.turn(MANY_TURNS)
+        self.turn(MANY_TURNS, LONG_TURN)
 
     def confirm(self) -> None:
         """Settle, have each upstream publish an empty batch, and settle again: a live batch confirms replayed ones."""

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.stream import RawBatch
-from relay_cases import FOREIGN, Consumer, Held, Upstream, World, block, kill_before, world
+from relay_cases import FOREIGN, LONG_TURN, MANY_TURNS, Consumer, Held, Upstream, World, block, kill_before, world
 from relay_journal_cases import Killed
 
 EXAMPLES: Final = 20
-"""Number of examples for each configuration. An example has about 500 turns of the relay."""
+"""Number of examples for each configuration. An example has about 170 turns of the relay."""
 UPSTREAM = st.integers(0, 1)
 NUMBER = st.integers(1, 6)
 MEDIUM = st.sampled_from(["GPU", "GPU", "CPU"])
@@ -101,10 +101,10 @@ class HistoryRunner:
     def restart(self, which: int, unseen: list[int]) -> None:
         self.upstream(which).restart(*(event for number in unseen for event in chain(number)))
 
-    def turn(self, count: int) -> None:
+    def turn(self, count: int, seconds: float = 0.1) -> None:
         for _ in range(count):
             try:
-                self.world.turn()
+                self.world.turn(seconds=seconds)
             except Killed:
                 self.kill()
 
@@ -112,7 +112,7 @@ class HistoryRunner:
         """Let all consumers catch up. Each upstream stores a block first, since a restart without batches is not visible."""
         for each in self.world.upstreams:
             each.store(7)
-        self.turn(150)
+        self.turn(MANY_TURNS, LONG_TURN)
         for consumer in self.consumers:
             # A consumer without heartbeats does not learn the relay's trust, only skipped numbers.
             if consumer.trust.name == "EXACT" and (consumer.reads_heartbeats or self.world.relay.trust().name == "EXACT"):
