@@ -316,6 +316,15 @@ def test_the_worker_with_the_longest_prefix_is_chosen_and_only_the_other_tokens_
     assert decision.scored[0].worker == B
 
 
+def test_caches_do_not_count_for_a_request_that_reads_none() -> None:
+    index = PrefixIndex()
+    store_blocks(index, A, 3)
+    router = router_of(A, B, index=index)
+    router.route("busy", PROMPT, without=[B])
+    with router.request(PROMPT, ignores_cache=True) as decision:
+        assert (decision.worker, decision.tokens, router.load(B)) == (B, 0, Load(1, 8))
+
+
 def test_an_uncertain_block_counts_less_and_the_blocks_before_it_count_in_full() -> None:
     """The worker with three blocks, of which the last is uncertain, is chosen before the worker with two certain blocks."""
     index = PrefixIndex()

@@ -84,6 +84,7 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "tie": "first",
             "explain": True,
             "candidates": [{"instance": "ranks", "load": 0}, {"instance": "e0"}],
+            "ignores_cache": True,
         },
     ),
     "select among": (

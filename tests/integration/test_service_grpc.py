@@ -128,6 +128,7 @@ CALLS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
             "trust": {"DEGRADED": 1},
             "load_weight": 0.3,
             "wait_weight": 0.01,
+            "ignores_cache": True,
         },
         {"tie": "TIE_FIRST"},
     ),

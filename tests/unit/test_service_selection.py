@@ -574,6 +574,14 @@ def test_without_loads_the_recent_selections_count() -> None:
     assert min(counts.values()) >= 15, "100 tokens of 10,000 are not worth a queue"
 
 
+def test_caches_do_not_count_for_a_request_that_reads_none() -> None:
+    held = {0: make_match(gpu=100)}
+    assert choose(make_candidates(1, 0), held, wait_weight=0.0).instance == "w0"
+    found = choose(make_candidates(1, 0), held, wait_weight=0.0, ignores_cache=True)
+    assert found.instance == "w1"
+    assert (score(found, 0).tokens, score(found, 0).uncached) == (100, 1.0)
+
+
 def test_a_worker_with_too_many_requests_gets_no_credit() -> None:
     found = choose(make_candidates(8, 0), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
     assert (found.instance, score(found, 0).hot) == ("w0", False), "up to 8 requests a cache always counts"

@@ -254,6 +254,8 @@ pub struct Question<'a> {
     pub tie: Tie,
     /// Whether the answer lists the other candidates.
     pub explain: bool,
+    /// Whether the engine will compute the whole prompt, whatever it has cached.
+    pub ignores_cache: bool,
 }
 
 /// Returns the choice among candidates of the control plane, as msgpack, with its own `ties`.
@@ -300,6 +302,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
         prompt_tokens: usize,
         tie: Tie,
         explain: bool,
+        ignores_cache: bool,
         terms: Terms,
         candidates: Vec<Given>,
     }
@@ -311,6 +314,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
         prompt_tokens: input.prompt_tokens,
         tie: input.tie,
         explain: input.explain,
+        ignores_cache: input.ignores_cache,
     };
     let selected = choose(&contenders, &question, &input.terms, (ties, loads)).ok_or("there are no candidates")?;
     rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
@@ -337,7 +341,9 @@ pub fn choose<'a>(
         let uncertain_weight = terms.weight_of_trust(State::Degraded);
         let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
         let inexact = one.inexact_tiers();
-        let credit = if inexact.is_empty() {
+        let credit = if question.ignores_cache {
+            0.0
+        } else if inexact.is_empty() {
             believed * weights.saved(tokens, whole, reach)
         } else {
             let is_inexact = |at: usize| tiers[at].is_some_and(|tier| inexact.iter().any(|name| name == TIERS[tier]));

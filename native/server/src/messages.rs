@@ -95,6 +95,8 @@ request!(SelectRequest {
     #[prost(double, optional, tag = "18")]
     #[serde(skip_serializing_if = "Option::is_none")]
     wait_weight: Option<f64>,
+    #[prost(bool, tag = "19")]
+    ignores_cache: bool,
 });
 
 #[derive(Clone, PartialEq, prost::Message, Serialize)]

@@ -296,6 +296,7 @@ question! {
         tie: Tie,
         expect_seconds: f64,
         explain: bool,
+        ignores_cache: bool,
     }
 }
 

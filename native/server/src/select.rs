@@ -69,6 +69,7 @@ pub(crate) fn select<'a>(
         prompt_tokens: whole,
         tie: request.tie,
         explain: request.explain,
+        ignores_cache: request.ignores_cache,
     };
     let terms = terms.updated(&request.tiers, &request.trust, request.wait_weight, request.load_weight);
     let selected = choose(&contenders, &question, &terms, (ties, loads))?;

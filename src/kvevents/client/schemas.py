@@ -213,6 +213,8 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
     explain: bool = False
+    ignores_cache: bool = False
+    """Whether the engine will compute the whole prompt, as for `prompt_logprobs`. Then caches do not count."""
 
 
 class ScoredCandidate(Struct, frozen=True, kw_only=True):

@@ -358,15 +358,16 @@ class Router:
         namespace: Namespace | None = None,
         session: str | None = None,
         without: Collection[Worker] = (),
+        ignores_cache: bool = False,
     ) -> Decision:
         """Choose a worker for a prompt, which is in flight under `key` from then on.
 
         `tokens` are a sequence or a buffer, as for `PrefixIndex.match`. Workers in `without` are not chosen, for example one
-        that has just failed. A key that is in flight already is a retry, and replaces the earlier request. Raises
-        `NoWorkerError` if no worker is left.
+        that has just failed. With `ignores_cache` the engine will compute the whole prompt, as for `prompt_logprobs`. A key
+        that is in flight already is a retry, and replaces the earlier request. Raises `NoWorkerError` if no worker is left.
         """
         prompt = Prompt(len(tokens), session)
-        held = self._look_up(tokens, prompt.length, namespace)
+        held = {} if ignores_cache else self._look_up(tokens, prompt.length, namespace)
         with self._lock:
             self._requests.finish(key)
             self._requests.expire()
@@ -395,12 +396,15 @@ class Router:
         namespace: Namespace | None = None,
         session: str | None = None,
         without: Collection[Worker] = (),
+        ignores_cache: bool = False,
     ) -> Iterator[Decision]:
         """Choose a worker as `route` does, for a request that ends with the block of a `with` statement, however it ends.
 
         `record_first_token(decision.key)` records that the answer begins.
         """
-        decision = self.route(object(), tokens, namespace=namespace, session=session, without=without)
+        decision = self.route(
+            object(), tokens, namespace=namespace, session=session, without=without, ignores_cache=ignores_cache
+        )
         try:
             yield decision
         finally:

@@ -164,6 +164,7 @@ def select(
         "prompt_tokens": len(request.tokens),
         "tie": request.tie,
         "explain": request.explain,
+        "ignores_cache": request.ignores_cache,
         "terms": terms_of(request),
         "candidates": [_candidate(one, held, standings) for one in candidates],
     }
