@@ -18,14 +18,28 @@ if TYPE_CHECKING:
         BlockRemoved,
         BlockStored,
         EventBatch,
+        Heartbeat,
         KVCacheEvent,
         KVConnectorKVEvents,
         KVEventAggregator,
         KVEventBatch,
     )
     from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-    from kvevents.stream import Batch, Checkpoint, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
-    from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
+    from kvevents.stream import (
+        Batch,
+        BatchReport,
+        Checkpoint,
+        DegradedReason,
+        Delivery,
+        Gap,
+        RawBatch,
+        RawDelivery,
+        Reset,
+        Source,
+        StreamLimits,
+        Trust,
+    )
+    from kvevents.subscriber import AsyncSubscriber, SocketOptions, StreamStatus, Subscriber, TrustChange
     from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch
     from kvevents.zeromq.keys import Curve
 
@@ -39,17 +53,20 @@ __all__ = [
     "AllBlocksCleared",
     "AsyncSubscriber",
     "Batch",
+    "BatchReport",
     "BlockRemoved",
     "BlockStored",
     "Checkpoint",
     "Curve",
     "Decoded",
+    "DegradedReason",
     "Delivery",
     "Dialect",
     "EventBatch",
     "EventPublisher",
     "EventPublisherFactory",
     "Gap",
+    "Heartbeat",
     "KVCacheEvent",
     "KVConnectorKVEvents",
     "KVEventAggregator",
@@ -60,11 +77,13 @@ __all__ = [
     "RawBatch",
     "RawDelivery",
     "Reset",
+    "SocketOptions",
     "Source",
     "StreamLimits",
     "StreamStatus",
     "Subscriber",
     "Trust",
+    "TrustChange",
     "ZmqEventPublisher",
     "decode_batch",
     "dialect_for",
@@ -87,6 +106,7 @@ __getattr__ = lazy_exports(
             "BlockRemoved",
             "BlockStored",
             "EventBatch",
+            "Heartbeat",
             "KVCacheEvent",
             "KVConnectorKVEvents",
             "KVEventAggregator",
@@ -100,7 +120,9 @@ __getattr__ = lazy_exports(
         ),
         "kvevents.stream": (
             "Batch",
+            "BatchReport",
             "Checkpoint",
+            "DegradedReason",
             "Delivery",
             "Gap",
             "RawBatch",
@@ -112,8 +134,10 @@ __getattr__ = lazy_exports(
         ),
         "kvevents.subscriber": (
             "AsyncSubscriber",
+            "SocketOptions",
             "StreamStatus",
             "Subscriber",
+            "TrustChange",
         ),
         "kvevents.wire": (
             "Decoded",

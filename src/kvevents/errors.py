@@ -18,12 +18,16 @@
         ├── JournalError             a journal cannot be opened in its folder (OSError)
         ├── PlaneError               the plane's NATS servers cannot be used (OSError)
         ├── SnapshotError            a snapshot cannot be read or written (ValueError)
+        ├── TrustTimeoutError        streams did not reach a trust in time (TimeoutError)
         └── WorkloadError            a trace of requests cannot be read or written (ValueError)
 
 Input from a peer never raises: invalid input is rejected with a reason and counted (`kvevents.wire.Rejected`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class KVEventsError(Exception):
@@ -59,7 +63,7 @@ class ClosedError(UsageError, RuntimeError):
 
 
 class ForkedError(UsageError, RuntimeError):
-    """An index was used in a forked child of the process that created it; create another one there."""
+    """An index or a subscriber was used in a forked child of the process that created it; create another one there."""
 
 
 class MissingDependencyError(UsageError, ImportError):
@@ -103,6 +107,14 @@ class PlaneError(ExternalError, OSError):
     def __init__(self, message: str, *, fault: str = "other") -> None:
         super().__init__(message)
         self.fault = fault
+
+
+class TrustTimeoutError(ExternalError, TimeoutError):
+    """`wait_for` has waited for long enough. `deliveries` are those that it has taken meanwhile."""
+
+    def __init__(self, message: str, deliveries: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.deliveries = deliveries
 
 
 class SnapshotError(ExternalError, ValueError):

@@ -21,6 +21,7 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import POLICIES, Decision, EngineLoad, Load, NoWorkerError, Router, Worker, policy
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
 from kvevents.routing.router import HALF_LIFE
+from kvevents.stream import Trust
 from kvevents.testing import VirtualClock
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
@@ -394,6 +395,16 @@ def test_trust_is_looked_up_for_each_candidate() -> None:
     states = {A: "DEGRADED", B: "EXACT"}
     decision = router_of(A, B, index=index, trust=states.__getitem__).route("r", PROMPT)
     assert (decision.worker, [entry.candidate.trust for entry in decision.scored]) == (B, ["EXACT", "DEGRADED"])
+
+
+def test_an_idle_engine_that_nothing_contradicts_counts_fully() -> None:
+    """Its stream is DEGRADED only because no live batch has confirmed replay yet."""
+    index = PrefixIndex()
+    store_blocks(index, A, 4)
+    store_blocks(index, B, 3)
+    for trust, chosen in ((Trust("DEGRADED", "idle", unproven=True), A), (Trust.DEGRADED, B)):
+        states = {A: trust, B: Trust.EXACT}
+        assert router_of(A, B, index=index, trust=states.__getitem__).route("r", PROMPT).worker == chosen
 
 
 # --- workers without a connection

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvevents.errors import EndpointError
+from kvevents.errors import ConfigError, EndpointError, TrustTimeoutError
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, StreamLimits, Trust
-from kvevents.subscriber import AsyncSubscriber, Subscriber, aio
+from kvevents.subscriber import AsyncSubscriber, Subscriber, TrustChange, aio
 from kvevents.subscriber.front_end import DELIVERIES_PER_SLICE
 from kvevents.subscriber.multiplexer import MAX_READY, MESSAGES_PER_READ
 from kvevents.testing import FakeEngine, FakeTransport
@@ -373,3 +373,128 @@ def test_trust_ages_as_fast_as_heartbeats_promise(transport: FakeTransport, engi
         assert subscriber.receive(0.1) is None
         transport.clock.advance(1.6)
         assert subscriber.trust() == Trust.STALE
+
+
+def test_trust_orders_by_state() -> None:
+    """Reasons do not count."""
+    states = [Trust.STALE, Trust.CONNECTING, Trust.REPLAYING, Trust.DEGRADED, Trust.EXACT]
+    backwards = states[::-1]
+    assert sorted(backwards) == states
+    assert Trust.EXACT >= Trust.ATTESTED >= Trust.DEGRADED.with_reason("lost") > Trust.REPLAYING
+    assert not Trust.DEGRADED.with_reason("a") < Trust.DEGRADED.with_reason("b")
+    with pytest.raises(TypeError):
+        assert Trust.EXACT > 1
+
+
+def test_a_subscriber_waits_until_it_has_caught_up(transport: FakeTransport, engine: FakeEngine) -> None:
+    """What it receives meanwhile is returned. An idle engine that nothing contradicts is as good as EXACT."""
+    engine.publish(BlockRemoved([0]))
+    engine.publish(BlockRemoved([1]))
+    with subscribe(transport) as subscriber:
+        assert [each.seq for each in subscriber.wait_for(timeout=5) if isinstance(each, Batch)] == [0, 1]
+        assert subscriber.wait_for(Trust.EXACT, timeout=5) == []
+        assert subscriber.trust() == Trust.DEGRADED
+        assert subscriber.trust().unproven
+        engine.publish(BlockRemoved([2]))
+        receive_all(subscriber)
+        assert (subscriber.trust(), subscriber.trust().unproven) == (Trust.EXACT, False)
+
+
+async def test_a_wait_for_trust_ends_in_time(transport: FakeTransport, engine: FakeEngine) -> None:
+    """The error has what was received, and says what is missing."""
+    async with AsyncSubscriber(Source(ENDPOINT, name="e"), transport=transport, clock=transport.clock) as subscriber:
+        assert await subscriber.wait_for(timeout=5) == []
+        engine.publish(BlockRemoved([0]))
+        with pytest.raises(TrustTimeoutError, match=r"not EXACT in time: e rank 0 is DEGRADED \(no replay") as raised:
+            await subscriber.wait_for(Trust.EXACT, timeout=1)
+        assert [each.seq for each in raised.value.deliveries] == [0]
+    with pytest.raises(TrustTimeoutError, match="there is no source"), Subscriber(transport=FakeTransport()) as empty:
+        empty.wait_for(timeout=0)
+
+
+def test_an_engine_that_has_named_its_replay_endpoint_is_exact_while_it_is_idle(
+    transport: FakeTransport, engine: FakeEngine
+) -> None:
+    """Its own answer proves what a live batch would, until replay contradicts the live stream."""
+    engine.publish(BlockRemoved([0]))
+    source = Source(ENDPOINT, REPLAY, name="e", replay_is_proven=True)
+    with Subscriber(source, transport=transport, clock=transport.clock) as subscriber:
+        receive_all(subscriber)
+        assert subscriber.trust() == Trust.EXACT
+        engine.restart([BlockRemoved([7])])
+        receive_all(subscriber)
+        assert subscriber.trust() == Trust.EXACT
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_changes_of_trust_resets_and_gaps_are_called_back(transport: FakeTransport, engine: FakeEngine, decode: bool) -> None:
+    """In the order in which they happen, each once."""
+    changes: list[Any] = []
+    source = Source(ENDPOINT, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, decode=decode, on_change=changes.append) as subscriber:
+        assert subscriber.receive(1) is None
+        engine.publish(BlockRemoved([0]))
+        engine.skip_number()
+        engine.publish(BlockRemoved([2]))
+        while subscriber.receive(1) is not None:
+            pass
+        engine.restart([])
+        engine.publish(BlockRemoved([0]))
+        while subscriber.receive(1) is not None:
+            pass
+    assert [type(each).__name__ for each in changes if not isinstance(each, TrustChange)] == ["Gap", "Reset"]
+    names = [each.trust.name for each in changes if isinstance(each, TrustChange)]
+    assert names[0] == "DEGRADED"
+    assert all(each[:2] == ("e", 0) for each in changes if isinstance(each, TrustChange))
+
+
+def test_a_callback_that_raises_counts_as_a_sink_that_raises(transport: FakeTransport, engine: FakeEngine) -> None:
+    """Nothing is lost."""
+    bad = [True]
+
+    def raise_once(change: object) -> None:
+        if isinstance(change, Gap) and bad:
+            bad.clear()
+            raise KeyError("once")
+
+    source = Source(ENDPOINT, REPLAY, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, on_change=raise_once) as subscriber:
+        assert subscriber.receive(1) is None
+        engine.publish(BlockRemoved([0]))
+        engine.skip_number()
+        engine.publish(BlockRemoved([2]))
+        with pytest.raises(KeyError):
+            receive_all(subscriber, 20)
+        assert [each.seq for each in receive_all(subscriber, 20) if isinstance(each, Batch)][-2:] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Subscriber(5),  # type: ignore[call-overload]
+        lambda: Subscriber([5]),  # type: ignore[list-item]
+        lambda: Subscriber(limits={}),  # type: ignore[arg-type]
+        lambda: Subscriber(max_concurrent_replays="4"),  # type: ignore[arg-type]
+        lambda: Source(5557),  # type: ignore[arg-type]
+        lambda: Source("tcp://a:1", 5558),  # type: ignore[arg-type]
+        lambda: Source("tcp://a:1", topic=b"kv"),  # type: ignore[arg-type]
+        lambda: Source("tcp://a:1", rank="0"),  # type: ignore[arg-type]
+        lambda: Source("tcp://a:1", name=("e", 0)),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_types_are_errors_of_the_configuration(make: Callable[[], object]) -> None:
+    """The message names the setting."""
+    with pytest.raises(ConfigError, match=r"invalid (source|limits|max_|endpoint|replay_|topic|rank|name)"):
+        make()
+
+
+def test_a_subscriber_says_what_it_connects_to_and_what_it_cannot_repair(
+    transport: FakeTransport, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A source without a replay endpoint can never be EXACT."""
+    with subscribe(transport, replay=False) as subscriber:
+        assert "connecting to tcp://engine:5557" in repr(subscriber)
+        assert "e has no replay endpoint" in caplog.text
+    caplog.clear()
+    with subscribe(transport):
+        assert "no replay endpoint" not in caplog.text

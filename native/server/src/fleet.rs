@@ -89,6 +89,17 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
+    /// Returns the state by which its tokens are weighed. A stream that waits only for a live batch to confirm replay, as of every idle
+    /// engine, counts as exact: nothing contradicts it.
+    pub(crate) fn weighed_state(&self) -> State {
+        let is_unproven = self.trust.reason_codes.iter().eq(["replay-unproven"]);
+        if is_unproven && self.trust.state == State::Degraded {
+            State::Exact
+        } else {
+            self.trust.state
+        }
+    }
+
     /// Returns the trust in an answer about the worker; all of its blocks certainly exist if the flag is set.
     pub(crate) fn trust_in(&self, is_certain: bool) -> &Trust {
         match &self.trust_if_uncertain {

@@ -44,7 +44,7 @@ pub(crate) fn select<'a>(
         let is_certain = row.is_none_or(|row| row.is_certain);
         let worker = place.map(|place| table.worker(place));
         let (trust, state, distance) = worker.map_or((&unfollowed.0, unfollowed.0.state, unfollowed.1), |worker| {
-            (worker.trust_in(is_certain), worker.trust.state, worker.distance)
+            (worker.trust_in(is_certain), worker.weighed_state(), worker.distance)
         });
         Contender {
             instance: &one.instance,

@@ -459,7 +459,9 @@ class Router:
                 continue
             tokens, tiers, uncertain = held.get(worker, _NOTHING)
             found = "EXACT" if trust is None else trust(worker)
-            state, inexact = (found, ()) if isinstance(found, str) else (found.name, found.inexact_tiers)
+            inexact: tuple[str, ...] = () if isinstance(found, str) else found.inexact_tiers
+            # An idle engine has proven nothing yet, and nothing contradicts it.
+            state = found if isinstance(found, str) else "EXACT" if found.unproven else found.name
             candidates.append(Candidate(worker, load, tokens, tiers, state, inexact, uncertain))
         return candidates
 

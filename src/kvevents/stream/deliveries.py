@@ -56,12 +56,21 @@ class Source:
     `kv@POD@MODEL` in llm-d. Each has its own numbers and its own trust. They are found when their first message comes."""
     curve: Curve | None = field(default=None, repr=False)
     """CURVE keys; `server_key` is the engine's public key."""
+    replay_is_proven: bool = False
+    """The engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Then replay is trusted without a live
+    batch that confirms it, until one contradicts it: an idle engine is EXACT."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
     (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 does so after its own stream has failed. They become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
+        texts = {"endpoint": self.endpoint, "topic": self.topic, "replay_endpoint": self.replay_endpoint, "name": self.name}
+        for name, text in texts.items():
+            if not isinstance(text, str) and (text is not None or name in {"endpoint", "topic"}):
+                raise ConfigError(f"invalid {name} {text!r} of a source: expected a string")
+        if not isinstance(self.rank, int):
+            raise ConfigError(f"invalid rank {self.rank!r} of {self.label}: expected a number from 0")
         for endpoint in (self.endpoint, self.replay_endpoint):
             if endpoint is not None:
                 validate_endpoint(endpoint)

@@ -203,11 +203,14 @@ class DeliveryLayer:
             return Trust.ATTESTED if self._ledger.is_attested else Trust.EXACT
         if self._cross_check.last_live is not None and not self._checks.failed_comparisons:
             return Trust.REPLAYING.with_reason(_COMPARING)
-        return Trust.DEGRADED.with_reason(DegradedReason.REPLAY_UNPROVEN.value)
+        return Trust("DEGRADED", DegradedReason.REPLAY_UNPROVEN.value, unproven=True)
 
     @property
     def _is_unproven(self) -> bool:
-        return self.state not in UNCONNECTED and self._can_replay and self._cross_check.is_incomplete
+        check = self._cross_check
+        if self.state in UNCONNECTED or not self._can_replay or not check.is_incomplete:
+            return False
+        return not self.source.replay_is_proven or check.last_live is not None or self._conflicts > 0
 
     def _describe_reason(self, reason: DegradedReason) -> str:
         if reason is DegradedReason.SENDER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import total_ordering
 from typing import ClassVar, Final, Literal, TypeAlias, final
 
 from kvevents.events import Heartbeat
@@ -58,13 +59,15 @@ TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", 
 
 
 @final
+@total_ordering
 @dataclass(frozen=True, slots=True, repr=False)
 class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
-    Two values are equal if their states are equal; `reason` is for people. EXACT means three things. Every batch since the
-    publisher's start, a clear or a matching digest, up to the newest one known, was delivered. A live batch of this connection
-    has shown that replay is of the same publisher. The publisher does not report less than EXACT of itself.
+    Values compare by their states, from STALE to EXACT (`trust >= Trust.DEGRADED`); `reason` is for people. EXACT means three
+    things. Every batch since the publisher's start, a clear or a matching digest, up to the newest one known, was delivered. A
+    live batch of this connection has shown that replay is of the same publisher, or the engine itself has named its replay
+    endpoint. The newest heartbeat of the publisher, if there is one, says EXACT.
     """
 
     name: str
@@ -73,6 +76,9 @@ class Trust:
     attested: bool = field(default=False, compare=False)
     """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation. Only a publisher inside
     the engine sends attestations."""
+    unproven: bool = field(default=False, compare=False)
+    """Whether the state is DEGRADED only because no live batch has confirmed yet what replay says, as of every idle engine
+    after a connect. Nothing contradicts it, so routers count its blocks fully."""
     inexact_tiers: tuple[str, ...] = field(default=(), compare=False)
     """Tiers that the state is not about: their stores are announced and their removals are not (`Source.stores_only`). What is
     held there is at most what was announced."""
@@ -99,6 +105,10 @@ class Trust:
         if tier not in self.inexact_tiers or trust_order(self.name) <= trust_order("DEGRADED"):
             return self
         return Trust("DEGRADED", f"the engine announces no removals from {tier}")
+
+    def __lt__(self, other: object) -> bool:
+        """Compare states: STALE < CONNECTING < REPLAYING < DEGRADED < EXACT."""
+        return trust_order(self.name) < trust_order(other.name) if isinstance(other, Trust) else NotImplemented
 
     def __str__(self) -> str:
         reason = self.reason or ("attested" if self.attested else "")

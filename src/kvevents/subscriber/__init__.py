@@ -6,7 +6,7 @@ from kvevents.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from kvevents.subscriber.aio import AsyncSubscriber
-    from kvevents.subscriber.front_end import Outcome, Sink
+    from kvevents.subscriber.front_end import Outcome, Sink, TrustChange
     from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
     from kvevents.subscriber.sync import Subscriber
     from kvevents.subscriber.zmq_transport import ZmqTransport
@@ -21,6 +21,7 @@ __all__ = [
     "StreamStatus",
     "Subscriber",
     "Transport",
+    "TrustChange",
     "ZmqTransport",
 ]
 
@@ -28,7 +29,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "kvevents.subscriber.aio": ("AsyncSubscriber",),
-        "kvevents.subscriber.front_end": ("Outcome", "Sink"),
+        "kvevents.subscriber.front_end": ("Outcome", "Sink", "TrustChange"),
         "kvevents.subscriber.multiplexer": ("Connection", "StreamStatus", "Transport"),
         "kvevents.subscriber.sync": ("Subscriber",),
         "kvevents.subscriber.zmq_transport": ("ZmqTransport",),

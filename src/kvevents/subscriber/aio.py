@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError, UsageError
-from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
-from kvevents.subscriber.front_end import FrontEnd, Options, Sources
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
+from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
 
 MAX_TURN: Final = 0.005
 """Seconds of work in the event loop after which other tasks run, even if more deliveries are ready."""
@@ -82,6 +82,25 @@ class AsyncSubscriber(FrontEnd[BatchT]):
             self._resumed_at = time.perf_counter()
             self._check_open()
 
+    async def wait_for(
+        self,
+        trust: Trust = Trust.DEGRADED,
+        timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
+    ) -> list[BatchT | Reset | Gap]:
+        """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
+
+        With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
+        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. Cancellation
+        loses what was received.
+        """
+        end = None if timeout is None else self._clock() + timeout
+        taken: list[BatchT | Reset | Gap] = []
+        while not self._has_reached(trust):
+            if end is not None and self._clock() >= end:
+                raise self._give_up(trust, taken)
+            taken += await self.receive_many(timeout=TRUST_INTERVAL)
+        return taken
+
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
         multiplexer, clock = self._multiplexer, self._clock
@@ -98,6 +117,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
                 with self._lock:
                     self._check_open()
                     multiplexer.run_once(multiplexer.transport.wait(0), clock())
+                self._notify()
                 if multiplexer.ready:
                     return True
                 if end is not None and clock() >= end:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypedDict, cast
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
-from kvevents.errors import ClosedError, ConfigError, UsageError
+from kvevents.errors import ClosedError, ConfigError, ForkedError, TrustTimeoutError
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Batch,
@@ -34,11 +35,26 @@ from kvevents.subscriber.multiplexer import (
 )
 from kvevents.subscriber.zmq_transport import ZmqTransport
 
+log = logging.getLogger(__name__)
+
 DECODED_MESSAGES_PER_READ: Final = 32
 """Messages read from one stream at a time if they are decoded afterwards: more do not fit in the processor's cache with it."""
+TRUST_INTERVAL: Final = 0.05
+"""Seconds between two looks at the trust in `wait_for`, if nothing is received."""
 DELIVERIES_PER_SLICE: Final = 8
 """Deliveries that are decoded and applied between two looks at the clock."""
 Sources: TypeAlias = Source | str | Iterable[Source | str]
+
+
+class TrustChange(NamedTuple):
+    """The trust of a stream, or its reason, has changed."""
+
+    source: str
+    rank: int
+    trust: Trust
+
+
+OnChange: TypeAlias = Callable[[TrustChange | Reset | Gap], None]
 
 
 class Outcome(Protocol):
@@ -66,6 +82,7 @@ class Options(TypedDict, total=False):
     transport: Transport | None
     clock: Callable[[], float]
     sink: Sink | None
+    on_change: OnChange | None
 
 
 class FrontEnd(Generic[BatchT]):
@@ -88,11 +105,22 @@ class FrontEnd(Generic[BatchT]):
         clock: Callable[[], float] = time.monotonic,
         decode: bool = True,
         sink: Sink | None = None,
+        on_change: OnChange | None = None,
     ) -> None:
+        """Raise `ConfigError` and `EndpointError`.
+
+        `on_change` is called by `receive`: with each change of trust, in place of `trust_changes`, and with each reset and gap
+        before it is returned. If it raises, `receive` raises the same exception, as if a sink had raised it.
+        """
         self._clock = clock
+        self._on_change = on_change
         self._process = os.getpid()
-        if max_concurrent_replays < 1:
-            raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
+        if not isinstance(max_concurrent_replays, int) or max_concurrent_replays < 1:
+            raise ConfigError(f"invalid max_concurrent_replays {max_concurrent_replays!r}: expected at least 1")
+        if not isinstance(limits, StreamLimits):
+            raise ConfigError(f"invalid limits {limits!r}: expected StreamLimits")
+        if not isinstance(sources, (Source, str, Iterable)):
+            raise ConfigError(f"invalid sources {sources!r}: expected a Source, an endpoint, or several of them")
         self._multiplexer = Multiplexer(
             transport or ZmqTransport(),
             limits,
@@ -125,11 +153,17 @@ class FrontEnd(Generic[BatchT]):
         Raise `ConfigError` if the name and rank are followed already or differ from those of `resume`, and `EndpointError` if
         the endpoint is invalid.
         """
+        if isinstance(source, str):
+            source = Source(source)
+        if not isinstance(source, Source):
+            raise ConfigError(f"invalid source {source!r}: expected a Source or an endpoint such as tcp://HOST:PORT")
+        if source.replay_endpoint is None and not source.by_topic:
+            log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", source.label)
         call = object()
         try:
             self._begin_call(call)
             with self._lock:
-                self._multiplexer.add(Source(source) if isinstance(source, str) else source, resume)
+                self._multiplexer.add(source, resume)
         finally:
             self._end_call(call)
 
@@ -197,6 +231,21 @@ class FrontEnd(Generic[BatchT]):
         with self._lock:
             return self._multiplexer.statuses(self._unread)
 
+    def _notify(self) -> None:
+        """Call `on_change` for each change of trust."""
+        if self._on_change is not None:
+            for (name, rank), trust in self.trust_changes():
+                self._on_change(TrustChange(name, rank, trust))
+
+    def _has_reached(self, trust: Trust) -> bool:
+        """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
+        found = [status.trust for status in self.statuses()]
+        return bool(found) and all(each >= trust or each.unproven for each in found)
+
+    def _give_up(self, trust: Trust, deliveries: list[Any]) -> TrustTimeoutError:
+        missing = [f"{each.source} rank {each.rank} is {each.trust}" for each in self.statuses() if each.trust < trust]
+        return TrustTimeoutError(f"not {trust.name} in time: {'; '.join(missing) or 'there is no source'}", deliveries)
+
     @property
     def _unread(self) -> float:
         """Seconds for which the application has not read the connections; 0 while it waits for them."""
@@ -212,7 +261,7 @@ class FrontEnd(Generic[BatchT]):
 
     def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
-        if self._sink is not None or not self._decodes:
+        if self._sink is not None or not self._decodes or self._on_change is not None:
             return self._take([self._multiplexer.ready.popleft()])[0]
         return cast("BatchT", self._decode(self._multiplexer.ready.popleft()))
 
@@ -231,10 +280,15 @@ class FrontEnd(Generic[BatchT]):
     def _take(self, taken: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
         """Decode, apply and report deliveries that were removed from `ready`, as far as this subscriber does that."""
         deliveries: list[Any] = [self._decode(each) for each in taken] if self._decodes else taken
-        if self._sink is not None:
+        if self._sink is not None or self._on_change is not None:
             try:
-                for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
-                    self.report(delivery, outcome.report)
+                if self._sink is not None:
+                    for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
+                        self.report(delivery, outcome.report)
+                if self._on_change is not None:
+                    for loss in taken:
+                        if isinstance(loss, (Reset, Gap)):
+                            self._on_change(loss)
             except BaseException as error:
                 reason = f"the sink could not apply a delivery ({type(error).__name__}: {error}); all are delivered again"
                 with self._lock:
@@ -260,9 +314,7 @@ class FrontEnd(Generic[BatchT]):
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._process != os.getpid():
-            raise UsageError(
-                f"this {type(self).__name__} was made before a fork and belongs to the parent; make one in the child"
-            )
+            raise ForkedError(f"this {type(self).__name__} belongs to the process before the fork; make another one here")
 
     def _begin_call(self, call: object) -> None:
         """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
@@ -302,5 +354,6 @@ class FrontEnd(Generic[BatchT]):
                 self._multiplexer.close()
 
     def __repr__(self) -> str:
+        """Return the endpoints of up to three sources, and the number of streams by trust."""
         with self._lock:
             return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe(self._unread)}>"

@@ -45,6 +45,8 @@ DEFAULT_CONCURRENT_REPLAYS: Final = 64
 MIN_AGE: Final = 0.1
 """Seconds without a read of the connections up to which the trust of no stream can have changed by that."""
 _CAUGHT_UP: Final = ("EXACT", "DEGRADED")
+_DESCRIBED: Final = 3
+"""Endpoints in the repr of a subscriber."""
 
 
 class Connection(Protocol):
@@ -574,4 +576,7 @@ class Multiplexer:
             states[name] = states.get(name, 0) + 1
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
-        return f"{len(self._entries)} {noun}{counts}, {len(self.ready)} ready"
+        sources = [entry.stream.source for entry in (*self._finders.values(), *self._entries.values())]
+        ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_DESCRIBED]]
+        more = "" if len(sources) <= len(ends) else f" and {len(sources) - len(ends)} more,"
+        return f"{''.join(ends)}{more} {len(self._entries)} {noun}{counts}, {len(self.ready)} ready".lstrip()

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError
-from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
-from kvevents.subscriber.front_end import FrontEnd, Options, Sources
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
+from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
 
 
 class Subscriber(FrontEnd[BatchT]):
@@ -62,6 +62,20 @@ class Subscriber(FrontEnd[BatchT]):
             return self._pop_many(limit)
         return []
 
+    def wait_for(self, trust: Trust = Trust.DEGRADED, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
+        """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
+
+        With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
+        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds.
+        """
+        end = None if timeout is None else self._clock() + timeout
+        taken: list[BatchT | Reset | Gap] = []
+        while not self._has_reached(trust):
+            if end is not None and self._clock() >= end:
+                raise self._give_up(trust, taken)
+            taken += self.receive_many(timeout=TRUST_INTERVAL)
+        return taken
+
     def _wait_ready(self, timeout: float | None) -> bool:
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
         multiplexer, clock = self._multiplexer, self._clock
@@ -74,6 +88,7 @@ class Subscriber(FrontEnd[BatchT]):
                 with self._lock:
                     self._check_open()
                     multiplexer.run_once(connections, clock())
+                self._notify()
                 if multiplexer.ready:
                     return True
                 if end is not None and clock() >= end:

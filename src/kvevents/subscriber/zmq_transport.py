@@ -305,6 +305,7 @@ class LiveSocket:
                 self._transport.watch(self._sub, self._connections)
                 self._transport.watch(self._monitor, self._connections)
                 connect_or_bind(self._sub, source.endpoint, bind=False)
+                log.info("connecting to %s", source.endpoint)
         except BaseException:
             self.close()
             raise

@@ -132,7 +132,8 @@ def _parse_vllm_rank(found: EngineInfo, rank: int, raw: Any, host: str) -> None:
             raise ConfigError("it has no endpoint")
         replay = source.replay_endpoint
         replay = None if replay is None else replace_wildcard_host(replay, host)
-        endpoint = RankEndpoint(rank, replace_wildcard_host(source.endpoint, host), replay, topic=source.topic or "")
+        own, topic = replace_wildcard_host(source.endpoint, host), source.topic or ""
+        endpoint = RankEndpoint(rank, own, replay, topic=topic, replay_is_proven=replay is not None)
     except ValueError as error:  # msgspec.ValidationError or ConfigError
         found.missing[rank] = f"cannot be followed: {error}"
     else:
@@ -199,7 +200,8 @@ def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, ho
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
     size = descriptor.block_size or None
-    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=size, load=load))
+    topic, is_proven = descriptor.topic or "", replay is not None
+    _add(found, RankEndpoint(rank, endpoint, replay, topic, size, load, replay_is_proven=is_proven))
 
 
 def _add(found: EngineInfo, rank: RankEndpoint) -> None:

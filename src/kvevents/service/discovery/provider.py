@@ -90,6 +90,8 @@ class RankEndpoint:
     topic: str = ""
     block_size: int | None = None
     load: str | None = None
+    replay_is_proven: bool = False
+    """Whether the engine itself has named both endpoints."""
 
 
 def bracket_host(host: str) -> str:
@@ -272,6 +274,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             model=model,
             rank=found.rank,
             replay_endpoint=replay,
+            replay_is_proven=found.replay_is_proven,
             topic=self.topic or found.topic,
             block_size=found.block_size if self.block_size is None else self.block_size,
             tenant=self.tenant,

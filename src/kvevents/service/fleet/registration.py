@@ -76,6 +76,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: int = 0
     replay_endpoint: str | None = None
     topic: str = ""
+    replay_is_proven: bool = False
+    """The engine itself has named both endpoints (`Source.replay_is_proven`)."""
     block_size: int | None = None
     """Declared tokens per block; None accepts those of the events. Blocks of another size are reported as a fault."""
     tenant: str = DEFAULT_GROUP
@@ -152,6 +154,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             rank=self.rank,
             bind=self.bind,
             curve=self.curve,
+            replay_is_proven=self.replay_is_proven,
             stores_only=self.stores_only,
         )
 
