@@ -269,3 +269,32 @@ def test_a_server_that_hangs_delays_neither_other_servers_nor_closing(server: Lo
         assert time.monotonic() - began < DEADLINE / 2
     finally:
         other.close()
+
+
+def test_a_callback_that_raises_costs_no_load(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread receives the load of all engines, and goes on. The same exception is logged once."""
+    calls: list[EngineLoad] = []
+
+    def on_load(_worker: object, load: EngineLoad) -> None:
+        calls.append(load)
+        raise KeyError("bug")
+
+    with LoadSubscriber([LoadSource(engine.endpoint, "a")], on_load=on_load) as loads:
+        engine.await_subscriber()
+        for running in range(3):
+            engine.send(EngineLoad(running, 0, 0, 0))
+        wait_until(lambda: len(calls) == 3)
+        wait_until(lambda: loads.load(WORKER) == EngineLoad(2, 0, 0, 0))
+        loads.add(LoadSource("ipc:///nowhere", "b"))
+    assert caplog.text.count("on_load has failed for a load of a rank 0") == 1
+
+
+def test_a_callback_that_raises_does_not_end_the_polls(server: LoadServer) -> None:
+    calls: list[object] = []
+
+    def on_load(worker: object, _load: EngineLoad) -> None:
+        calls.append(worker)
+        raise KeyError("bug")
+
+    with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK, on_load=on_load):
+        wait_until(lambda: len(calls) >= 3)

@@ -311,8 +311,11 @@ def test_a_sink_that_raises_without_replay_is_a_loss(transport: FakeTransport, e
         assert DegradedReason.LOST in subscriber.status().degraded_reasons
 
 
-async def test_a_sink_that_raises_in_a_task_loses_nothing(transport: FakeTransport, engine: FakeEngine) -> None:
+async def test_a_sink_that_raises_in_a_task_loses_nothing(
+    transport: FakeTransport, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deliveries are applied in several slices, of which the second one fails."""
+    monkeypatch.setattr(aio, "MAX_TURN", 60.0)
     sink = FailingSink(DELIVERIES_PER_SLICE + 1)
     source = Source(ENDPOINT, REPLAY, name="e")
     async with AsyncSubscriber(source, transport=transport, clock=transport.clock, sink=sink) as subscriber:

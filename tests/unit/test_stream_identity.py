@@ -116,3 +116,18 @@ def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: in
     assert (None if result is None else result.seq) == (None if following is None else following.seq)
     assert quarantine.take_new() == (len(old), new)
     assert len(quarantine) == 0
+
+
+def test_quarantine_is_bounded_in_bytes() -> None:
+    """Few frames can be large. Room is free again once the frames were taken."""
+    quarantine = Quarantine(LIMITS)
+    size = LIMITS.max_pending_bytes // 3
+    frames = [Live(b"", seq, bytes(size)) for seq in range(5)]
+    assert [quarantine.add(frame) for frame in frames] == [True, True, True, False, False]
+    assert quarantine.add(Live(b"", 9, b"")), "it has room for another frame without bytes"
+    assert quarantine.take() == [*frames[:3], Live(b"", 9, b"")]
+    assert quarantine.add(frames[3])
+    quarantine.reconnect()
+    assert quarantine.take_new() == (1, [])
+    assert quarantine.add(Live(b"", 10, bytes(LIMITS.max_pending_bytes)))
+    assert not quarantine.add(Live(b"", 11, b"x"))

@@ -12,6 +12,7 @@ without `--enable-server-load-tracking`. SGLang's server has `/metrics` with `--
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,8 @@ from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
 from kvevents.zeromq.keys import Curve
+
+_logger: Final = logging.getLogger(__name__)
 
 MAX_METRICS_BYTES: Final = 4 << 20
 """Largest answer that is read. A vLLM server with two ranks has 80 kB."""
@@ -327,6 +330,7 @@ class Readings:
     def __init__(self, source: LoadSource, on_load: OnLoad | None = None) -> None:
         self.source: Final = source
         self._on_load: Final = on_load
+        self._logged_error = ""
         self.received = 0
         self.rejected = 0
         self.fault = ""
@@ -339,7 +343,12 @@ class Readings:
         self._newest = load, now
         self.fault = ""
         if self._on_load is not None:
-            self._on_load(self.source.worker, load)
+            try:
+                self._on_load(self.source.worker, load)
+            except Exception as error:  # of the application: it must not end the thread that receives the load of all
+                if self._logged_error != repr(error):
+                    self._logged_error = repr(error)
+                    _logger.exception("on_load has failed for a load of %s rank %d", *self.source.worker)
 
     def reject(self, fault: str = "") -> None:
         """Count a message that is not a load, or a request without one."""

@@ -78,8 +78,9 @@ class _Stream(Readings):
 class LoadSubscriber:
     """Receives the load that engines report, and polls those that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread. Raises
-    `ConfigError` and `EndpointError`, and `MissingDependencyError` for a source to poll without the extra `service`.
+    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; what it
+    raises is logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` for a source to poll without the
+    extra `service`.
     """
 
     def __init__(
