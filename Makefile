@@ -31,8 +31,8 @@ test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest 
 	+$(MAKE) --no-print-directory --jobs 2 suite crate lint
 
 PYTEST := $(BIN)/python -m pytest
-# Tests of sockets and processes wait longer than they work: four processes of them for two CPUs, a file to each at a time.
-PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests of sockets and processes wait for two thirds of their time: five processes of them for two CPUs, a file to each at a time.
+PARALLEL := --numprocesses 5 --dist loadfile --no-loadscope-reorder
 
 suite: $(NATIVE) $(TESTS_STAMP)
 	$(PYTEST) $(PARALLEL)

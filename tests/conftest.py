@@ -24,17 +24,22 @@ settings.load_profile(PROFILE)
 LONG_FILES: Final = frozenset(
     f"test_{name}.py"
     for name in (
+        "cli_bridge",
         "conform_ours",
         "deploy_runs",
         "docs_blocks",
         "examples",
         "packaging",
+        "plane_bridge",
         "plane_bridge_servers",
         "plane_chaos",
         "plane_observability",
         "relay_journal_kill",
+        "relay_model",
+        "service_replica",
         "service_restart",
         "service_scale",
+        "site",
         "stream_model",
     )
 )
