@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -151,6 +152,25 @@ def test_requests_for_an_unknown_host_are_421() -> None:
     with serving() as service:
         answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
         assert (answer.status, answer.reason) == (421, "unknown-host")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--engine", "http://127.0.0.1:1"), "engines are expected, and none is registered or found so far"),
+        (("--nats", "nats://127.0.0.1:1"), "cannot use the NATS server|the log is being read"),
+    ],
+)
+def test_a_model_is_not_unknown_before_its_engines_can_be_known(arguments: tuple[str, ...], sentence: str) -> None:
+    """A client that takes 404 for "no engine serves it" would send its prompts elsewhere permanently."""
+    with serving(*arguments) as service:
+        for path, body in (("/v1/match", {"model": "m"}), ("/v1/select", {"model": "m"})):
+            answer = service.post(path, body | {"tokens": [1]})
+            assert (answer.status, answer.reason) == (503, "not-followed-yet")
+            assert re.search(sentence, answer.json["detail"] or answer.json["title"])
+        if arguments[0] == "--engine":
+            assert service.register("e", "tcp://127.0.0.1:1").status == 201
+            assert service.post("/v1/match", {"model": "other", "tokens": [1]}).reason == "unknown-model"
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/msgpack"])

@@ -82,6 +82,7 @@ class Service:
         )
         self.replica = _replica(config, self.fleet)
         """Builds the index from a plane's log; None if the service follows engines."""
+        self.fleet.why_incomplete = self._why_incomplete
         self.pools = ThreadPools(config.limits.max_waiting)
         self.metrics = Metrics()
         self.candidates = CandidateCache(self.fleet)
@@ -303,13 +304,17 @@ class Service:
 
     def _why_not_ready(self, members: int, exact: int, caught_up: int) -> str:
         """Return why the service is not ready; empty if it is ready."""
+        if why := self._why_incomplete():
+            return why
+        return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
+
+    def _why_incomplete(self) -> str:
+        """Return why the service cannot know the engines of any model yet; empty if it can."""
         # A replica that has not read its log to the end is not ready, however long that takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
-        if not members and expects:
-            return "engines are expected, and none is registered or found so far"
-        return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
+        return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
     def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
         """Return what is missing until the deadline; empty if nothing is."""

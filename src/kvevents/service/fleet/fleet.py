@@ -86,6 +86,8 @@ class Fleet(Listener):
         self._published_batches: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
         self._scopes = Scopes()
+        self.why_incomplete: Callable[[], str] = str
+        """Returns why engines of any model may be missing; empty if all are known."""
         self._dirty: set[Key] = set()
         """Members that received events since the last refresh."""
         self._pending_refresh: list[Key] = []
@@ -318,7 +320,12 @@ class Fleet(Listener):
         """
         if self.failure is not None:
             raise UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
-        return self._scopes.namespaces(scope)
+        try:
+            return self._scopes.namespaces(scope)
+        except NotFoundError:
+            if why := self.why_incomplete():
+                raise UnavailableError(why, "not-followed-yet", "retry in a second; /readyz says when it is ready") from None
+            raise
 
     # --- callbacks of the follower
 
