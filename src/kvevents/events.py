@@ -71,6 +71,8 @@ else:
     # What the fast decoder may build from a peer's input: no nested maps, no depth. `kvevents.wire.tolerant` decodes anything
     # else in these fields, within limits. Encoding does not use annotations.
     TokenId = int | tuple[int, int]
+    # `kvevents.wire.decode` replaces byte hashes by integers.
+    BlockHash = int | bytes
     ExtraKey = str | int | list[str | int]
     UnknownFields = dict[str, bool | int | float | str | None]
 
@@ -128,9 +130,9 @@ class BlockStored(KVCacheEvent):
     announce fewer hashes than blocks, and offload events have no tokens.
     """
 
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     """One opaque hash per block, unsigned 64 bits. It has a meaning only within its stream."""
-    parent_block_hash: int | None
+    parent_block_hash: BlockHash | None
     """Hash of the block before the first one; None for the root. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
     block_size: int
@@ -184,7 +186,7 @@ class BlockStored(KVCacheEvent):
 class BlockRemoved(KVCacheEvent):
     """Blocks left a medium."""
 
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     medium: str | None = msgspec.field(default_factory=_always_sent)
     group_idx: int | None = None
     locality: str | None = None

@@ -37,17 +37,19 @@ class WireLimits:
     max_nesting: int = 8
     """Depth of containers in one event, itself included. Engines reach 4 (`extra_keys` with multimodal pairs)."""
     max_rejected: int = 1_000
-    """`Rejected` entries of one batch. One more entry counts all that follow."""
+    """Events of one batch that may be rejected. With more of them the batch is rejected."""
 
 
 DEFAULT_WIRE_LIMITS: Final = WireLimits()
 
-MAX_FREE_CONTAINERS: Final = 50_000
-"""Lists and maps of one batch in fields of free form, except extra keys as engines send them. Each takes up to 2 us to read."""
+_BASE_STEPS: Final = 4_000
+_BYTES_PER_STEP: Final = 12
+"""A payload may take `_BASE_STEPS`, and one step for each of so many bytes, of about a microsecond each: 90 ms for 1 MB. What
+engines send takes a tenth of that."""
 
-MAX_FAST_BYTES: Final = 1024 * 1024
-"""Larger payloads skip the fast decoder. One native call does not check lengths before it allocates: it makes 70 MiB of 1 MiB
-of empty lists. The tolerant decoder checks every length."""
+MAX_FAST_BYTES: Final = 256 * 1024
+"""Larger payloads skip the fast decoder. One native call does not check lengths before it allocates: it makes 18 MiB of 256 KiB
+of empty lists, and takes 70 ms. The tolerant decoder checks every length."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
 """Largest container that is split in Python if it is nested too deeply for msgspec, at up to 0.2 us per byte."""
 
@@ -66,19 +68,19 @@ class Rejected(msgspec.Struct, frozen=True):
     """Input that was rejected, and why. `reason` is one of a few fixed words, for counting; `detail` is for people."""
 
     reason: str
-    """One of: oversized, malformed, not-a-batch, too-many-events, too-many-hashes, too-many-fields, too-deep, unknown-tag,
-    bad-field, bad-timestamp, bad-rank, more."""
+    """One of: oversized, malformed, not-a-batch, too-many-events, too-many-hashes, too-many-fields, too-deep, too-complex,
+    too-many-rejected, unknown-tag, bad-field, bad-timestamp, bad-rank."""
     detail: str
     index: int | None = None
     """Position of the event in its batch; None for the batch itself, its timestamp or its rank."""
     raw: bytes = b""
     """The first bytes of the rejected input."""
     count: int = 1
-    """Number of rejections that this entry represents. Above 1 only for the reason `more`, the last entry of a long list."""
+    """Number of rejections that this entry represents."""
 
     @property
     def loses_events(self) -> bool:
-        """Whether events are missing because of it. An invalid timestamp or rank loses none."""
+        """Whether events are missing because of it. A batch with an invalid timestamp or rank keeps all its events."""
         return self.index is not None or self.reason not in {"bad-timestamp", "bad-rank"}
 
 
@@ -94,13 +96,23 @@ class DecodeRejectedError(Exception):
         return Rejected(self.reason, str(self)[:_MAX_DETAIL], index, bytes(memoryview(raw)[:MAX_RAW_BYTES]))
 
 
-class FreeFormBudget:
-    """Limits how much one batch may hold in fields of free form, in bytes and in containers."""
+class BatchRejectedError(DecodeRejectedError):
+    """Raised inside `kvevents.wire` if the whole batch is rejected because of its events."""
 
-    def __init__(self, max_bytes: int) -> None:
+
+class DecodeBudget:
+    """Limits what one batch may cost: the bytes of fields of free form, and the steps of reading it."""
+
+    def __init__(self, max_bytes: int, payload_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes_left = max_bytes
-        self._containers_left = MAX_FREE_CONTAINERS
+        self._steps_left = _BASE_STEPS + payload_bytes // _BYTES_PER_STEP
+
+    def take_steps(self, count: int) -> None:
+        """Count steps. Raise `BatchRejectedError` above the limit."""
+        self._steps_left -= count
+        if self._steps_left < 0:
+            raise BatchRejectedError("too-complex", "the batch takes more steps to read than its size allows")
 
     def take_bytes(self, name: str, size: int) -> None:
         """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
@@ -109,14 +121,6 @@ class FreeFormBudget:
                 "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
             )
         self._bytes_left -= size
-
-    def take_container(self, name: str) -> None:
-        """Count a list or a map in the field `name`. Raise `DecodeRejectedError` above the limit."""
-        if not self._containers_left:
-            raise DecodeRejectedError(
-                "oversized", f"{name} has more lists and maps than the {MAX_FREE_CONTAINERS} that a batch may have"
-            )
-        self._containers_left -= 1
 
 
 MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
@@ -234,24 +238,25 @@ def _name(raw: msgspec.Raw, what: str) -> str:
     return name
 
 
-def to_python(raw: msgspec.Raw, what: str, depth: int, take_container: Callable[[str], None]) -> Any:
+def to_python(raw: msgspec.Raw, what: str, depth: int, take_steps: Callable[[int], None]) -> Any:
     """Decode a value of free form with at most `depth` levels of containers. Raise `DecodeRejectedError`.
 
-    `take_container` is called with `what` for each container.
+    `take_steps` is called for each value that takes some.
     """
     view = memoryview(raw)
+    take_steps(2)
     try:
         if not is_array(view[0]) and not is_map(view[0]):
             return _decode_any(view)
         if depth <= 0:
             raise DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
-        take_container(what)
         if is_map(view[0]):
-            return {name: to_python(value, what, depth - 1, take_container) for name, value in _decode_map(view).items()}
+            return {name: to_python(value, what, depth - 1, take_steps) for name, value in _decode_map(view).items()}
         try:
             return _decode_scalars(view)
         except msgspec.ValidationError:
-            return [to_python(item, what, depth - 1, take_container) for item in _decode_list(view)]
+            take_steps(declared_length(view) // 8)
+            return [to_python(item, what, depth - 1, take_steps) for item in _decode_list(view)]
     except MSGPACK_ERRORS as error:
         raise rejection_of(error, what) from error
 

@@ -1,7 +1,7 @@
 """Decodes payloads into events, by their shape and without configuration.
 
 Theory of operation: a payload of a known release decodes in one native call into the types of `kvevents.events`
-(`decode_fast`). That call fails for unknown fields, unknown event types, byte hashes and damaged payloads. Then the tolerant
+(`decode_fast`). That call fails for unknown fields, unknown event types and damaged payloads. Then the tolerant
 decoder (`kvevents.wire.tolerant`) reads the envelope first, leaves the events as raw slices, and reads each event by itself, so
 that an invalid event does not affect the others. Input of a peer never raises; what cannot be read is returned as `Rejected`.
 """
@@ -12,9 +12,11 @@ import re
 from typing import Any, Final, TypeAlias
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvevents.events import (
     AllBlocksCleared,
+    BlockHash,
     BlockRemoved,
     BlockStored,
     ExtraKey,
@@ -26,17 +28,21 @@ from kvevents.wire.checked_msgpack import (
     DEFAULT_WIRE_LIMITS,
     MAX_FAST_BYTES,
     MSGPACK_ERRORS,
+    DecodeBudget,
     DecodeRejectedError,
     Rejected,
     WireLimits,
+    array_items,
     declared_length,
+    first_byte,
     is_array,
     is_map,
     length_bytes,
+    map_items,
     skip_value,
 )
 from kvevents.wire.dialects import Dialect, detect_dialect
-from kvevents.wire.tolerant import MAX_SECONDS, decode_tolerant
+from kvevents.wire.tolerant import MAX_SECONDS, MIN_DIGEST_BYTES, decode_tolerant, shorten_digests, unknown_values
 
 _HEAD_BYTES: Final = 512
 """A clear without unknown fields takes less than 100 bytes in every dialect."""
@@ -152,7 +158,7 @@ def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> De
     if batch is not None:
         return Decoded(batch, payload)
     try:
-        batch, rejected = decode_tolerant(payload, limits)
+        batch, rejected = decode_tolerant(payload, limits, _decode_event)
     except DecodeRejectedError as error:
         # Without the payload: it has no dialect, and an oversized one is not to be read again.
         return Decoded(KVEventBatch(0.0, []), b"", (error.rejected(payload),))
@@ -169,8 +175,8 @@ class _ArrayEvent(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fiel
 class _ArrayStored(_ArrayEvent, tag="BlockStored"):
     """BlockStored as an array, with the fields of `dialects.ARRAY_STORED`, which are the first fields of `BlockStored`."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
     token_ids: list[int | tuple[int, int]]
     block_size: int
     lora_id: int | None = None
@@ -183,7 +189,7 @@ class _ArrayStored(_ArrayEvent, tag="BlockStored"):
 
 
 class _ArrayRemoved(_ArrayEvent, tag="BlockRemoved"):
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
     heartbeat: Heartbeat | None = None
@@ -225,6 +231,78 @@ def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
     return batch
 
 
+class _LenientStored(BlockStored, tag="BlockStored", forbid_unknown_fields=False):
+    """BlockStored as a map with unknown fields, which the decoder skips."""
+
+
+class _LenientRemoved(BlockRemoved, tag="BlockRemoved", forbid_unknown_fields=False):
+    pass
+
+
+class _LenientCleared(AllBlocksCleared, tag="AllBlocksCleared", forbid_unknown_fields=False):
+    pass
+
+
+class _LongStored(_ArrayStored, tag="BlockStored", forbid_unknown_fields=False):
+    """BlockStored as an array with further elements, which the decoder skips."""
+
+
+class _LongRemoved(_ArrayRemoved, tag="BlockRemoved", forbid_unknown_fields=False):
+    pass
+
+
+class _LongCleared(_ArrayCleared, tag="AllBlocksCleared", forbid_unknown_fields=False):
+    pass
+
+
+_decode_lenient: Final = msgspec.msgpack.Decoder(_LenientStored | _LenientRemoved | _LenientCleared).decode
+_decode_long: Final = msgspec.msgpack.Decoder(_LongStored | _LongRemoved | _LongCleared).decode
+_KINDS: Final[dict[Any, Any]] = {
+    _LenientStored: BlockStored,
+    _LenientRemoved: BlockRemoved,
+    _LenientCleared: AllBlocksCleared,
+    _LongStored: BlockStored,
+    _LongRemoved: BlockRemoved,
+    _LongCleared: AllBlocksCleared,
+}
+
+
+def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
+    """Return an event of a known kind, which may have unknown fields; None if the tolerant decoder must read it."""
+    unknown: dict[str, msgspec.Raw] = {}
+    try:
+        if is_array(first_byte(raw)):
+            found: Any = _decode_long(raw)
+            kind = _KINDS[type(found)]
+            known = len(found.__struct_fields__)
+            event = kind(*astuple(found)) if kind is not BlockRemoved else _from_removed(found)
+            if declared_length(memoryview(raw)) > known + 1:
+                items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
+                unknown = {str(at): items[at] for at in range(known + 1, len(items))}
+        else:
+            found = _decode_lenient(raw)
+            kind = _KINDS[type(found)]
+            event = kind(*astuple(found))
+            fields = map_items(raw, "the event", limits.max_fields)
+            unknown = {name: fields[name] for name in fields.keys() - _KNOWN_FIELDS[kind]}
+    except (*MSGPACK_ERRORS, DecodeRejectedError):
+        return None
+    if "event_type" in unknown or not _normalize(event, limits):
+        return None
+    if kind is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):
+        return None  # their size is limited
+    if unknown:
+        event.unknown_fields = unknown_values(unknown, limits, budget)
+    return event
+
+
+_KNOWN_FIELDS: Final = {kind: {"type", *kind.__struct_fields__} for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+def _from_removed(event: _ArrayRemoved) -> BlockRemoved:
+    return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
+
+
 def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:
     return KVEventBatch(batch.ts, [_from_array(event) for event in batch.events], batch.data_parallel_rank)
 
@@ -233,7 +311,7 @@ def _from_array(event: _AnyArray) -> KVEvent:
     if type(event) is _ArrayStored:
         return BlockStored(*msgspec.structs.astuple(event))
     if type(event) is _ArrayRemoved:
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
+        return _from_removed(event)
     return AllBlocksCleared()
 
 
@@ -246,19 +324,29 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
     if kind is AllBlocksCleared:
         return True
     hashes = event.block_hashes
+    if event.block_digests is not None or len(hashes) > limits.max_hashes:
+        return False
     if hashes:
-        if len(hashes) > limits.max_hashes:
+        try:
+            if type(hashes[0]) is bytes:
+                event.block_hashes, event.block_digests = shorten_digests(hashes), hashes
+            elif min(hashes) < 0:
+                event.block_hashes = [value & _MASK for value in hashes]
+        except (TypeError, DecodeRejectedError):  # integers and bytes, or short digests
             return False
-        if min(hashes) < 0:
-            event.block_hashes = [value & _MASK for value in hashes]
-    if kind is BlockStored:
-        parent = event.parent_block_hash
-        if parent is not None and parent < 0:
-            event.parent_block_hash = parent & _MASK
-        keys = event.block_keys
-        if event.parent_block_digest is not None or (keys and min(keys) < 0):
+    return kind is BlockRemoved or _normalize_store(event, limits)
+
+
+def _normalize_store(event: BlockStored, limits: WireLimits) -> bool:
+    keys, parent = event.block_keys, event.parent_block_hash
+    if event.parent_block_digest is not None or (keys and min(keys) < 0):
+        return False
+    if isinstance(parent, bytes):
+        if len(parent) < MIN_DIGEST_BYTES:
             return False
-        for values in (keys, event.extra_keys, event.lookahead_token_ids):
-            if values is not None and len(values) > limits.max_hashes:
-                return False
-    return event.block_digests is None
+        event.parent_block_digest, event.parent_block_hash = parent, int.from_bytes(parent[-8:], "big")
+    elif parent is not None and parent < 0:
+        event.parent_block_hash = parent & _MASK
+    return all(
+        values is None or len(values) <= limits.max_hashes for values in (keys, event.extra_keys, event.lookahead_token_ids)
+    )

@@ -6,6 +6,8 @@ An event that cannot be read is rejected alone. `kvevents.wire.decode` uses this
 from __future__ import annotations
 
 import re
+import sys
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -25,8 +27,9 @@ from kvevents.events import (
 from kvevents.wire.checked_msgpack import (
     MSGPACK_ERRORS,
     NIL,
+    BatchRejectedError,
+    DecodeBudget,
     DecodeRejectedError,
-    FreeFormBudget,
     Rejected,
     WireLimits,
     array_items,
@@ -46,8 +49,16 @@ from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
 
+_MAX_DIGITS: Final = 20
+"""Digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
+_MIN_EVENT_BYTES: Final = 14
+"""Size of the shortest event, a removal without blocks as an array, is one byte more."""
+_MAX_FAST_EVENT_BYTES: Final = 4_096
+"""Size up to which an event is given to the fast decoder, which does not check lengths before it allocates."""
+_FAST_STEPS: Final = 2
+_SLOW_STEPS: Final = 10
 _MASK: Final = (1 << 64) - 1
-_MIN_DIGEST_BYTES: Final = 8
+MIN_DIGEST_BYTES: Final = 8
 _INTERNAL_FIELDS: Final = ("unknown_fields", "block_digests", "parent_block_digest")
 """Fields of `kvevents.events` that no engine sends."""
 
@@ -65,10 +76,14 @@ _EXTRA_KEYS: Final = _Decoder(list[tuple[ExtraKey, ...] | None])
 _decode_bin: Final = _Decoder(memoryview).decode
 
 
-def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, tuple[Rejected, ...]]:
+def decode_tolerant(
+    payload: bytes, limits: WireLimits, decode_event: Callable[[msgspec.Raw, WireLimits, DecodeBudget], KVEvent | None]
+) -> tuple[KVEventBatch, tuple[Rejected, ...]]:
     """Return everything in `payload` that can be read, and what was rejected.
 
-    Raise `DecodeRejectedError` if the payload is not a batch at all.
+    `decode_event` is the fast decoder for one event; it returns None for an event that it cannot read.
+
+    Raise `DecodeRejectedError` if the payload is not a batch at all, or takes more time than its size allows.
     """
     if len(payload) > limits.max_payload_bytes:
         size = f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}"
@@ -76,11 +91,15 @@ def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, t
     raw_ts, raw_events, raw_rank = _envelope(payload, limits)
     rejections = _RejectionLog(limits.max_rejected)
     ts, rank = _timestamp(raw_ts, rejections), _rank(raw_rank, rejections)
-    budget = FreeFormBudget(limits.max_free_form_bytes)
+    budget = DecodeBudget(limits.max_free_form_bytes, len(payload))
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
         try:
-            event = _event(raw, limits, budget)
+            event = decode_event(raw, limits, budget) if len(memoryview(raw)) <= _MAX_FAST_EVENT_BYTES else None
+            budget.take_steps(_FAST_STEPS if event is not None else _SLOW_STEPS)
+            event = _event(raw, limits, budget) if event is None else event
+        except BatchRejectedError:
+            raise
         except DecodeRejectedError as error:
             rejections.add(error, raw, index)
         else:
@@ -90,22 +109,20 @@ def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, t
 
 
 class _RejectionLog:
-    """Rejections of one batch: entries up to a limit, then a count."""
+    """Rejections of one batch, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: list[Rejected] = []
-        self._more = 0
 
     def add(self, error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
-        if len(self._entries) < self._limit:
-            self._entries.append(error.rejected(raw, index))
-        else:
-            self._more += 1
+        if len(self._entries) >= self._limit:
+            first = self._entries[0]
+            detail = f"more than {self._limit} events cannot be read; the first one: {first.reason}: {first.detail}"
+            raise BatchRejectedError("too-many-rejected", detail)
+        self._entries.append(error.rejected(raw, index))
 
     def entries(self) -> tuple[Rejected, ...]:
-        if self._more:
-            self._entries.append(Rejected("more", f"{self._more} more were set aside", count=self._more))
         return tuple(self._entries)
 
 
@@ -127,6 +144,10 @@ def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msg
         raise DecodeRejectedError("not-a-batch", "a batch is an array or a map")
     if len(parts) < 2 or not is_array(first_byte(parts[1])):
         raise DecodeRejectedError("not-a-batch", "a batch is [ts, events, ...] or a map with ts and events")
+    count, size = declared_length(memoryview(parts[1])), len(memoryview(parts[1]))
+    if count * _MIN_EVENT_BYTES - size > limits.max_rejected * _MIN_EVENT_BYTES:
+        detail = f"{count} events in {size} bytes: more than {limits.max_rejected} of them are too short to be read"
+        raise DecodeRejectedError("too-many-rejected", detail)
     return parts[0], array_items(parts[1], "the list of events", limits.max_events, "too-many-events"), rank
 
 
@@ -157,7 +178,7 @@ def _rank(raw: msgspec.Raw, rejections: _RejectionLog) -> int | None:
 # --- events ------------------------------------------------------------------------------------------------------------------
 
 
-def _event(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget, is_unwrapped: bool = False) -> KVEvent | None:
+def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget, is_unwrapped: bool = False) -> KVEvent | None:
     """Return the event; None if its kind is neutral."""
     head = first_byte(raw)
     if is_bin(head) and not is_unwrapped:
@@ -171,7 +192,7 @@ def _event(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget, is_unwr
     return build(FieldReader(fields, limits, budget))
 
 
-def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget) -> KVEvent | None:
+def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
     """Return the event inside a bin. llm-d's storage connector wraps each event and writes 0 for "no parent"."""
     try:
         inner = msgspec.Raw(_decode_bin(raw))
@@ -301,7 +322,7 @@ class FieldReader:
     `DecodeRejectedError` if a field is invalid.
     """
 
-    def __init__(self, fields: dict[str, msgspec.Raw], limits: WireLimits, budget: FreeFormBudget) -> None:
+    def __init__(self, fields: dict[str, msgspec.Raw], limits: WireLimits, budget: DecodeBudget) -> None:
         self._fields = fields
         self._limits = limits
         self._budget = budget
@@ -324,8 +345,14 @@ class FieldReader:
             values = self._read(name, _HASHES)
         else:
             del self._fields[name]
-        digests = values if values and all(type(value) is bytes for value in values) else None
-        return [_unsigned_hash(name, value) for value in values], digests
+        try:
+            if not values or min(values) >= 0:
+                return values, None
+            return [value & _MASK for value in values], None
+        except TypeError:  # some or all of them are bytes
+            if {*map(type, values)} == {bytes}:
+                return shorten_digests(values), values
+            return [_unsigned_hash(name, value) for value in values], None
 
     def parent(self) -> tuple[int | None, bytes | None]:
         """Return the parent hash as an unsigned integer and, if it was sent as bytes, the bytes."""
@@ -339,7 +366,9 @@ class FieldReader:
         try:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:
-            return [_token(value) for value in self._read("token_ids", _TOKENS)]
+            values = self._read("token_ids", _TOKENS)
+            self._budget.take_steps((len(values) - [*map(type, values)].count(int)) // 3)
+            return _tokens(values)
         del self._fields["token_ids"]
         return values
 
@@ -359,7 +388,7 @@ class FieldReader:
         return keys
 
     def _free_form_extra_keys(self, raw: msgspec.Raw) -> list[tuple[Any, ...] | None]:
-        values = to_python(raw, "extra_keys", self._limits.max_nesting - 1, self._budget.take_container)
+        values = to_python(raw, "extra_keys", self._limits.max_nesting - 1, self._budget.take_steps)
         if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
             raise DecodeRejectedError("bad-field", "extra_keys is not a list of lists or nil")
         return [None if value is None else tuple(value) for value in values]
@@ -367,9 +396,11 @@ class FieldReader:
     def lookahead(self) -> list[list[int]] | None:
         """Return the lookahead tokens of each block, or None if the field is missing or nil."""
         name = "lookahead_token_ids"
-        if self._optional(name) is None:
+        raw = self._optional(name)
+        if raw is None:
             return None
         self._check_count(name)
+        self._budget.take_steps(declared_length(memoryview(raw)) // 2)
         tokens: list[list[int]] = self._read(name, _LOOKAHEAD)
         return tokens
 
@@ -396,10 +427,7 @@ class FieldReader:
         for name in _INTERNAL_FIELDS:
             # The fast decoder ignores these fields if they are nil, so this one does too.
             self._optional(name)
-        for name, raw in self._fields.items():
-            self._budget.take_bytes(name[:64], len(memoryview(raw)))
-        depth, take = self._limits.max_nesting - 1, self._budget.take_container
-        return {name: to_python(raw, name[:64], depth, take) for name, raw in self._fields.items()} or None
+        return unknown_values(self._fields, self._limits, self._budget) or None
 
     def _read(self, name: str, decoder: _Decoder[Any]) -> Any:
         try:
@@ -422,12 +450,47 @@ class FieldReader:
             raise DecodeRejectedError("too-many-hashes", f"{name} has {count} entries; the limit max_hashes is {limit}")
 
 
+def unknown_values(fields: dict[str, msgspec.Raw], limits: WireLimits, budget: DecodeBudget) -> dict[str, Any]:
+    """Return the values of unknown fields within the limits of free form. Raise `DecodeRejectedError`."""
+    for name, raw in fields.items():
+        budget.take_bytes(name[:64], len(memoryview(raw)))
+    return {name: to_python(raw, name[:64], limits.max_nesting - 1, budget.take_steps) for name, raw in fields.items()}
+
+
+def shorten_digests(digests: list[Any]) -> list[int]:
+    """Return the last 8 bytes of digests as integers.
+
+    Raise TypeError unless all are bytes, and `DecodeRejectedError` for a short one.
+    """
+    joined, size = b"".join(digests), len(digests[0])
+    shortest, longest = min(map(len, digests)), max(map(len, digests))
+    if shortest < MIN_DIGEST_BYTES:
+        raise DecodeRejectedError("bad-field", f"block_hashes holds a digest of less than {MIN_DIGEST_BYTES} bytes")
+    if shortest != longest or size % 8:
+        return [int.from_bytes(digest[-8:], "big") for digest in digests]
+    words = array("Q", joined)[size // 8 - 1 :: size // 8]
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tolist()
+
+
 def _unsigned_hash(name: str, value: int | bytes) -> int:
     if type(value) is int:
         return value & _MASK
-    if len(value) < _MIN_DIGEST_BYTES:  # type: ignore[arg-type]
-        raise DecodeRejectedError("bad-field", f"{name} holds a digest of less than {_MIN_DIGEST_BYTES} bytes")
+    if len(value) < MIN_DIGEST_BYTES:  # type: ignore[arg-type]
+        raise DecodeRejectedError("bad-field", f"{name} holds a digest of less than {MIN_DIGEST_BYTES} bytes")
     return int.from_bytes(value[-8:], "big")  # type: ignore[index]
+
+
+def _tokens(values: list[Any]) -> list[Any]:
+    """Return tokens, of which some are not integers, as token ids."""
+    if {*map(type, values)} == {str}:
+        digits = "".join(values)
+        if digits.isascii() and digits.isdigit() and min(map(len, values)) > 0 and max(map(len, values)) <= _MAX_DIGITS:
+            tokens = list(map(int, values))
+            if max(tokens) <= _MASK:
+                return tokens
+    return [value if type(value) is int else _token(value) for value in values]
 
 
 def _token(value: float | str | tuple[int, int] | None) -> TokenId:
@@ -436,6 +499,5 @@ def _token(value: float | str | tuple[int, int] | None) -> TokenId:
         return value if type(value) is int or isinstance(value, tuple) else -1
     if _IS_DIGEST(value):
         return value.lower()
-    # The length is limited because converting a long string of digits takes quadratic time, or raises.
-    is_number = value.isascii() and value.isdigit() and len(value) <= 20
+    is_number = value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS
     return int(value) if is_number and int(value) <= _MASK else -1
