@@ -253,6 +253,11 @@ def test_an_invalid_endpoint_raises_an_error_that_names_it(rig: Any) -> None:
     assert count_descriptors() <= before + 2
 
 
+def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the levels of what was logged of connections, except that they are attempted."""
+    return [each.levelname for each in caplog.records if not each.getMessage().startswith("connecting to ")]
+
+
 def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """The fault is in the log and in `connection.fault`. The first successful connection is logged too."""
     rig = RealRig()
@@ -263,13 +268,13 @@ def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCapt
             reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
             reader.read_until(lambda: bool(reader.connection.fault))
             reader.read_until_quiet(100)
-            assert [each.levelname for each in caplog.records] == ["WARNING"]
+            assert levels(caplog) == ["WARNING"]
             assert engine.source.endpoint in caplog.text
             engine.come_back()
             rig.connect(engine, reader)
             reader.read_until(lambda: reader.recorder.log == ["up"])
         assert reader.connection.fault == ""
-        assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+        assert levels(caplog) == ["WARNING", "INFO"]
     finally:
         rig.close()
 
@@ -359,7 +364,7 @@ def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) 
             rig.connect(engine, reader)
             reader.read_until(lambda count=count: reader.recorder.log.count("up") == count)  # type: ignore[misc]
             assert reader.connection.fault == ""
-        assert caplog.records == []
+        assert levels(caplog) == []
 
 
 def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -380,7 +385,7 @@ def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.L
                 count += 1
         reader.read_until(lambda: bool(connection.fault))
         assert reader.recorder.log == []
-        assert [each.levelname for each in caplog.records] == ["WARNING"]
+        assert levels(caplog) == ["WARNING"]
         rig.close()
 
 

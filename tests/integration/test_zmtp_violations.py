@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents.diagnosis.replay_sample import Patience, sample_replay, send_request
 from kvevents.events import KVEventBatch

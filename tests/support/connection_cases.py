@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import zmq
+from msgspec.structs import replace
 
 from kvevents.stream import Source
 from kvevents.subscriber import Connection, SocketOptions, Transport, ZmqTransport

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 import zmq
 
@@ -16,6 +17,14 @@ from kvevents.stream import Source
 from kvevents.subscriber.multiplexer import Connection
 from kvevents.zeromq.sockets import SocketOptions, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
+
+
+class Watchable(Protocol):
+    """A socket of libzmq or of the system."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        ...
 
 
 class SocketOwner:
@@ -59,7 +68,7 @@ class SocketOwner:
         self._sockets.add(socket)
         return socket
 
-    def watch(self, socket: zmq.Socket[bytes], connections: Callable[[], Iterable[Connection]]) -> None:
+    def watch(self, socket: Watchable, connections: Callable[[], Iterable[Connection]]) -> None:
         """Let `wait` report these connections when the state of a socket changes."""
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 

@@ -18,9 +18,11 @@ from typing import Final, NamedTuple
 import zmq
 import zmq.backend
 
+from kvevents.endpoints import needs_ipv6
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.bound_socket import BoundSocket, TopicFeed
 from kvevents.subscriber.multiplexer import Connection
+from kvevents.subscriber.name_resolver import Lookup, NameResolver
 from kvevents.subscriber.socket_owner import SocketOwner
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
@@ -76,6 +78,7 @@ class ZmqTransport(SocketOwner):
         self.stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
         self._connections: set[ZmqConnection] = set()
         self._bound: dict[str, BoundSocket] = {}
+        self.names = NameResolver(self.watch)
         self._wake_lock = threading.RLock()
         """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
 
@@ -103,6 +106,7 @@ class ZmqTransport(SocketOwner):
         """Remove a connection that is closed."""
         self._connections.discard(connection)
         self.marked.discard(connection)
+        self.names.forget(connection)
 
     def wait(self, timeout: float | None) -> set[Connection]:
         """Wait at most `timeout` seconds and return the connections whose descriptors are signalled."""
@@ -137,6 +141,7 @@ class ZmqTransport(SocketOwner):
             # The epoll set is the parent's too: whatever is removed from it, the parent no longer sees.
             self.finalizer()
             self.selector.close()
+            self.names.close()
             return
         with self._wake_lock:
             if self.finalizer.detach() is None:
@@ -145,6 +150,7 @@ class ZmqTransport(SocketOwner):
         for connection in list(self._connections):
             connection.close()
         self.selector.close()
+        self.names.close()
         os.close(self.wake_reader)
         if self.owns_context:
             destroy_context(self.context)
@@ -187,6 +193,8 @@ class ZmqConnection:
         self._source = source
         self._transport = transport
         self._replay: zmq.Socket[bytes] | None = None
+        self._postponed: FetchRequest | None = None
+        """A replay request that waits for an address."""
         self._read_ahead = 0
         """Live messages that were read while a replay reply was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
@@ -211,6 +219,8 @@ class ZmqConnection:
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more."""
         has_more = self._live.read_into(stream, now, limit)
+        if self._postponed is not None:
+            self.request_replay(self._postponed)
         replay = self._replay
         if replay is None:
             self._read_ahead = 0
@@ -231,9 +241,15 @@ class ZmqConnection:
     def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request. If the socket refuses it, the stream gets no reply and requests again."""
         endpoint = self._source.replay_endpoint
-        if request.new_connection:
+        if request.new_connection or self._postponed is not None:
             self.end_replay()
         if self._replay is None and endpoint is not None:
+            lookup = self._transport.names.resolve(endpoint, self)
+            if not lookup.endpoints:
+                # Without an address the request counts as one without an answer, and the stream requests again.
+                self._postponed = None if lookup.error else request
+                return
+            endpoint = lookup.endpoints[0]
             self._replay = self._transport.own(self._sockets.open(zmq.DEALER, endpoint))
             try:
                 # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so replies are read as they arrive.
@@ -253,6 +269,7 @@ class ZmqConnection:
 
     def end_replay(self) -> None:
         """Close the replay socket."""
+        self._postponed = None
         if self._replay is not None:
             self._transport.close_socket(self._replay)
             self._replay = None
@@ -273,7 +290,12 @@ class LiveSocket:
         self._sockets = sockets
         self._transport = transport
         self._stalls = transport.stalls
+        self._connection = connection
         self._connections: Final = frozenset({connection}).__iter__
+        self._lookup: Lookup | None = None
+        """The lookup of the endpoint's name, until the socket is connected."""
+        self._attempts = 0
+        """Sockets that were opened: each is connected to the next address of the host."""
         self._native = libzmq_io()
         self._was_connected = False
         """Whether `connected` was ever fed to the stream."""
@@ -285,6 +307,8 @@ class LiveSocket:
         """Messages of earlier connections that the socket may hold while `connected` is due; 0 if it is not due."""
         self.reopen_at: float | None = None
         """When to open a new socket, because libzmq may have stopped reconnecting."""
+        self._is_named = False
+        """Whether the endpoint has a name, which may get another address."""
         self._is_accepted = False
         """Whether the last attempt found a peer that accepts TCP connections."""
         self._expects_retry = False
@@ -304,11 +328,30 @@ class LiveSocket:
                 self._sub.subscribe(source.topic.encode())
                 self._transport.watch(self._sub, self._connections)
                 self._transport.watch(self._monitor, self._connections)
-                connect_or_bind(self._sub, source.endpoint, bind=False)
-                log.info("connecting to %s", source.endpoint)
+                self._lookup = self._transport.names.resolve(source.endpoint, self._connection)
+                self._connect()
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, now: float = 0.0) -> None:
+        """Connect the socket once its address is known. Without an address, open another socket later."""
+        lookup = self._lookup
+        if lookup is None or not lookup.is_done:
+            return
+        self._lookup = None
+        if lookup.error:
+            self._set_fault(lookup.error)
+            self.reopen_at = now + self._sockets.options.reconnect_max_ms / 1000
+        else:
+            address = lookup.endpoints[self._attempts % len(lookup.endpoints)]
+            self._attempts += 1
+            self._is_named = address != lookup.endpoint
+            if needs_ipv6(address):
+                self._sub.set(zmq.IPV6, 1)
+            connect_or_bind(self._sub, address, bind=False)
+            if self._attempts == 1:
+                log.info("connecting to %s", lookup.endpoint)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more.
@@ -318,6 +361,7 @@ class LiveSocket:
         all messages are from before the end of the old one. They are fed until a read finds none that began after the end
         was known; then `disconnected` is fed.
         """
+        self._connect(now)
         changes = self._read_monitor() if self._stalls.is_stalled else []
         if _DISCONNECTED in changes:
             self._abandon_socket(stream)
@@ -328,8 +372,10 @@ class LiveSocket:
         changes += self._read_monitor()
         if changes:
             # libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large).
-            is_down = changes[-1] == _DISCONNECTED
-            self.reopen_at = now + self._sockets.options.reconnect_max_ms / 1000 if is_down else None
+            # Nor does it resolve a name again, since it has only the address.
+            is_down = changes[-1] in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
+            due = self.reopen_at or now + self._sockets.options.reconnect_max_ms / 1000
+            self.reopen_at = due if is_down else None
             self._update_fault(changes)
             changes = [change for change in changes if change in {_HANDSHAKE_SUCCEEDED, _DISCONNECTED}]
         is_inproc = self._source.endpoint.startswith("inproc://")
@@ -392,6 +438,9 @@ class LiveSocket:
                 self._expects_retry = False
             elif fault != _NOT_A_PUBLISHER:
                 fault = _UNREACHABLE
+        self._set_fault(fault)
+
+    def _set_fault(self, fault: str) -> None:
         if fault != self.fault:
             self.fault = fault
             if fault:
