@@ -33,9 +33,11 @@ from kvevents.plane.records import (
     Page,
     ReceivedMessage,
     Record,
+    StreamKey,
     StreamRecord,
     TrustRecord,
     encode_page,
+    stream_text,
 )
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import DegradedReason, RawBatch, Source, Trust
@@ -464,3 +466,16 @@ def builder_at_log_end(bridge: str, pages: Sequence[Page], parts: Sequence[bytes
     for record in bridge_records(bridge, state, parts, is_new=is_new):
         builder.enqueue(record)
     return builder
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (("default\x1fdefault\x1fe0", 2), "default/default/e0 rank 2"),
+        (("plain", 0), "plain rank 0"),
+        (("a\x1f\x1b[2J\n", 0), "a/\\x1b[2J\\n rank 0"),
+    ],
+)
+def test_a_stream_is_named_without_control_characters(key: StreamKey, text: str) -> None:
+    """A source that a client named must not write into the terminal of who reads the log."""
+    assert stream_text(key) == text

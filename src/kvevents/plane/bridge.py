@@ -45,7 +45,16 @@ from kvevents.plane.engine_reader import (
 from kvevents.plane.layout import Layout, create_plane
 from kvevents.plane.partition_state import TrustReport
 from kvevents.plane.partition_writer import PartitionStatus, PartitionWriter
-from kvevents.plane.records import GapRecord, HeartbeatRecord, JoinRecord, LeaveRecord, StreamKey, StreamRecord, TrustRecord
+from kvevents.plane.records import (
+    GapRecord,
+    HeartbeatRecord,
+    JoinRecord,
+    LeaveRecord,
+    StreamKey,
+    StreamRecord,
+    TrustRecord,
+    stream_text,
+)
 from kvevents.plane.settings import BridgeSettings
 
 if TYPE_CHECKING:
@@ -350,7 +359,7 @@ class Bridge:
                 self._partition_of(key).builder.forget(key)
                 continue
             self.resyncs += 1
-            log.info("%s rank %d has diverged from the log; following it again", *key)
+            log.info("%s has diverged from the log; following it again", stream_text(key))
             self._resync(key)
 
     def on_queue_change(self) -> None:

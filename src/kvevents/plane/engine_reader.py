@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from kvevents.errors import ConfigError, KVEventsError, UnknownSourceError
 from kvevents.plane.page_builder import RECORD_BYTES
 from kvevents.plane.partition_state import ResumePoint
-from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord
+from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord, stream_text
 from kvevents.plane.settings import RECEIVE_QUEUE
 from kvevents.stream import (
     REASONS_ENDED_BY_CLEAR,
@@ -235,7 +235,7 @@ class EngineReader(threading.Thread):
             self._incarnations[key] = _Incarnations(first, offset if start.resume is None else first + offset)
         except KVEventsError as error:
             # The bridge still follows all other engines.
-            log.error("cannot follow %s rank %d: %s", *key, error)  # noqa: TRY400 - not our error
+            log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
             record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON], {})
             self._records.append(EngineRecord(record, follow_id))
 

@@ -25,7 +25,7 @@ from kvevents.plane.partition_state import (
     StreamState,
     TrustReport,
 )
-from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name
+from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name, stream_text
 from kvevents.plane.settings import ReaderLimits
 from kvevents.stream import (
     BatchReport,
@@ -340,7 +340,7 @@ class LogSubscriber:
             self._observed.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"the engine left the log: {event.reason}")
         if isinstance(event, InvalidRecord):
-            log.error("partition %d, %s rank %d: invalid record: %s", partition, *event.key, event.reason)
+            log.error("partition %d, %s: invalid record: %s", partition, stream_text(event.key), event.reason)
             stream = self.states[partition].streams[event.key]
             # Behind the last batch, so that no report about an earlier batch ends the reason.
             self._observe(event.key, stream.incarnation).ledger.add(DegradedReason.REJECTED, stream.last_seq + 1)

@@ -35,6 +35,13 @@ StreamKey: TypeAlias = tuple[str, int]
 """The source and rank of a stream."""
 
 
+def stream_text(key: StreamKey) -> str:
+    """Return a stream for people: the parts of its source, which a control character separates, and its rank."""
+    source, rank = key
+    parts = "/".join(source.split("\x1f"))
+    return f"{parts if parts.isprintable() else ascii(parts)[1:-1]} rank {rank}"
+
+
 def bridge_name(bridge: str) -> str:
     """Return the configured name of a bridge from its id in the log, `NAME#RANDOM`, which differs for each process."""
     return bridge.rpartition("#")[0] or bridge

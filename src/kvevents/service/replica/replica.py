@@ -22,7 +22,7 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.digests import ReplicaDigests
 from kvevents.plane.layout import Layout, find_plane
-from kvevents.plane.records import StreamKey
+from kvevents.plane.records import StreamKey, stream_text
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
 from kvevents.service.fleet.fleet import Fleet
@@ -182,7 +182,9 @@ class Replica:
             try:
                 registration = msgspec.json.decode(encoded, type=Registration)
             except (msgspec.MsgspecError, ConfigError) as error:
-                log.warning("%s rank %d is left out, since its registration in the plane cannot be decoded: %s", *key, error)
+                log.warning(
+                    "%s is left out, since its registration in the plane cannot be decoded: %s", stream_text(key), error
+                )
                 continue
             if registration.key == key:
                 build.index.set_model(key[0], registration.scope.name)
