@@ -118,4 +118,17 @@ def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
 
     asyncio.run(write())
     ended = plane_status("--nats", server.url, "--plane", "busy")
-    assert (ended.code, "bridges: busy " in ended.out) == (0, True), ended.out
+    assert "bridges: busy " in ended.out
+    assert "no bridge writes" not in ended.out
+
+
+def test_bridges_that_have_ended_are_a_fault(server: NatsServer) -> None:
+    """Their last pages stay, so only waiting for another page shows it."""
+    plane = plane_at(server.url, name="silent", partitions=2)
+    flags = ("--nats", server.url, "--plane", "silent")
+    with run_bridge(plane):
+        wait_for("heartbeats", lambda: plane_status(*flags).code == 0)
+    ended = plane_status(*flags)
+    assert ended.code == 1
+    for partition in (0, 1):
+        assert f"partition {partition}: no bridge has written for 6 s; check that the bridges run" in ended.out

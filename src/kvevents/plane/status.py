@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 BRIDGE_SCAN_PAGES: Final = 8
 """Pages at the end of a partition in which the status looks for bridges."""
+DEFAULT_ALIVE_SECONDS: Final = 6.0
+"""Seconds within which a bridge writes whose heartbeats are not among these pages: three heartbeats with default settings."""
+POLL_SECONDS: Final = 0.25
+"""Pause between two looks for newer pages."""
 
 
 class PartitionView(msgspec.Struct, frozen=True):
@@ -30,6 +37,10 @@ class PartitionView(msgspec.Struct, frozen=True):
     leader: str | None
     bridges: dict[str, float]
     """Bridges that wrote the last pages, with the time of their last page or heartbeat by their clocks."""
+    alive_seconds: float = 0.0
+    """Seconds within which one of these bridges writes again, as their heartbeats say."""
+    is_silent: bool = False
+    """Whether none of them wrote within that time while the status was read."""
     fault: str = ""
     shared: list[str] = []
     """Names of bridges under which several processes write alternately."""
@@ -61,6 +72,11 @@ class PlaneView(msgspec.Struct, frozen=True):
             f"partition {each.partition}: no bridge writes" for each in self.partitions if not each.fault and not each.bridges
         ]
         found += [
+            f"partition {each.partition}: no bridge has written for {each.alive_seconds:g} s; check that the bridges run"
+            for each in self.partitions
+            if each.is_silent
+        ]
+        found += [
             f"replica {each.name} holds another index than {', '.join(each.differs)}" for each in self.replicas if each.differs
         ]
         found += [
@@ -83,7 +99,11 @@ def format_partitions(partitions: Collection[int]) -> str:
 
 
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
-    """Query the status of a plane. Raises `PlaneError` if the servers do not answer."""
+    """Query the status of a plane. Raises `PlaneError` if the servers do not answer.
+
+    It takes until each partition has another page, which is the next heartbeat of a bridge at the latest, so that nothing
+    depends on clocks. The pages alone do not show how old they are.
+    """
     partitions = [await _partition_view(js, layout, partition) for partition in range(layout.partitions)]
     snapshots = Snapshots(js, layout)
     valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
@@ -93,6 +113,7 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     except PlaneError as error:
         if error.fault != "missing":  # a bridge that was killed early has created the partitions alone
             raise
+    partitions = await _with_silence(js, layout, partitions)
     ends = {str(each.partition): each.last for each in partitions}
     replicas = [_replica_view(name, digests, ends) for name in sorted(digests)]
     return PlaneView(layout.name, partitions, valid, replicas)
@@ -102,18 +123,37 @@ async def _partition_view(js: JetStreamContext, layout: Layout, partition: int) 
     try:
         info = await partition_info(js, layout, partition)
         written: list[tuple[str, float]] = []
+        alive_seconds = DEFAULT_ALIVE_SECONDS
         for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
             message = await fetch_message(js, layout, partition, position)
             page = None if message is None else decode_page(message.data)
             if page is not None:
+                heartbeats = [each for each in page.records if isinstance(each, HeartbeatRecord)]
+                alive_seconds = max([alive_seconds, *(each.alive_seconds for each in heartbeats)])
                 # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
                 written.append((page.bridge, page.written_at))
-                written += [(each.bridge, each.sent_at) for each in page.records if isinstance(each, HeartbeatRecord)]
+                written += [(each.bridge, each.sent_at) for each in heartbeats]
     except PlaneError as error:
         return PartitionView(partition, 0, 0, 0, None, {}, str(error))
     bridges = {bridge_name(bridge): at for bridge, at in written}
     shared = _shared_names(bridge for bridge, _ in written)
-    return PartitionView(partition, info.first, info.last, info.bytes, info.leader, bridges, shared=shared)
+    return PartitionView(partition, info.first, info.last, info.bytes, info.leader, bridges, alive_seconds, shared=shared)
+
+
+async def _with_silence(js: JetStreamContext, layout: Layout, views: Sequence[PartitionView]) -> list[PartitionView]:
+    """Wait until the bridges of each partition write again, and mark the partitions where none does in time."""
+    waiting = {each.partition: each for each in views if each.bridges}
+    began = time.monotonic()
+    while waiting:
+        for partition, view in list(waiting.items()):
+            with suppress(PlaneError):  # it is asked again
+                if (await partition_info(js, layout, partition)).last > view.last:
+                    del waiting[partition]
+        waited = time.monotonic() - began
+        if all(waited >= view.alive_seconds for view in waiting.values()):
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    return [msgspec.structs.replace(each, is_silent=each.partition in waiting) for each in views]
 
 
 def _shared_names(bridges: Iterable[str]) -> list[str]:
