@@ -501,3 +501,36 @@ def test_a_subscriber_says_what_it_connects_to_and_what_it_cannot_repair(
     caplog.clear()
     with subscribe(transport):
         assert "no replay endpoint" not in caplog.text
+
+
+def test_what_waits_in_all_streams_has_one_limit(transport: FakeTransport) -> None:
+    """After a restart of a router every stream of a fleet may wait at once. What finds no room is replayed later."""
+    limits = StreamLimits(max_total_pending_bytes=2_000)
+    engines = [transport.engine(f"tcp://engine:{port}", f"tcp://replay:{port}") for port in range(5_001, 5_021)]
+    sources = [Source(engine.endpoint, engine.replay_endpoint) for engine in engines]
+    with Subscriber(sources, transport=transport, clock=transport.clock, limits=limits) as subscriber:
+        assert subscriber.receive(1) is None
+        for engine in engines:
+            engine.answers_replay = False
+            engine.publish(BlockRemoved([0]), lost=True)
+            for number in range(1, 20):
+                engine.publish(BlockRemoved([number]))
+        assert subscriber.receive(0.5) is None
+        pending = subscriber._multiplexer._pending
+        assert 1_000 < pending.used <= 2_000
+        assert sum(status.counters.overflowed for status in subscriber.statuses()) > 0
+        for engine in engines:
+            engine.answers_replay = True
+        received: dict[str, list[int]] = {}
+        for delivery in receive_all(subscriber, 10):
+            assert isinstance(delivery, Batch)
+            received.setdefault(delivery.source, []).append(delivery.seq)
+        assert received == {engine.endpoint: list(range(20)) for engine in engines}
+        assert pending.used == 0
+        engines[0].publish(BlockRemoved([0]), lost=True)
+        engines[0].answers_replay = False
+        engines[0].publish(BlockRemoved([1]))
+        assert subscriber.receive(0.5) is None
+        assert pending.used > 0
+        subscriber.remove(engines[0].endpoint)
+        assert pending.used == 0

@@ -2212,6 +2212,7 @@ TEST_OF_LIMIT = {
     "max_replayed_digests": "test_stream_sequencer.py",
     "max_missed_heartbeats": "test_stream_heartbeats.py",
     "max_unread": "test_fake_transport.py",
+    "max_total_pending_bytes": "test_fake_transport.py",
     "max_consecutive_resyncs": "test_stream_heartbeats.py",
 }
 """The test or the module that reaches each limit."""

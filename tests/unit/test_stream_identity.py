@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.stream import StreamLimits
+from kvevents.stream import PendingBytes, StreamLimits
 from kvevents.stream.identity import MAX_FINGERPRINTS, CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.wire import Live
 
@@ -96,7 +96,7 @@ def test_replayed_batches_are_confirmed_only_by_later_live_ones(steps: list[tupl
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), numbers)
 def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: int) -> None:
     """Frames of the current connection are those after the last reconnect that followed a frame."""
-    quarantine, old, new = Quarantine(LIMITS), list[Live](), list[Live]()
+    quarantine, old, new = Quarantine(LIMITS, PendingBytes()), list[Live](), list[Live]()
     number = 0
     for step, is_reconnect in steps:
         if is_reconnect:
@@ -120,7 +120,7 @@ def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: in
 
 def test_quarantine_is_bounded_in_bytes() -> None:
     """Few frames can be large. Room is free again once the frames were taken."""
-    quarantine = Quarantine(LIMITS)
+    quarantine = Quarantine(LIMITS, PendingBytes())
     size = LIMITS.max_pending_bytes // 3
     frames = [Live(b"", seq, bytes(size)) for seq in range(5)]
     assert [quarantine.add(frame) for frame in frames] == [True, True, True, False, False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.stream import StreamLimits, payload_digest
+from kvevents.stream import PendingBytes, StreamLimits, payload_digest
 from kvevents.stream.sequencer import GapEnd, Order, ReorderBuffer, ReplayedDigests, Sequencer, SnapshotParts
 
 LIMITS = StreamLimits(max_pending_batches=5, max_pending_bytes=40, max_replayed_digests=5)
@@ -35,7 +35,7 @@ def test_the_newest_replayed_digests_are_stored(steps: list[tuple[bool, int, byt
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
 def test_the_reorder_buffer_respects_both_limits(steps: list[tuple[bool, int, bytes]]) -> None:
     """A batch without room is rejected. The room of a removed batch can be used again."""
-    pending, model = ReorderBuffer(LIMITS), dict[int, bytes]()
+    pending, model = ReorderBuffer(LIMITS, PendingBytes()), dict[int, bytes]()
     for adds, seq, payload in steps:
         if not adds:
             popped = pending.pop(seq)
@@ -50,7 +50,7 @@ def test_the_reorder_buffer_respects_both_limits(steps: list[tuple[bool, int, by
 
 def test_a_batch_that_was_removed_out_of_order_leaves_the_heap() -> None:
     """A snapshot takes the place of a waiting batch, and another batch with its number arrives."""
-    pending = ReorderBuffer(LIMITS)
+    pending = ReorderBuffer(LIMITS, PendingBytes())
     for seq in (1, 2):
         assert pending.add(seq, b"", replayed=False)
     assert pending.pop(2)
@@ -66,7 +66,7 @@ class CoverageRecorder:
     """Feeds a sequencer like a stream, and records the numbers that deliveries and gaps cover."""
 
     def __init__(self) -> None:
-        self.sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+        self.sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS, PendingBytes()))
         self.covered: list[int] = []
 
     def live(self, seq: int) -> None:
@@ -127,7 +127,7 @@ def test_deliveries_and_gaps_cover_every_number_once(steps: list[tuple[int, str]
 @given(st.integers(0, 20), st.integers(-1, 20), st.integers(0, 20))
 def test_a_live_number_is_classified_by_the_next_and_the_last_live_one(next_seq: int, last_live: int, seq: int) -> None:
     """Numbers of one connection rise. A number below the next one was already replayed; above it, a batch is missing."""
-    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS, PendingBytes()))
     sequencer.next_seq, sequencer.last_live = next_seq, last_live
     order = sequencer.order_of(seq)
     assert (order is Order.REGRESSED) == (seq <= last_live)
@@ -138,7 +138,7 @@ def test_a_live_number_is_classified_by_the_next_and_the_last_live_one(next_seq:
 
 @given(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3), st.integers(1, 12))
 def test_the_gap_before_an_answer_ends_at_an_earlier_batch_that_waits(next_seq: int, early: list[int], first: int) -> None:
-    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS, PendingBytes()))
     sequencer.next_seq = next_seq
     waiting = {next_seq + 1 + seq for seq in early}
     for seq in waiting:
@@ -161,3 +161,22 @@ def test_a_snapshot_is_truncated_if_an_answer_stops_after_a_part_that_is_not_fin
     if not is_final and is_read_late:
         parts.last_not_final = seq
     assert (parts.is_open, parts.is_truncated) == (False, not is_final)
+
+
+def test_streams_share_one_limit_of_bytes() -> None:
+    """What one stream holds, another one cannot; every way out of a buffer frees it."""
+    shared = PendingBytes(100)
+    one, other = (ReorderBuffer(StreamLimits(), shared) for _ in range(2))
+    assert one.add(5, bytes(60), replayed=False)
+    assert not other.add(5, bytes(50), replayed=False)
+    assert other.add(5, bytes(40), replayed=True)
+    assert one.pop(5) is not None
+    assert shared.used == 40
+    assert one.add(6, bytes(20), replayed=False)
+    assert one.add(7, bytes(20), replayed=False)
+    assert one.pop_live_run(6) == [bytes(20), bytes(20)]
+    other.drop_replayed()
+    assert shared.used == 0
+    assert other.add(8, bytes(100), replayed=False)
+    assert other.clear() == 1
+    assert shared.used == 0

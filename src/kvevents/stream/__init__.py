@@ -15,6 +15,7 @@ from kvevents.stream.deliveries import (
 from kvevents.stream.delivery_layer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest
+from kvevents.stream.sequencer import PendingBytes
 from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.stream import Stream
 from kvevents.stream.transitions import TRANSITIONS, State
@@ -42,6 +43,7 @@ __all__ = [
     "FetchRequest",
     "Fingerprint",
     "Gap",
+    "PendingBytes",
     "RawBatch",
     "RawDelivery",
     "Reset",

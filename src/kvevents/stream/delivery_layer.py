@@ -11,7 +11,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, RawDelivery, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.replay_fetch import NOW, CheckSchedule, ReplayFetch, RequestPacer
-from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
+from kvevents.stream.sequencer import GapEnd, PendingBytes, ReorderBuffer, Sequencer
 from kvevents.stream.settings import StreamLimits
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
@@ -112,7 +112,7 @@ class DeliveryLayer:
     _STEPS: ClassVar[Steps] = {}
     """The transition table with the method of each action. `Stream` defines it."""
 
-    def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int) -> None:
+    def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:
         self.source = source
         self.counters = StreamCounters()
         self.state = State.CONNECTING
@@ -122,8 +122,8 @@ class DeliveryLayer:
         self._limits = limits
         self._name, self._rank = source.label, source.rank
         self._deliveries: list[RawDelivery] = []
-        self._early = ReorderBuffer(limits)
-        self._quarantine = Quarantine(limits)
+        self._early = ReorderBuffer(limits, pending)
+        self._quarantine = Quarantine(limits, pending)
         self._fetch: ReplayFetch | None = None
         self._pacer = RequestPacer(limits)
         self._checks = CheckSchedule(limits)
@@ -218,6 +218,11 @@ class DeliveryLayer:
         if reason is DegradedReason.ESTIMATED_MATCHES:
             return self._ledger.estimate_reason or reason.value
         return self._heartbeats.silence if reason is DegradedReason.SILENT else reason.value
+
+    def close(self) -> None:
+        """Drop what waits, so that it no longer counts as pending."""
+        self._early.clear()
+        self._quarantine.take()
 
     @property
     def max_unread(self) -> float:

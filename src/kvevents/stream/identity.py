@@ -19,6 +19,7 @@ from typing import Annotated, Final, Self
 
 import msgspec
 
+from kvevents.stream.sequencer import PendingBytes
 from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
@@ -226,8 +227,9 @@ class CrossCheck:
 class Quarantine:
     """Live frames that wait until it is known whether their publisher is the one from before, in order of arrival."""
 
-    def __init__(self, limits: StreamLimits) -> None:
+    def __init__(self, limits: StreamLimits, pending: PendingBytes) -> None:
         self._limits = limits
+        self._pending = pending
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
@@ -246,8 +248,11 @@ class Quarantine:
         size = self._bytes + len(live.payload)
         if len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
+        if not self._pending.has_room(len(live.payload)):
+            return False
         self._frames.append(live)
         self._bytes = size
+        self._pending.used += len(live.payload)
         return True
 
     def reconnect(self) -> None:
@@ -274,6 +279,7 @@ class Quarantine:
     def take(self) -> list[Live]:
         """Remove and return all frames."""
         frames, self._frames = self._frames, []
+        self._pending.used -= self._bytes
         self._bytes = 0
         self._connection_starts = [0]
         return frames

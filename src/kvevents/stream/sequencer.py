@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from typing import NamedTuple
 
 from kvevents.stream.settings import StreamLimits
+
+
+class PendingBytes:
+    """Bytes of the batches that wait in several streams, with one limit for all of them."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.used = 0
+        self._limit = limit
+
+    def has_room(self, size: int) -> bool:
+        """Whether a batch of this size may wait too."""
+        return self.used + size <= self._limit
 
 
 class EarlyBatch(NamedTuple):
@@ -19,8 +32,9 @@ class EarlyBatch(NamedTuple):
 class ReorderBuffer:
     """Early batches by number, bounded by `StreamLimits.max_pending_batches` and `max_pending_bytes`."""
 
-    def __init__(self, limits: StreamLimits) -> None:
+    def __init__(self, limits: StreamLimits, pending: PendingBytes) -> None:
         self._limits = limits
+        self._pending = pending
         self._batches: dict[int, EarlyBatch] = {}
         self._order: list[int] = []
         self._bytes = 0
@@ -37,16 +51,22 @@ class ReorderBuffer:
         size = self._bytes + len(payload)
         if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
+        if not self._pending.has_room(len(payload)):
+            return False
         self._batches[seq] = EarlyBatch(payload, replayed)
         heapq.heappush(self._order, seq)
-        self._bytes = size
+        self._count(len(payload))
         return True
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        self._pending.used += size
 
     def pop(self, seq: int) -> EarlyBatch | None:
         """Remove and return the batch with this number."""
         found = self._batches.pop(seq, None)
         if found is not None:
-            self._bytes -= len(found.payload)
+            self._count(-len(found.payload))
             self._clean_order()
         return found
 
@@ -56,7 +76,7 @@ class ReorderBuffer:
         while (batch := batches.get(seq)) is not None and not batch.replayed:
             payloads.append(batches.pop(seq).payload)
             seq += 1
-        self._bytes -= sum(map(len, payloads))
+        self._count(-sum(map(len, payloads)))
         self._clean_order()
         return payloads
 
@@ -86,7 +106,7 @@ class ReorderBuffer:
         count = len(self._batches)
         self._batches.clear()
         self._order.clear()
-        self._bytes = 0
+        self._count(-self._bytes)
         return count
 
 

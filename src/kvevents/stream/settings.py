@@ -14,6 +14,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Batches that wait for a missing one. An engine's replay buffer holds 10,000. What does not fit is replayed later."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Bytes of those batches."""
+    max_total_pending_bytes: Positive = 512 * 1024 * 1024
+    """Bytes of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
     replay_timeout: Seconds = 2.0
     """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, 0.2 s for 10,000
     batches."""

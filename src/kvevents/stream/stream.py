@@ -15,7 +15,7 @@ from kvevents.stream.delivery_layer import UNCONNECTED
 from kvevents.stream.identity import NewestBatch, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest, Purpose, ReplayFetch, Stage
 from kvevents.stream.replay_layer import ReplayLayer
-from kvevents.stream.sequencer import Order
+from kvevents.stream.sequencer import Order, PendingBytes
 from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.transitions import Action, Input, State, bind_actions
 from kvevents.stream.trust import DegradedReason
@@ -33,8 +33,15 @@ class Stream(ReplayLayer):
     Incarnations begin at `first_incarnation`. Those after a restored one are not below it either.
     """
 
-    def __init__(self, source: Source, limits: StreamLimits = DEFAULT_STREAM_LIMITS, first_incarnation: int = 0) -> None:
-        super().__init__(source, limits, first_incarnation)
+    def __init__(
+        self,
+        source: Source,
+        limits: StreamLimits = DEFAULT_STREAM_LIMITS,
+        first_incarnation: int = 0,
+        pending: PendingBytes | None = None,
+    ) -> None:
+        """`pending` is the limit that several streams share."""
+        super().__init__(source, limits, first_incarnation, pending or PendingBytes())
 
     # --- take -----------------------------------------------------------------------------------------------------------
 

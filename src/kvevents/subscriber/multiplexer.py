@@ -22,6 +22,7 @@ from kvevents.stream import (
     DegradedReason,
     FetchRequest,
     Gap,
+    PendingBytes,
     RawBatch,
     RawDelivery,
     Reset,
@@ -272,6 +273,7 @@ class Multiplexer:
         self._changed: dict[StreamEntry, None] = {}
         """Streams whose trust may have changed since `trust_changes`."""
         self._was_aging = False
+        self._pending = PendingBytes(limits.max_total_pending_bytes)
         self._timers: list[tuple[float, int, StreamEntry]] = []
         self._timer_count = 0
         self._next_incarnation = 0
@@ -287,7 +289,7 @@ class Multiplexer:
         if key in self._entries or key in self._finders:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
         first = self._next_incarnation
-        stream = Stream(source, self._limits, first)
+        stream = Stream(source, self._limits, first, self._pending)
         if resume is not None:
             stream.restore(resume)
         connection = self.transport.open(source)
@@ -325,6 +327,7 @@ class Multiplexer:
         self._unconsumed.discard(entry)
         if entry.is_queued:
             self._replay_queue.remove(entry)
+        entry.stream.close()
         self._close_connection(entry)
 
     def entry(self, name: str | None, rank: int) -> StreamEntry:
