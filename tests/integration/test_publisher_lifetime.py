@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import FrameType
@@ -265,7 +265,7 @@ def test_no_thread_or_file_is_left_open(context: Context) -> None:
         assert (threading.active_count(), open_files()) == (threads, files)
 
 
-def _pauses(call: Callable[[], object]) -> Iterator[None]:
+def _pauses(call: Callable[[], object]) -> Generator[None, None, None]:
     """Call a function in a thread, which pauses before each line of Python, with the locks that it holds there."""
     reached, resume = threading.Semaphore(0), threading.Semaphore(0)
     is_over = False
