@@ -24,7 +24,14 @@ if TYPE_CHECKING:
         KVEventAggregator,
         KVEventBatch,
     )
-    from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
+    from kvevents.publisher import (
+        EventPublisher,
+        EventPublisherFactory,
+        NullEventPublisher,
+        PublisherStats,
+        ShutdownReport,
+        ZmqEventPublisher,
+    )
     from kvevents.stream import (
         Batch,
         BatchReport,
@@ -74,9 +81,11 @@ __all__ = [
     "KVEventsConfig",
     "KVEventsError",
     "NullEventPublisher",
+    "PublisherStats",
     "RawBatch",
     "RawDelivery",
     "Reset",
+    "ShutdownReport",
     "SocketOptions",
     "Source",
     "StreamLimits",
@@ -116,6 +125,8 @@ __getattr__ = lazy_exports(
             "EventPublisher",
             "EventPublisherFactory",
             "NullEventPublisher",
+            "PublisherStats",
+            "ShutdownReport",
             "ZmqEventPublisher",
         ),
         "kvevents.stream": (

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     TokenId: TypeAlias = int | tuple[int, int] | str
     """A token id; -1 for any other value. Under EAGLE the pair `(token, next token)` (SGLang); for the first token of a
     multimodal item its digest, 64 hexadecimal digits (TensorRT-LLM)."""
+    BlockHash: TypeAlias = int
     ExtraKey: TypeAlias = Any
     UnknownFields: TypeAlias = dict[str, Any]
 else:

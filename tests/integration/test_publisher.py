@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
-from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.errors import ClosedError, ConfigError, UnknownDialectError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.publisher import EventPublisher, NullEventPublisher, PublisherSettings, PublisherStats, ZmqEventPublisher
 from kvevents.publisher.stats import LossLogger
@@ -20,11 +21,13 @@ from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures must be imported
     ANY,
     DEADLINE,
+    QUICK,
     Socket,
     batch,
     connect_dealer,
     consumers_context,
     hold_publisher,
+    last_endpoint,
     numbers,
     open_consumer,
     read_reply,
@@ -99,6 +102,69 @@ def test_event_types_of_users_can_be_published(context: Context) -> None:
         publisher.publish(EventBatch(1.0, [Note("mine"), AllBlocksCleared(), {"type": "Other"}]))
         found = msgspec.msgpack.decode(receive(subscriber)[1])
         assert found == [1.0, [{"text": "mine"}, ["AllBlocksCleared"], {"type": "Other"}], 0]
+
+
+def test_a_publisher_is_closed_at_the_end_of_a_with_block() -> None:
+    """`close` does what `shutdown` does, for every publisher."""
+    with ZmqEventPublisher(0, ANY) as publisher, NullEventPublisher() as null:
+        publisher.publish(batch())
+        null.publish(batch())
+    assert publisher.shutdown().sent == 1
+    publisher.close()
+    with pytest.raises(ClosedError):
+        publisher.publish(batch())
+
+
+def test_a_publisher_that_connects_says_so_and_that_no_consumer_is_there(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The address is that of a consumer, which may come later; a publisher that is bound waits without a word."""
+    caplog.set_level("INFO")
+    socket = open_consumer(context, zmq.SUB)
+    socket.bind("tcp://127.0.0.1:*")
+    endpoint = last_endpoint(socket)
+    with run_publisher(endpoint="tcp://127.0.0.1:9", settings=replace(QUICK, peer_timeout=0.01)) as publisher:
+        assert repr(publisher).startswith("<ZmqEventPublisher rank 0 connecting to tcp://127.0.0.1:9")
+        wait_until(lambda: "no consumer has answered there for 0.01 s; pass bind=True" in caplog.text, "the warning")
+    assert "publishing KV events of rank 0, connecting to tcp://127.0.0.1:9" in caplog.text
+    caplog.clear()
+    socket.subscribe(b"")
+    with run_publisher(endpoint=endpoint), run_publisher(settings=replace(QUICK, peer_timeout=0.01)) as bound:
+        assert "bound to" in repr(bound)
+        bound.publish(batch())
+        wait_until(lambda: bound.stats().published, "some work of the thread")
+    assert "no consumer has answered" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_rank": "0"},
+        {"buffer_steps": "100"},
+        {"hwm": 1.5},
+        {"max_queue_size": None},
+        {"endpoint": 5557},
+        {"topic": b"kv"},
+        {"replay_endpoint": 5558},
+        {"heartbeat": "5"},
+    ],
+    ids=str,
+)
+def test_a_setting_of_a_wrong_type_is_rejected(options: Any) -> None:
+    """The error names the setting, as for a value out of range."""
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        ZmqEventPublisher(**{"data_parallel_rank": 0, "endpoint": ANY} | options)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:99999", "tcp://127.0.0.1:65536"])
+def test_a_port_above_65535_is_rejected(endpoint: str) -> None:
+    """libzmq would use the lower 16 bits, which is another port."""
+    for bind in (True, False):
+        with pytest.raises(ConfigError, match="is above 65535"):
+            ZmqEventPublisher(0, endpoint, bind=bind)
+    with pytest.raises(ConfigError, match="is above 65535"):
+        ZmqEventPublisher(0, ANY, endpoint)
 
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
@@ -294,7 +360,7 @@ def test_the_repr_has_the_main_facts() -> None:
         publisher.publish(batch())
         wait_until(lambda: publisher.stats().published == 1, "the batch to be sent")
         shown = (
-            f"<ZmqEventPublisher rank 1 at {publisher.endpoint}, replay at {publisher.replay_endpoint}: "
+            f"<ZmqEventPublisher rank 1 bound to {publisher.endpoint}, replay at {publisher.replay_endpoint}: "
             "{}1 published, 0 queued, 0 dropped, 0 subscribers>"
         )
         assert repr(publisher) == shown.format("")

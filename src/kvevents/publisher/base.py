@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import Any, Final, Self
 from weakref import WeakSet
 
 import zmq.utils.garbage  # noqa: F401 - its exit hook cancels zero-copy sends; importing it first makes our hook run before it
@@ -55,6 +55,16 @@ class EventPublisher(ABC):
     @abstractmethod
     def shutdown(self) -> Any:
         """Send what can be sent in bounded time, then stop."""
+
+    def close(self) -> None:
+        """Call `shutdown`; a publisher is also a context manager, which calls it at the end."""
+        self.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def get_publisher_config(self) -> Any:
         """Return the settings in force, with resolved endpoints; None for a publisher without settings.

@@ -107,6 +107,8 @@ class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds between two log records about exceptions of the same part."""
     reconnect_delay: Seconds = 5.0
     """Seconds after a disconnect until a connecting event socket connects again where libzmq does not."""
+    peer_timeout: Seconds = 5.0
+    """Seconds after which a publisher that connects logs that no consumer has subscribed."""
     polling: PollSettings = PollSettings()
     buffer: ReplayBufferSettings = ReplayBufferSettings()
     replay: ReplayServerSettings = ReplayServerSettings()

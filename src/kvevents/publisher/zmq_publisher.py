@@ -142,7 +142,13 @@ class ZmqEventPublisher(QueuedPublisher):
         super().__init__(data_parallel_rank, max_queue_size, settings.burst)
         self._settings = settings
         self._dialect = resolve_dialect(dialect) or self._default_dialect
+        for name, value in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint or ""), ("topic", topic)):
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} is {value!r}; it must be a string")
         self._binds = should_bind(endpoint) if bind is None else bind
+        self._role = "bound to" if self._binds else "connecting to"
+        self._is_lonely = not self._binds
+        """Whether this publisher connects, no consumer has subscribed, and that has not been logged."""
         self._check_ports(endpoint, replay_endpoint)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
@@ -191,7 +197,8 @@ class ZmqEventPublisher(QueuedPublisher):
             self._compaction.start()
         self._thread.start()
         base.register(self)
-        logger.info("publishing KV events of rank %d at %s", self._data_parallel_rank, self.endpoint)
+        self._started_at = monotonic()
+        logger.info("publishing KV events of rank %d, %s %s", self._data_parallel_rank, self._role, self.endpoint)
         features = {
             "snapshots of batches that have left the replay buffer": self._replay_endpoint and self._compact is not False,
             "digests in heartbeats": self._digest_tracker,
@@ -289,7 +296,7 @@ class ZmqEventPublisher(QueuedPublisher):
         replay = f", replay at {self.replay_endpoint}" if self._replay_bound else ""
         state = "" if self._is_running else "closed, "
         return (
-            f"<{type(self).__name__} rank {self._data_parallel_rank} at {self.endpoint}{replay}: {state}"
+            f"<{type(self).__name__} rank {self._data_parallel_rank} {self._role} {self.endpoint}{replay}: {state}"
             f"{self._published} published, {self._count_queued(accepted)} queued, {self._count_dropped()} dropped, "
             f"{self._server.subscribers} subscribers>"
         )
@@ -431,6 +438,16 @@ class ZmqEventPublisher(QueuedPublisher):
         self._encode_failure_log.update(self._encode_failures, now, self._last_encode_failure)
         self._log_history_problem()
         self._server.poll()
+        if self._server.subscribers:
+            self._is_lonely = False
+        elif self._is_lonely and now - self._started_at > self._settings.peer_timeout:
+            self._is_lonely = False
+            logger.warning(
+                "%s: this publisher connects to that endpoint, and no consumer has answered there for %g s; pass bind=True, or "
+                "an endpoint such as tcp://*:5557, to let consumers connect to this publisher",
+                self.endpoint,
+                self._settings.peer_timeout,
+            )
 
     def _log_history_problem(self) -> None:
         """Log when the snapshot for late consumers becomes unavailable, and when it is available again."""

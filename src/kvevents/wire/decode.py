@@ -275,7 +275,7 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
             found: Any = _decode_long(raw)
             kind = _KINDS[type(found)]
             known = len(found.__struct_fields__)
-            event = kind(*astuple(found)) if kind is not BlockRemoved else _from_removed(found)
+            event: Any = kind(*astuple(found)) if kind is not BlockRemoved else _from_removed(found)
             if declared_length(memoryview(raw)) > known + 1:
                 items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
                 unknown = {str(at): items[at] for at in range(known + 1, len(items))}
@@ -293,7 +293,8 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         return None  # their size is limited
     if unknown:
         event.unknown_fields = unknown_values(unknown, limits, budget)
-    return event
+    decoded: KVEvent = event
+    return decoded
 
 
 _KNOWN_FIELDS: Final = {kind: {"type", *kind.__struct_fields__} for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
@@ -338,10 +339,11 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
 
 
 def _normalize_store(event: BlockStored, limits: WireLimits) -> bool:
-    keys, parent = event.block_keys, event.parent_block_hash
+    keys = event.block_keys
+    parent: Any = event.parent_block_hash  # bytes if a peer sends bytes
     if event.parent_block_digest is not None or (keys and min(keys) < 0):
         return False
-    if isinstance(parent, bytes):
+    if type(parent) is bytes:
         if len(parent) < MIN_DIGEST_BYTES:
             return False
         event.parent_block_digest, event.parent_block_hash = parent, int.from_bytes(parent[-8:], "big")
