@@ -90,7 +90,9 @@ def test_depths_and_keys_follow_the_chain(tmp_path: Path) -> None:
 
 def test_each_kind_of_event_has_its_rows(tmp_path: Path) -> None:
     folder = export_one_worker(
-        tmp_path, [stored([1], [1]), stored([1], [1]), removed(1, 5), stored([], [])], [removed(1), cleared()]
+        tmp_path,
+        [stored([1], [1], group_idx=0), stored([1], [1], group_idx=0), removed(1, 5), stored([], [])],
+        [removed(1), cleared()],
     )
     assert column(folder, "events", "seq", "position", "block", "step", "happened_at", "kind", "block_hash", "held") == [
         (0, 0, 0, 0, 101.0, "stored", 1, False),

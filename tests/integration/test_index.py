@@ -104,8 +104,8 @@ def test_a_prompt_that_shares_pages_but_no_prefix_gets_no_credit(index: PrefixIn
 
 
 def test_copies_are_counted_and_the_first_removal_of_two_leaves_one(index: PrefixIndex, feed: Feed) -> None:
-    feed(store_chain(1, 2))
-    feed(store_chain(1, 2))
+    feed(store_chain(1, 2, group_idx=0))
+    feed(store_chain(1, 2, group_idx=0))
     assert {copies for *_, copies in blocks_of(index, feed.worker)} == {2}
     feed(removal(1, 2))
     assert tokens_of(index, PROMPT) == 4
@@ -116,7 +116,7 @@ def test_copies_are_counted_and_the_first_removal_of_two_leaves_one(index: Prefi
 
 
 def test_a_removal_may_list_a_hash_twice(index: PrefixIndex, feed: Feed) -> None:
-    feed(store_chain(1), store_chain(1))
+    feed(store_chain(1, group_idx=0), store_chain(1, group_idx=0))
     feed(removal(1, 1))
     assert tokens_of(index, PROMPT) == 0
 
@@ -1004,7 +1004,13 @@ def test_a_digest_depends_only_on_resident_blocks_and_not_on_their_history(index
 
 @pytest.mark.parametrize(
     "change",
-    [store_chain(1), store_chain(1, 2, 3), store_chain(1, medium="CPU"), store_chain(1, group_idx=1), store([7], [1, 2], 2)],
+    [
+        store_chain(1, group_idx=0),
+        store_chain(1, 2, 3),
+        store_chain(1, medium="CPU"),
+        store_chain(1, group_idx=1),
+        store([7], [1, 2], 2),
+    ],
 )
 def test_a_digest_distinguishes_copies_tiers_groups_and_hashes(index: PrefixIndex, feed: Feed, change: Any) -> None:
     feed(store_chain(1, 2))

@@ -61,6 +61,8 @@ class Stream:
         default_factory=dict
     )  # by group: "dense", "unknown", or how many blocks its window needs
     counts: Counter[str] = field(default_factory=Counter)
+    copied_levels: set[int] = field(default_factory=set)
+    """Levels on which a second store of a block is another copy: those where the engine names groups, as vLLM does."""
 
     @property
     def all(self) -> list[Block]:
@@ -77,6 +79,7 @@ class Stream:
 
     def store(self, event: BlockStored) -> None:
         kind, size, group, plane = event.kv_cache_spec_kind, event.block_size, event.group_idx or 0, plane_of(event)
+        self.copied_levels |= {plane.level} if event.group_idx is not None else set()
         window = max(event.kv_cache_spec_sliding_window or 0, 0) if kind == "sliding_window" else 0
         if kind not in DENSE and not window:
             self.rules[group] = "unknown"
@@ -113,6 +116,13 @@ class Stream:
         """Place a block and those that waited for it, or add it to the queue. `before` is the previous block of its event."""
         parent = before or (self.blocks[what.awaited][-1] if what.awaited in self.blocks else None)
         if parent is None and what.awaited is not None:
+            same = [
+                it
+                for it in self.waiting
+                if (it.hash, it.plane, it.event is None) == (what.hash, what.plane, what.event is None)
+            ]
+            if same and same[-1].awaited == what.awaited and not self.counts_copies(what.plane):
+                return None
             self.waiting.append(what)
             if len(self.waiting) > self.max_orphans:
                 self.waiting.pop(0)
@@ -131,7 +141,7 @@ class Stream:
         """Add a copy of the block of `item` under `parent`, as the newest of its hash; an untied hash adds one of `parent`."""
         if item.event is None:
             assert parent is not None
-            parent.copies[item.plane] += 1
+            self.add_copy(parent, item.plane)
             return parent
         keys = item.event.block_keys
         if keys is None:
@@ -141,9 +151,15 @@ class Stream:
         block = Block(item.hash, scheme_of(item.event), key, salt, keys is not None)
         known = self.blocks.get(item.hash, [])
         block = next((old for old in known if (old.scheme, old.key, old.keyed) == (block.scheme, key, block.keyed)), block)
-        block.copies[item.plane] += 1
+        self.add_copy(block, item.plane)
         self.blocks[item.hash] = [*(old for old in known if old is not block), block]
         return block
+
+    def counts_copies(self, plane: Plane) -> bool:
+        return plane.level in self.copied_levels
+
+    def add_copy(self, block: Block, plane: Plane) -> None:
+        block.copies[plane] = block.copies[plane] + 1 if self.counts_copies(plane) else 1
 
     def remove(self, value: int, plane: Plane) -> None:
         """Remove a copy of the oldest block of a hash on the plane, or a waiting item without such a block, orphans first."""

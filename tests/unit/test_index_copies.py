@@ -64,7 +64,8 @@ def tokens_of(count: int, first: int = 0) -> list[int]:
 def stored(count: int, *, first: int = 0, **fields: Any) -> BlockStored:
     """Return a store of `count` blocks of one prompt from block `first` on. The hash of block n is n + 1."""
     parent = first or None
-    return BlockStored(list(range(first + 1, first + count + 1)), parent, tokens_of(count, first), SIZE, medium="GPU", **fields)
+    given: dict[str, Any] = {"medium": "GPU", "group_idx": 0, **fields}
+    return BlockStored(list(range(first + 1, first + count + 1)), parent, tokens_of(count, first), SIZE, **given)
 
 
 def removed(*blocks: int, group: int | None = None, **fields: Any) -> BlockRemoved:
@@ -128,6 +129,56 @@ def test_proposed_fields_of_a_removal_do_not_change_the_copies(consumer: Consume
     consumer.send(stored(2), stored(2), removed(0, 1, unknown_fields={"remaining_copy_counts": [0, 2]}))
     assert consumer.match(tokens_of(2)) == (8, 0)
     assert bounds(consumer.index) == {(1, 0): (0, 1), (2, 0): (0, 1)}
+
+
+# --- logical caches ----------------------------------------------------------------------------------------------------------
+
+
+def plain(number: int, *, parent: int | None = None, **fields: Any) -> BlockStored:
+    """Return a store of one block without a group, as SGLang announces it."""
+    return BlockStored([number], parent, tokens_of(1, number - 1), SIZE, **{"medium": "GPU", **fields})
+
+
+LOGICAL: dict[str, tuple[list[KVEvent], dict[str, Any]]] = {
+    "sglang": ([], {}),
+    "sglang's host tier": ([], {"medium": "CPU_PINNED"}),
+    "tensorrt-llm": ([], {"unknown_fields": {"mm_keys": [[]]}}),
+    "lmcache beside vllm": ([stored(1, first=8, group_idx=0)], {"medium": "CPU"}),
+    "a remote store beside vllm": ([stored(1, first=8, group_idx=0)], {"locality": "REMOTE"}),
+}
+
+
+@pytest.mark.parametrize(("before", "fields"), LOGICAL.values(), ids=LOGICAL)
+def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVEvent], fields: dict[str, Any]) -> None:
+    """However often it is announced, the first removal ends it, in the index, a snapshot of it and a compacted history."""
+    compactor = Compactor.create()
+    assert compactor is not None
+    where: dict[str, Any] = {"medium": "GPU"} | {name: fields[name] for name in ("medium", "locality") if name in fields}
+    events = [*before, *[plain(number, parent=number - 1 or None, **fields) for number in (1, 2, 1, 2, 1, 3)]]
+    for event in events:
+        consumer.send(event)
+        compactor.append(encode_batch(KVEventBatch(1.0, [event])))
+    late = late_consumer(compactor)
+    copied, file = Consumer(), io.BytesIO()
+    consumer.index.snapshot(file)
+    file.seek(0)
+    copied.index.restore(file)
+    copied.seq = consumer.seq
+    for one in (consumer, late, copied):
+        assert one.match(tokens_of(3)) == (12, 12)
+        assert one.index.digest(WORKER) == consumer.index.digest(WORKER)
+    for one in (consumer, late, copied):
+        one.send(BlockRemoved([3], **where), BlockRemoved([2], **where))
+        assert (one.match(tokens_of(3)), one.uncertain) == ((4, 4), 0)
+        one.send(BlockRemoved([1], **where))
+        assert one.match(tokens_of(3)) == (0, 0)
+
+
+def test_a_pending_block_of_a_logical_cache_is_pending_once(consumer: Consumer) -> None:
+    consumer.send(plain(2, parent=1), plain(2, parent=1), plain(2, parent=1))
+    assert consumer.index.worker(WORKER).orphans == 1
+    consumer.send(BlockRemoved([2], "GPU"), plain(1))
+    assert consumer.match(tokens_of(2)) == (4, 4)
 
 
 # --- attestations ------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from index_cases import Feed, blocks_of, cleared, store, tokens_of
+from index_cases import Feed, blocks_of, cleared, removal, store, tokens_of
 from kvevents.errors import ConfigError
 from kvevents.events import BlockStored
 from kvevents.index import IndexLimits, Namespace, PrefixIndex
+from kvevents.stream import Reset
 from kvevents.testing import VirtualClock
 
 PROMPT = list(range(1, 9))
@@ -75,6 +76,55 @@ def test_speculation_counts_only_for_its_namespace_model_and_worker(index: Prefi
     index.set_model("a", "llama")
     assert expected(index, scope=Namespace(salt="t")) == {}
     assert expected(index, scope=Namespace(model="llama", salt="t")) == {("a", 0): 8}
+
+
+def test_expected_tokens_are_never_certain(index: PrefixIndex) -> None:
+    Feed(index)(chain(1))
+    Feed(index, "b")(chain(1, 2, 3, 4))
+    for source in ("a", "b", "c"):
+        index.speculate((source, 0), PROMPT)
+    found = {hit.source: (hit.tokens, hit.certain, hit.is_certain) for hit in index.match(PROMPT, overlay=True)}
+    assert found == {"a": (8, 2, False), "b": (8, 8, True), "c": (8, 0, False)}
+    assert {hit.source: hit.is_certain for hit in index.match(PROMPT)} == {"a": True, "b": True}
+
+
+@pytest.mark.parametrize("how", ["clear", "restart", "reset", "confirmed", "confirmed block by block", "in another size too"])
+def test_a_decision_ends_with_a_clear_a_restart_or_its_confirmation(index: PrefixIndex, how: str) -> None:
+    """From then on the events of the worker say what it holds, also when it evicts the prompt again."""
+    feed, other = Feed(index), Feed(index, "b")
+    feed(chain(1))
+    other(chain(1))
+    if how == "in another size too":
+        Feed(index, "c")(store([1], [1, 2, 3], 3))
+    for worker in ("a", "b"):
+        index.speculate((worker, 0), PROMPT)
+    match how:
+        case "clear":
+            feed(cleared())
+        case "restart":
+            feed = Feed(index, incarnation=1)
+            feed(chain(1))
+        case "reset":
+            index.apply(Reset("a", 0, 1, "restart"))
+        case "confirmed block by block":
+            for count in (2, 3, 4):
+                feed(chain(*range(1, count + 1)))
+        case _:
+            feed(chain(1, 2, 3, 4))
+    if how not in {"clear", "restart", "reset"}:
+        assert expected(index)["a", 0] == 8
+        feed(removal(4, 3, 2, 1))
+    held = 2 if how == "restart" else 0
+    assert expected(index).get(("a", 0), 0) == held
+    assert expected(index)["b", 0] == 8, "decisions for other workers stay"
+
+
+def test_a_clear_of_one_tier_ends_no_decision(index: PrefixIndex) -> None:
+    feed = Feed(index)
+    feed(chain(1))
+    index.speculate(("a", 0), PROMPT)
+    feed(cleared(medium="CPU"), chain(1, 2))
+    assert expected(index) == {("a", 0): 8}
 
 
 def test_a_decision_that_ends_counts_as_confirmed_only_if_its_worker_holds_the_prompt(

@@ -35,7 +35,7 @@ def count_copies(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
                     del copies[place]
             continue
         for each in event.block_hashes:
-            place = (each, event.medium, event.group_idx)
+            place = (each, event.medium, event.group_idx or 0)
             copies[place] += 1 if isinstance(event, BlockStored) else -1
             if copies[place] <= 0:
                 del copies[place]
@@ -79,6 +79,6 @@ def test_an_upstream_without_blocks_has_no_removals() -> None:
     blocks = UpstreamBlocks()
     assert blocks.clear() == []
     blocks.apply([BlockStored([1, 1, 2], None, [], 4, medium="GPU", locality="LOCAL", ownership="tier")])
-    assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", None, "LOCAL", "tier")]
+    assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", 0, "LOCAL", "tier")]
     assert blocks.clear() == []
     assert len(blocks) == 0

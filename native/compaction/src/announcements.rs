@@ -35,6 +35,8 @@ pub struct Announcement {
     pub location: Location<'static>,
     /// The copies that removals and clears treat as equal.
     pub placement: Placement,
+    /// The announcements on the same placement, as bits.
+    together: u64,
     /// Kind of attention of the group.
     pub kind: Text<'static>,
     /// Its window.
@@ -87,6 +89,12 @@ impl Announcements {
         &self.all[usize::from(number)]
     }
 
+    /// The level of a store's placement.
+    pub fn level_of(&self, store: &Store<'_>) -> usize {
+        let is_last = self.all.get(self.last).filter(|last| last.location == store.location);
+        is_last.map_or_else(|| placement_of(&store.location).level(), |last| last.placement.level())
+    }
+
     /// The number of a store's announcement. None if there are too many.
     #[inline]
     pub fn number_of(&mut self, store: &Store<'_>, tokenless_size: Option<u64>) -> Option<u8> {
@@ -106,9 +114,15 @@ impl Announcements {
         if self.all.len() >= MAX_ANNOUNCEMENTS {
             return None;
         }
+        let placement = placement_of(&store.location);
+        let together = self.select(|known| known.placement == placement) | 1 << self.all.len();
+        for known in self.all.iter_mut().filter(|known| known.placement == placement) {
+            known.together = together;
+        }
         self.all.push(Announcement {
             location: store.location.to_static(),
-            placement: placement_of(&store.location),
+            placement,
+            together,
             kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
             window: store.window,
             tokenless_size,
@@ -123,8 +137,7 @@ impl Announcements {
 
     /// The announcements on the placement of this one, as bits.
     pub fn on_placement_of(&self, number: u8) -> u64 {
-        let placement = &self.get(number).placement;
-        self.select(|known| known.placement == *placement)
+        self.get(number).together
     }
 
     /// Announcements with tokens or keys, as bits.

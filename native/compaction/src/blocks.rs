@@ -35,6 +35,8 @@ pub struct NewBlock<'a> {
     pub tokens: &'a [u32],
     /// Number of its announcement.
     pub announcement: u8,
+    /// Announcements in which a block has at most one copy together with this one; none if copies are physical.
+    pub single: u64,
 }
 
 /// The outcome of storing a block.
@@ -254,7 +256,7 @@ impl Blocks {
             }
         }
         if let Some(number) = found {
-            self.add_copy(number, block.announcement);
+            self.add_copy(number, block.announcement, block.single);
             self.make_latest(block.hash, number);
             return Stored::Known(number);
         }
@@ -337,9 +339,12 @@ impl Blocks {
         }
     }
 
-    /// Adds one copy of a block that has some.
-    pub fn add_copy(&mut self, number: u32, announcement: u8) {
+    /// Adds one copy of a block that has some, unless it has one in the announcements `single`.
+    pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let copies = self.attributes(number).copies;
+        if copies & single != 0 {
+            return;
+        }
         if copies >> announcement & 1 == 0 {
             self.set_copies(number, copies | 1 << announcement);
         } else {

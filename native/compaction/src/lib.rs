@@ -75,6 +75,7 @@ impl Compactor {
         let scanned = scan(&read.payload, &schema.unlimited(), &mut self.scratch);
         scanned.expect("normalised events are what the scanner reads");
         self.apply_scanned(&read.payload);
+        self.state.copied_levels |= u8::from(read.heartbeat.is_some_and(|beat| beat.attestation.is_some()));
         if read.rejected.iter().any(Rejected::loses_events) {
             self.state.invalidate("payloads");
         }

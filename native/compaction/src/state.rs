@@ -83,6 +83,8 @@ pub struct State {
     fresh: Vec<(u64, u8)>,
     /// Tokens after each block that its hash also covers.
     pub lookahead: usize,
+    /// The levels on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
+    pub copied_levels: u8,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -137,6 +139,7 @@ impl State {
         *self = Self {
             group_rules: std::mem::take(&mut self.group_rules),
             lookahead: self.lookahead,
+            copied_levels: self.copied_levels,
             invalid: Some(reason),
             is_partial: self.is_partial,
             ..Self::default()
@@ -171,6 +174,9 @@ impl State {
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
         self.stored += store.hashes.len();
         self.lookahead = self.lookahead.max(store.lookahead);
+        if store.location.group.is_some() {
+            self.copied_levels |= 1 << self.announcements.level_of(store);
+        }
         let window = window_of(store.kind.as_deref(), store.window);
         if window.is_none() && !is_dense(store.kind.as_deref()) {
             self.learn(store, Rule::Unknown)?;
@@ -220,13 +226,23 @@ impl State {
                     if !self.blocks.is_certain(number, same_placement) {
                         self.fresh.push((hash, announcement));
                     }
-                    self.blocks.add_copy(number, announcement);
+                    self.blocks.add_copy(number, announcement, self.single(announcement));
                     self.note_repeated(hash, number, announcement);
                 }
                 None => self.wait(hash, announcement, hash, None),
             }
         }
         self.check_limits()
+    }
+
+    /// The announcements in which a block has one copy at most, together with this one; none if copies are physical.
+    fn single(&self, announcement: u8) -> u64 {
+        let level = self.announcements.get(announcement).placement.level();
+        if self.copied_levels >> level & 1 != 0 {
+            0
+        } else {
+            self.announcements.on_placement_of(announcement)
+        }
     }
 
     /// Notes a block whose new copy might be the one that it already had on the same placement.
@@ -241,6 +257,7 @@ impl State {
 
     /// Applies a store of keys. A key identifies the namespace and all blocks before a block.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
+        let single = self.single(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {
             let stored = self.blocks.store(&NewBlock {
                 hash,
@@ -250,6 +267,7 @@ impl State {
                 namespace: &Namespace::default(),
                 tokens: &[],
                 announcement,
+                single,
             });
             self.check_examinations()?;
             match stored {
@@ -336,6 +354,7 @@ impl State {
             namespace: &content.namespace,
             tokens: &content.tokens,
             announcement,
+            single: self.single(announcement),
         })
     }
 
@@ -346,6 +365,9 @@ impl State {
             awaited,
             content,
         };
+        if self.single(announcement) != 0 && self.waiting.is_last(&waiting) {
+            return;
+        }
         self.waiting.push(waiting, usize::MAX);
     }
 
@@ -359,7 +381,7 @@ impl State {
             for item in self.waiting.take_awaiting(hash) {
                 let announcement = item.placement as u8;
                 let Some(mut content) = item.content else {
-                    self.blocks.add_copy(number, announcement);
+                    self.blocks.add_copy(number, announcement, self.single(announcement));
                     self.note_repeated(hash, number, announcement);
                     continue;
                 };
@@ -405,6 +427,7 @@ impl State {
             *self = Self {
                 group_rules: std::mem::take(&mut self.group_rules),
                 lookahead: self.lookahead,
+                copied_levels: self.copied_levels,
                 // An excess of groups is kept, although their blocks are removed.
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
                 ..Self::default()

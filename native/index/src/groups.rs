@@ -76,6 +76,9 @@ pub struct Groups {
     pub hashing: Option<EngineHash>,
     /// Whether its hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
+    /// The levels, as bits, on which a second store of a block is another copy: those where it names groups, as vLLM's block pool does, and
+    /// the device if it attests its cache. Other caches have one logical copy, which some engines announce again.
+    pub copied_levels: u8,
     /// Whether it has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal items.
     pub has_unknown_inputs: bool,
     /// Groups of its draft model (EAGLE, MTP), of which it computes the last block of a hit again; an empty list means all groups. None

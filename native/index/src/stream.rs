@@ -53,6 +53,8 @@ const SAMPLES: u8 = 4;
 struct NamedPlacement {
     placement: u16,
     marks: CopyMarks,
+    /// Its level.
+    level: u8,
     /// Blocks held there.
     held: usize,
 }
@@ -108,6 +110,8 @@ pub struct Stream {
     pub misses_salts: bool,
     /// Entries that cannot be placed yet.
     pub waiting: Queue,
+    /// Keys of the blocks that the current batch has stored; kept while decisions expect blocks of this stream.
+    pub stored: Option<Vec<u64>>,
     /// Counters of errors.
     pub counters: Counters,
     /// What it has shown about the completeness of its blocks.
@@ -175,6 +179,7 @@ impl Stream {
             salted: Vec::new(),
             misses_salts: false,
             waiting: Queue::default(),
+            stored: None,
             counters: Counters::default(),
             evidence: Evidence::default(),
             reported: None,
@@ -214,6 +219,7 @@ impl Stream {
     pub fn attest(&mut self, shared: &mut SharedState, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
+        self.groups.copied_levels |= 1;
         if is_equal && !self.copies.is_empty() {
             self.copies.certify();
             shared.mark_all_certain(self.number);
@@ -338,7 +344,7 @@ impl Stream {
 
     /// Returns the number of a placement that the stream names from now on; None if there are too many.
     pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
-        let marks = CopyMarks::new(&placement);
+        let (marks, level) = (CopyMarks::new(&placement), placement.level() as u8);
         let number = shared.view.change().placements.retain(placement)?;
         if self.named.iter().any(|named| named.placement == number) {
             shared.view.change().placements.release(number);
@@ -351,6 +357,7 @@ impl Stream {
         self.named.push(NamedPlacement {
             placement: number,
             marks,
+            level,
             held: 0,
         });
         Some(number)

@@ -124,6 +124,8 @@ class WorkerCache:
         self._gaps = 0
         self._at: float | None = None
         self._blocks: dict[int, _Block] = {}
+        self._copied: set[tuple[str, str | None]] = set()
+        """Tiers and localities where stores name a group: there a second store of a block is another copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,
@@ -166,6 +168,8 @@ class WorkerCache:
         before = self._chain_before(event)
         keyed = _keys_of(event, before)
         placement = _placement_of(event)
+        if event.group_idx is not None:
+            self._copied.add((placement.tier, placement.locality))
         medium = event.medium
         lora = event.lora_name if event.lora_name is not None else None if event.lora_id is None else str(event.lora_id)
         salt = before.salt if keyed.salt is None else keyed.salt
@@ -215,6 +219,8 @@ class WorkerCache:
     def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
         self._blocks[value] = block
         existing = block.residencies.get(placement)
+        if existing is not None and (placement.tier, placement.locality) not in self._copied:
+            return
         if existing is not None:
             existing.copies += 1
             existing.most = max(existing.most, existing.copies)

@@ -222,9 +222,14 @@ class UpstreamBlocks:
         return self._digest & ATTESTATION_MASK
 
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
-        """Record the events of the upstream, and return them for the shared stream: clears become removals."""
+        """Record the events of the upstream, and return them for the shared stream: clears become removals.
+
+        All of them name a group, since consumers count the copies of several upstreams only then.
+        """
         out: list[KVEvent] = []
         for event in events:
+            if not isinstance(event, AllBlocksCleared) and event.group_idx is None:
+                event = msgspec.structs.replace(event, group_idx=0)  # noqa: PLW2901 - the same event
             out += _APPLY[type(event)](self, event)
         return out
 

@@ -22,6 +22,14 @@ impl Stream {
         Ok(())
     }
 
+    /// Learns that the engine names groups on the level of a store: each store there is another copy.
+    #[inline]
+    pub(super) fn learn_copies(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) {
+        if let Some(placement) = self.placement(shared, read, event) {
+            self.groups.copied_levels |= 1 << shared.view.placements.get(placement).level();
+        }
+    }
+
     /// Learns from the first blocks of a prompt how the engine hashes prompts, and which salts they have.
     #[inline]
     pub(super) fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {

@@ -66,6 +66,9 @@ impl Stream {
         work: &mut Work,
     ) {
         writer.spend(1);
+        if event.group.is_some() {
+            self.learn_copies(writer, read, event);
+        }
         let kind = read.text(event.spec_kind).unwrap_or("none");
         if let Err(reason) = self.store(writer, read, event, work) {
             self.counters.reject(kind, reason);
@@ -222,6 +225,9 @@ impl Stream {
         if !self.may_grow(shared) {
             self.counters.dropped += 1;
             self.evidence.is_whole = false;
+            return;
+        }
+        if !self.counts_copies(waiting.placement) && self.waiting.is_last(&waiting) {
             return;
         }
         let limits = shared.limits;

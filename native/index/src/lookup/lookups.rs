@@ -72,7 +72,7 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
-    /// The certain matches of workers with blocks that might be gone, if these are shorter.
+    /// The certain matches of workers with blocks that might be gone, or that are only expected, if these are shorter.
     uncertain: Vec<Hit>,
     /// Streams for which not even an upper bound of the match is known.
     unknown: Vec<u32>,
@@ -391,11 +391,8 @@ impl Index {
     /// Adds a decision: until `until` a worker is expected to hold a prompt.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
         let prompts = self.keys_of_all(tokens, scope);
-        let mut overlay = self.overlay.lock();
-        for (_, keys) in prompts {
-            overlay.add(worker.clone(), keys, until);
-        }
-        drop(overlay);
+        let prompts = prompts.into_iter().map(|(_, keys)| keys).collect();
+        self.overlay.lock().add(worker.clone(), prompts, until);
         drop(self.overlay_at(now));
     }
 
@@ -425,7 +422,7 @@ impl Index {
         });
     }
 
-    /// Extends an answer by the decisions of the overlay.
+    /// Extends an answer by the decisions of the overlay, which make no token certain.
     pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now).is_empty() {
             return;
@@ -441,17 +438,23 @@ impl Index {
             let depth = u32::try_from(depths.max().unwrap_or(0)).unwrap_or(u32::MAX);
             let known = found.hits.iter().position(|hit| found.worker(hit) == worker);
             match known {
-                Some(at) => found.hits[at]
-                    .tokens
-                    .iter_mut()
-                    .for_each(|tokens| *tokens = depth.max(*tokens)),
+                Some(at) => {
+                    let hit = found.hits[at];
+                    let tokens = hit.tokens.map(|tokens| depth.max(tokens));
+                    if tokens != hit.tokens && !found.uncertain.iter().any(|certain| certain.stream == hit.stream) {
+                        found.uncertain.push(hit);
+                    }
+                    found.hits[at].tokens = tokens;
+                }
                 None if depth > 0 => {
                     let names = Arc::make_mut(&mut found.names);
                     names.push(Some(Arc::new(worker.clone())));
-                    found.hits.push(Hit {
+                    let hit = Hit {
                         stream: (names.len() - 1) as u32,
                         tokens: [depth; LEVELS],
-                    });
+                    };
+                    found.hits.push(hit);
+                    found.uncertain.push(uncertain(hit));
                 }
                 None => {}
             }

@@ -174,7 +174,7 @@ impl Index {
                 room.scratch.shrink();
                 return None;
             }
-            if !room.is_quick() {
+            if !room.is_quick() || self.overlay.try_lock()?.expects(source, rank) {
                 return None;
             }
             let stream = self.registry.try_read()?.find(source, rank).cloned()?;
@@ -216,10 +216,14 @@ impl Index {
 
     /// Removes all blocks of a stream; `incarnation` begins.
     pub fn reset(&self, source: &str, rank: i64, incarnation: i64) -> Outcome {
-        self.delivery(source, rank, incarnation, |stream, writer| {
+        let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
             stream.begin_incarnation(writer, incarnation);
             Outcome::Applied(false)
-        })
+        });
+        if outcome != Outcome::Void {
+            self.overlay.lock().forget(source, Some(rank));
+        }
+        outcome
     }
 
     fn delivery(
@@ -249,11 +253,22 @@ impl Index {
                 stream.counters.void += 1;
                 return Outcome::Void;
             }
+            stream.stored = self.overlay.lock().expects(source, rank).then(Vec::new);
             let mut writer = self.shared_lock.write();
-            if incarnation > stream.incarnation {
+            let is_new = incarnation > stream.incarnation;
+            if is_new {
                 stream.begin_incarnation(&mut writer, incarnation);
             }
-            return self.applied(&mut stream, &mut writer, apply);
+            let outcome = self.applied(&mut stream, &mut writer, apply);
+            drop(writer);
+            if let Some(stored) = stream.stored.take() {
+                let mut overlay = self.overlay.lock();
+                if is_new || outcome == Outcome::Applied(true) {
+                    overlay.forget(source, Some(rank));
+                }
+                overlay.confirm(source, rank, &stored);
+            }
+            return outcome;
         }
     }
 

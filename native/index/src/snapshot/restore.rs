@@ -234,7 +234,8 @@ impl<'a, R: Read> Restoring<'a, R> {
             Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("the hash scheme of an engine is unknown"))?),
             None => None,
         };
-        stream.groups.has_lookahead = self.from.byte()? != 0;
+        let flags = self.from.byte()?;
+        (stream.groups.has_lookahead, stream.groups.copied_levels) = (flags & 1 != 0, flags >> 1);
         let mut salts = Vec::new();
         for _ in 0..self.from.below(MAX_SALTS as u64 + 1, "number of salts")? {
             salts.push((self.from.fixed()?, self.from.text()?));

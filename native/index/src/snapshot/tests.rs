@@ -42,7 +42,7 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
         group: 0,
     };
     let placement = stream.use_placement(&mut writer, placement).unwrap();
-    assert!(stream.admit_scheme(&mut writer, SCHEME));
+    assert!(stream.admit_scheme(&mut writer, SCHEME, placement));
     let context = Context {
         scheme: SCHEME,
         lora: 0,

@@ -163,7 +163,7 @@ impl<W: Write> Saving<'_, W> {
         self.out.option(groups.hashing.as_ref().map(EngineHash::parts), |out, parts| {
             parts.into_iter().for_each(|part| out.count(part));
         });
-        self.out.byte(groups.has_lookahead.into());
+        self.out.byte(u8::from(groups.has_lookahead) | groups.copied_levels << 1);
         let salts: Vec<_> = cache.iter().flat_map(|cache| cache.salts()).collect();
         self.out.count(salts.len() as u64);
         for (part, salt) in salts {

@@ -1,18 +1,29 @@
 //! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
 //!
-//! Decisions end by time, or the oldest ones at the limit; the cost of a decision does not depend on the number of others. The decisions
+//! Decisions end when their worker announces the last block of the prompt, by time, or the oldest ones at the limit; the cost of a decision does not depend on the number of others. The decisions
 //! that expect a block are counted, so that the end of one does not affect another one with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::store::members::Worker;
 
-/// The decisions for one worker, by prompt.
+/// A prompt that goes to a worker.
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
-    keys: Vec<u64>,
+    /// Its keys, in each scheme by which engines divide prompts.
+    prompts: Vec<Vec<u64>>,
     end: i64,
+}
+
+impl Decision {
+    fn keys(&self) -> impl Iterator<Item = &u64> {
+        self.prompts.iter().flatten()
+    }
+
+    fn ends(&self) -> impl Iterator<Item = u64> {
+        self.prompts.iter().filter_map(|keys| keys.last().copied())
+    }
 }
 
 /// Blocks that a worker probably holds soon.
@@ -22,12 +33,14 @@ pub struct Overlay {
     decisions: BTreeMap<u64, Decision>,
     /// Their numbers, by the time at which they end.
     ends: BTreeSet<(i64, u64)>,
+    /// Their numbers, by the keys of the last blocks of their prompts.
+    by_end: HashMap<u64, BTreeSet<u64>>,
     /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
     next: u64,
     size: usize,
     limit: usize,
-    /// Decisions whose prompt was held when they ended.
+    /// Decisions whose prompt was stored, or was held when they ended.
     pub confirmed: u64,
     /// Decisions that ended unconfirmed.
     pub expired: u64,
@@ -45,6 +58,7 @@ impl Overlay {
         Self {
             decisions: BTreeMap::new(),
             ends: BTreeSet::new(),
+            by_end: HashMap::new(),
             expected: HashMap::new(),
             next: 0,
             size: 0,
@@ -69,21 +83,48 @@ impl Overlay {
         self.expected.keys()
     }
 
-    /// Adds a decision: a prompt with these keys goes to a worker, which is expected to hold them `until` then. Without keys it does
-    /// nothing.
-    pub fn add(&mut self, worker: Worker, keys: Vec<u64>, until: f64) {
-        if keys.is_empty() {
+    /// Adds a decision: a prompt with these keys, in one of several schemes, goes to a worker, which is expected to hold them `until` then.
+    /// Without keys it does nothing.
+    pub fn add(&mut self, worker: Worker, prompts: Vec<Vec<u64>>, until: f64) {
+        let end = order(until);
+        let decision = Decision { worker, prompts, end };
+        let size = decision.keys().count();
+        if size == 0 {
             return;
         }
-        let expected = self.expected.entry(worker.clone()).or_default();
-        for &key in &keys {
+        let expected = self.expected.entry(decision.worker.clone()).or_default();
+        for &key in decision.keys() {
             *expected.entry(key).or_default() += 1;
         }
-        self.size += keys.len();
-        let end = order(until);
+        for key in decision.ends() {
+            self.by_end.entry(key).or_default().insert(self.next);
+        }
+        self.size += size;
         self.ends.insert((end, self.next));
-        self.decisions.insert(self.next, Decision { worker, keys, end });
+        self.decisions.insert(self.next, decision);
         self.next += 1;
+    }
+
+    /// Whether there are decisions for a worker.
+    pub fn expects(&self, source: &str, rank: i64) -> bool {
+        self.expected
+            .keys()
+            .any(|worker| worker.rank == rank && worker.source == source)
+    }
+
+    /// Ends the decisions for a worker whose last block has one of these keys: from now on its events say what it holds.
+    pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) {
+        for key in stored {
+            let Some(numbers) = self.by_end.get(key) else { continue };
+            let is_meant = |number: &&u64| {
+                let decision = self.decisions.get(number);
+                decision.is_some_and(|decision| decision.worker.rank == rank && decision.worker.source == source)
+            };
+            for number in numbers.iter().filter(is_meant).copied().collect::<Vec<_>>() {
+                self.end(number);
+                self.confirmed += 1;
+            }
+        }
     }
 
     /// Whether `expire` has anything to do.
@@ -108,7 +149,7 @@ impl Overlay {
             .or_else(|| oldest(self))
             .and_then(|number| self.end(number))
         {
-            let confirmed = held(&decision.worker, &decision.keys);
+            let confirmed = decision.prompts.iter().any(|keys| held(&decision.worker, keys));
             *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
         }
     }
@@ -125,9 +166,17 @@ impl Overlay {
     fn end(&mut self, number: u64) -> Option<Decision> {
         let decision = self.decisions.remove(&number)?;
         self.ends.remove(&(decision.end, number));
-        self.size -= decision.keys.len();
+        self.size -= decision.keys().count();
+        for key in decision.ends() {
+            if let Some(numbers) = self.by_end.get_mut(&key) {
+                numbers.remove(&number);
+                if numbers.is_empty() {
+                    self.by_end.remove(&key);
+                }
+            }
+        }
         let expected = self.expected.get_mut(&decision.worker)?;
-        for key in &decision.keys {
+        for key in decision.keys() {
             if let Some(count) = expected.get_mut(key) {
                 *count -= 1;
                 if *count == 0 {
@@ -160,6 +209,8 @@ mod tests {
         Add(i64, u64, usize, u8),
         Pass(u8),
         Forget(Option<i64>),
+        /// A worker stores a block of a chain.
+        Confirm(i64, u64, usize),
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -167,6 +218,7 @@ mod tests {
             6 => (0_i64..3, 0_u64..3, 0_usize..6, 1_u8..8).prop_map(|(rank, chain, length, ttl)| Step::Add(rank, chain, length, ttl)),
             3 => (0_u8..5).prop_map(Step::Pass),
             1 => prop::option::of(0_i64..3).prop_map(Step::Forget),
+            2 => (0_i64..3, 0_u64..3, 1_usize..6).prop_map(|(rank, chain, length)| Step::Confirm(rank, chain, length)),
         ]
     }
 
@@ -231,12 +283,20 @@ mod tests {
                 match step {
                     Step::Add(rank, chain, length, ttl) => {
                         let until = now + f64::from(ttl);
-                        overlay.add(worker(rank), keys(chain, length), until);
+                        overlay.add(worker(rank), vec![keys(chain, length), Vec::new()], until);
                         if length > 0 {
                             model.decisions.push((rank, keys(chain, length), until));
                         }
                     }
                     Step::Pass(time) => now += f64::from(time),
+                    Step::Confirm(rank, chain, length) => {
+                        let stored = *keys(chain, length).last().expect("it has keys");
+                        overlay.confirm("a", rank, &[stored, 77]);
+                        overlay.confirm("b", rank, &[stored]);
+                        let before = model.decisions.len();
+                        model.decisions.retain(|(other, keys, _)| *other != rank || keys.last() != Some(&stored));
+                        model.confirmed += (before - model.decisions.len()) as u64;
+                    }
                     Step::Forget(rank) => {
                         overlay.forget("a", rank);
                         overlay.forget("b", None);
@@ -255,6 +315,7 @@ mod tests {
                 for rank in 0..3 {
                     let known = model.decisions.iter().any(|(other, ..)| *other == rank);
                     prop_assert_eq!(overlay.workers().any(|other| other.rank == rank), known);
+                    prop_assert_eq!(overlay.expects("a", rank), known);
                     for chain in 0..3 {
                         prop_assert_eq!(overlay.depth(&worker(rank), &keys(chain, 6)), model.depth(rank, &keys(chain, 6)));
                     }

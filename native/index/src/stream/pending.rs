@@ -233,6 +233,22 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
+    /// Whether the last entry with the hash and the placement of another one also waits for the same.
+    pub fn is_last(&self, other: &Waiting<C>) -> bool {
+        let copies = self.by_hash.get(&other.hash).into_iter().flatten();
+        let last = copies
+            .filter(|copies| copies.placement == other.placement)
+            .map(|copies| {
+                if other.content.is_some() {
+                    copies.orphans.last
+                } else {
+                    copies.others.last
+                }
+            })
+            .find_map(|at| self.entries.get(at as usize)?.as_ref());
+        last.is_some_and(|entry| entry.waiting.awaited == other.awaited)
+    }
+
     /// Whether an entry is on a placement.
     pub fn is_on(&self, placement: u16) -> bool {
         self.placements.contains_key(&placement)

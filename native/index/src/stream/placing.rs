@@ -83,10 +83,19 @@ impl Stream {
         })
     }
 
-    /// Applies a store to a block that the stream has: one more copy, perhaps.
+    /// Whether a second store of a block on a placement is another copy.
+    #[inline]
+    pub fn counts_copies(&self, placement: u16) -> bool {
+        self.groups.copied_levels >> self.named(placement).level & 1 != 0
+    }
+
+    /// Applies a store to a block that the stream has: perhaps one more copy, if copies are physical.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
+            if !self.counts_copies(placement) {
+                return;
+            }
             let (length, capacity) = self.copies.room();
             step_counter::count_growth(length, capacity);
             let change = self.copies.store(number, placement, self.has_attested);
@@ -142,6 +151,9 @@ impl Stream {
     /// Counts the first copy of a block on a placement.
     #[inline]
     fn count_in(&mut self, hash: u64, key: u64, placement: u16) {
+        if let Some(stored) = &mut self.stored {
+            stored.push(key);
+        }
         let named = self.named_mut(placement);
         named.held += 1;
         let copy = named.marks.copy(hash, key);
@@ -151,6 +163,9 @@ impl Stream {
     /// Counts blocks that are new on a placement, and were entered.
     #[inline]
     pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
+        if let Some(stored) = &mut self.stored {
+            stored.extend(keys);
+        }
         let count = hashes.len();
         let named = self.named_mut(placement);
         named.held += count;
