@@ -32,7 +32,6 @@ from kvevents.wire.checked_msgpack import (
     DecodeRejectedError,
     Rejected,
     WireLimits,
-    array_items,
     declared_length,
     first_byte,
     is_array,
@@ -243,65 +242,33 @@ class _LenientCleared(AllBlocksCleared, tag="AllBlocksCleared", forbid_unknown_f
     pass
 
 
-class _LongStored(_ArrayStored, tag="BlockStored", forbid_unknown_fields=False):
-    """BlockStored as an array with further elements, which the decoder skips."""
-
-
-class _LongRemoved(_ArrayRemoved, tag="BlockRemoved", forbid_unknown_fields=False):
-    pass
-
-
-class _LongCleared(_ArrayCleared, tag="AllBlocksCleared", forbid_unknown_fields=False):
-    pass
-
-
 _decode_lenient: Final = msgspec.msgpack.Decoder(_LenientStored | _LenientRemoved | _LenientCleared).decode
-_decode_long: Final = msgspec.msgpack.Decoder(_LongStored | _LongRemoved | _LongCleared).decode
-_KINDS: Final[dict[Any, Any]] = {
-    _LenientStored: BlockStored,
-    _LenientRemoved: BlockRemoved,
-    _LenientCleared: AllBlocksCleared,
-    _LongStored: BlockStored,
-    _LongRemoved: BlockRemoved,
-    _LongCleared: AllBlocksCleared,
-}
+_decode_array: Final = msgspec.msgpack.Decoder(_AnyArray).decode
+_KINDS: Final[dict[Any, Any]] = {_LenientStored: BlockStored, _LenientRemoved: BlockRemoved, _LenientCleared: AllBlocksCleared}
+_KNOWN_FIELDS: Final = {kind: {"type", *kind.__struct_fields__} for kind in _KINDS}
 
 
 def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
-    """Return an event of a known kind, which may have unknown fields; None if the tolerant decoder must read it."""
+    """Return an event of a known kind, which as a map may have unknown fields; None if the tolerant decoder must read it."""
     unknown: dict[str, msgspec.Raw] = {}
     try:
         if is_array(first_byte(raw)):
-            found: Any = _decode_long(raw)
-            kind = _KINDS[type(found)]
-            known = len(found.__struct_fields__)
-            event: Any = kind(*astuple(found)) if kind is not BlockRemoved else _from_removed(found)
-            if declared_length(memoryview(raw)) > known + 1:
-                items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
-                unknown = {str(at): items[at] for at in range(known + 1, len(items))}
+            event: Any = _from_array(_decode_array(raw))
         else:
             found = _decode_lenient(raw)
-            kind = _KINDS[type(found)]
-            event = kind(*astuple(found))
+            event = _KINDS[type(found)](*astuple(found))
             fields = map_items(raw, "the event", limits.max_fields)
-            unknown = {name: fields[name] for name in fields.keys() - _KNOWN_FIELDS[kind]}
+            unknown = {name: fields[name] for name in fields.keys() - _KNOWN_FIELDS[type(found)]}
     except (*MSGPACK_ERRORS, DecodeRejectedError):
         return None
     if "event_type" in unknown or not _normalize(event, limits):
         return None
-    if kind is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):
+    if type(event) is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):
         return None  # their size is limited
     if unknown:
         event.unknown_fields = unknown_values(unknown, limits, budget)
     decoded: KVEvent = event
     return decoded
-
-
-_KNOWN_FIELDS: Final = {kind: {"type", *kind.__struct_fields__} for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-
-
-def _from_removed(event: _ArrayRemoved) -> BlockRemoved:
-    return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
 
 
 def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:
@@ -312,7 +279,7 @@ def _from_array(event: _AnyArray) -> KVEvent:
     if type(event) is _ArrayStored:
         return BlockStored(*msgspec.structs.astuple(event))
     if type(event) is _ArrayRemoved:
-        return _from_removed(event)
+        return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
     return AllBlocksCleared()
 
 
