@@ -27,6 +27,7 @@ from kvevents.events import (
 from kvevents.wire.checked_msgpack import (
     DEFAULT_WIRE_LIMITS,
     MAX_FAST_BYTES,
+    MAX_FAST_LIST_BYTES,
     MSGPACK_ERRORS,
     DecodeBudget,
     DecodeRejectedError,
@@ -215,6 +216,8 @@ def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
     """Return the batch if all of it has a known shape and is within the limits, else None."""
     size = len(payload)
     if size > MAX_FAST_BYTES or size > limits.max_payload_bytes:
+        return None
+    if size > MAX_FAST_LIST_BYTES and b"lookahead_token_ids" in payload:
         return None
     try:
         # The type byte of the first event in `[float64, [event, ...`. Any other beginning is treated as a map.

@@ -367,8 +367,7 @@ class FieldReader:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:
             values = self._read("token_ids", _TOKENS)
-            self._budget.take_steps((len(values) - [*map(type, values)].count(int)) // 3)
-            return _tokens(values)
+            return _tokens(values, self._budget)
         del self._fields["token_ids"]
         return values
 
@@ -482,14 +481,16 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")  # type: ignore[index]
 
 
-def _tokens(values: list[Any]) -> list[Any]:
+def _tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
     """Return tokens, of which some are not integers, as token ids."""
     if {*map(type, values)} == {str}:
+        budget.take_steps(len(values) // 8)
         digits = "".join(values)
         if digits.isascii() and digits.isdigit() and min(map(len, values)) > 0 and max(map(len, values)) <= _MAX_DIGITS:
             tokens = list(map(int, values))
             if max(tokens) <= _MASK:
                 return tokens
+    budget.take_steps((len(values) - [*map(type, values)].count(int)) // 3)
     return [value if type(value) is int else _token(value) for value in values]
 
 
