@@ -42,7 +42,7 @@ from kvevents.wire.checked_msgpack import (
     skip_value,
 )
 from kvevents.wire.dialects import Dialect, detect_dialect
-from kvevents.wire.tolerant import MAX_SECONDS, MIN_DIGEST_BYTES, decode_tolerant, shorten_digests, unknown_values
+from kvevents.wire.tolerant import MAX_SECONDS, MIN_DIGEST_BYTES, decode_tolerant, read_tokens, shorten_digests, unknown_values
 
 _HEAD_BYTES: Final = 512
 """A clear without unknown fields takes less than 100 bytes in every dialect."""
@@ -234,7 +234,9 @@ def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
 
 
 class _LenientStored(BlockStored, tag="BlockStored", forbid_unknown_fields=False):
-    """BlockStored as a map with unknown fields, which the decoder skips."""
+    """BlockStored as a map, with token ids as strings and with unknown fields, which the decoder skips."""
+
+    token_ids: list[int | str | tuple[int, int]]
 
 
 class _LenientRemoved(BlockRemoved, tag="BlockRemoved", forbid_unknown_fields=False):
@@ -264,6 +266,8 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
             unknown = {name: fields[name] for name in fields.keys() - _KNOWN_FIELDS[type(found)]}
     except (*MSGPACK_ERRORS, DecodeRejectedError):
         return None
+    if type(event) is BlockStored and str in {*map(type, event.token_ids)}:
+        event.token_ids = read_tokens(list(event.token_ids), budget)
     if "event_type" in unknown or not _normalize(event, limits):
         return None
     if type(event) is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):

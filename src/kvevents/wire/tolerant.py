@@ -367,7 +367,7 @@ class FieldReader:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:
             values = self._read("token_ids", _TOKENS)
-            return _tokens(values, self._budget)
+            return read_tokens(values, self._budget)
         del self._fields["token_ids"]
         return values
 
@@ -481,7 +481,7 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")  # type: ignore[index]
 
 
-def _tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
+def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
     """Return tokens, of which some are not integers, as token ids."""
     if {*map(type, values)} == {str}:
         budget.take_steps(len(values) // 8)
