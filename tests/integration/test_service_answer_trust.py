@@ -79,7 +79,7 @@ def service_with_three_engines(request: pytest.FixtureRequest) -> Iterator[Clien
         for (name, more), each in zip(settings.items(), made, strict=True):
             assert service.register(name, each.publisher, **more).status == 201
         hashes = made[0].store(PROMPT)
-        made[0].publish(BlockStored(hashes, None, PROMPT, BLOCK, medium="GPU"))
+        made[0].publish(BlockStored(hashes, None, PROMPT, BLOCK, medium="GPU", group_idx=0))
         made[0].remove(hashes[-1:])
         made[1].store(PROMPT[: 2 * BLOCK])
         made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")

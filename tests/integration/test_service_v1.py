@@ -425,7 +425,14 @@ def test_an_expectation_of_select_counts_only_if_it_is_requested(service: Servic
     service.exact(name, blocks=1)
     assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=60).json["instance"] == name
     with_it = service.post("/v1/match", model=model, tokens=[*tokens, 1], expected=True).json["workers"]
-    assert [each["tokens"] for each in with_it] == [64]
+    assert [(each["tokens"], each["certain"], each["trust"]["state"]) for each in with_it] == [(64, 0, "DEGRADED")]
+    assert with_it[0]["trust"]["reason_codes"] == ["uncertain-copies"]
+    made.store(tokens)
+    service.exact(name, blocks=5)
+    made.clear()
+    service.exact(name, blocks=0)
+    evicted = service.post("/v1/match", model=model, tokens=[*tokens, 1], expected=True).json["workers"]
+    assert [each["tokens"] for each in evicted] == [0]
     without = service.post("/v1/match", model=model, tokens=[*tokens, 1]).json["workers"]
     assert [each["tokens"] for each in without] == [0]
     assert service.held(tokens, model_name=model) == {}

@@ -154,7 +154,7 @@ class WorkerMatch(Struct, frozen=True, kw_only=True):
     """Tokens of the longest prefix on any tiers."""
     certain: int
     """How many of them the worker certainly holds: fewer if some of its blocks were announced several times and removed less
-    often. `trust` is not EXACT then, with the code `uncertain-copies`."""
+    often, or are only expected. `trust` is not EXACT then, with the code `uncertain-copies`."""
     tiers: dict[str, int]
     """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus
