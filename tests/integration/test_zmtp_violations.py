@@ -16,6 +16,7 @@ from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents.subscriber.zmq_transport import LiveSocket
 from kvevents.zeromq import handshake as zmtp
 from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, peer
 
@@ -111,11 +112,13 @@ def test_a_peer_that_only_closes_is_left_to_libzmq(
         Subscriber(source, limits=LIMITS, transport=transport) as subscriber,
     ):
         (connection,) = transport._connections
-        socket = connection._live._sub
+        live = connection._live
+        assert isinstance(live, LiveSocket)
+        socket = live._sub
         end = time.monotonic() + DEADLINE
         while not isinstance(subscriber.receive(timeout=0.1), Batch):
             assert time.monotonic() < end, subscriber.statuses()
-        assert connection._live._sub is socket
+        assert live._sub is socket
         assert connection.deadline() is None
 
 

@@ -476,8 +476,8 @@ def test_a_callback_that_raises_counts_as_a_sink_that_raises(transport: FakeTran
     [
         lambda: Subscriber(5),  # type: ignore[call-overload]
         lambda: Subscriber([5]),  # type: ignore[list-item]
-        lambda: Subscriber(limits={}),  # type: ignore[arg-type]
-        lambda: Subscriber(max_concurrent_replays="4"),  # type: ignore[arg-type]
+        lambda: Subscriber(limits={}),  # type: ignore[call-overload]
+        lambda: Subscriber(max_concurrent_replays="4"),  # type: ignore[call-overload]
         lambda: Source(5557),  # type: ignore[arg-type]
         lambda: Source("tcp://a:1", 5558),  # type: ignore[arg-type]
         lambda: Source("tcp://a:1", topic=b"kv"),  # type: ignore[arg-type]

@@ -117,7 +117,8 @@ class AsyncSubscriber(FrontEnd[BatchT]):
                 with self._lock:
                     self._check_open()
                     multiplexer.run_once(multiplexer.transport.wait(0), clock())
-                self._notify()
+                if self._on_change is not None:
+                    self._notify(self._on_change)
                 if multiplexer.ready:
                     return True
                 if end is not None and clock() >= end:

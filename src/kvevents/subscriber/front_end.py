@@ -231,11 +231,10 @@ class FrontEnd(Generic[BatchT]):
         with self._lock:
             return self._multiplexer.statuses(self._unread)
 
-    def _notify(self) -> None:
-        """Call `on_change` for each change of trust."""
-        if self._on_change is not None:
-            for (name, rank), trust in self.trust_changes():
-                self._on_change(TrustChange(name, rank, trust))
+    def _notify(self, on_change: OnChange) -> None:
+        """Report each change of trust."""
+        for (name, rank), trust in self.trust_changes():
+            on_change(TrustChange(name, rank, trust))
 
     def _has_reached(self, trust: Trust) -> bool:
         """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
