@@ -146,12 +146,14 @@ def test_a_consumer_sees_that_its_state_is_attested(event_path: EventPath) -> No
     event_path.wait_until(lambda: str(early.trust) == "EXACT (attested)")
 
 
+@pytest.mark.parametrize("event_path", PATHS[:-1], indirect=True)
 def test_attestations_match_after_clears_and_removals(event_path: EventPath) -> None:
+    """Events as arrays have no field for the tier of a clear, so after one a consumer cannot know what host memory holds."""
     consumer = event_path.consumer()
     fill(event_path)
     event_path.wait_until(lambda: consumer.is_attested)
     for engine in event_path.engines:
-        engine.publish(AllBlocksCleared())
+        engine.publish(AllBlocksCleared(), AllBlocksCleared({"medium": "CPU"}))
     fill(event_path, first=500)
     count = len(consumer.attested)
     event_path.wait_until(

@@ -164,6 +164,20 @@ def test_a_reset_of_an_idle_engine_is_published_at_once(schedule: Callable[..., 
     follow_until_heartbeat(scheduler, PrefixIndex(), lambda found: found == 0)
 
 
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_says_whether_it_includes_the_connector(schedule: Callable[..., Any], reset_connector: bool) -> None:
+    """A clear of host memory is announced with the reset, and the connector's own clear, which comes late, is left out."""
+    vllm.register()
+    scheduler = schedule()
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    scheduler.connector = SimpleNamespace(take_events=lambda: [type("AllBlocksCleared", (), {})()])
+    assert scheduler.reset_prefix_cache(reset_connector=reset_connector)
+    received = receive_events(scheduler, 3 if reset_connector else 2)
+    clears = [event.unknown_fields for event in received if isinstance(event, events.AllBlocksCleared)]
+    assert clears == ([None, {"medium": "CPU"}] if reset_connector else [None])
+
+
 def test_without_the_native_package_events_are_published_and_the_package_is_named(
     schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

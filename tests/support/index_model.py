@@ -114,6 +114,11 @@ class Stream:
 
     def put(self, what: Waiting, before: Block | None = None) -> Block | None:
         """Place a block and those that waited for it, or add it to the queue. `before` is the previous block of its event."""
+        if what.event is not None and what.event.block_keys is None and what.plane.level > 0 and what.hash in self.blocks:
+            known = self.blocks[what.hash][-1]
+            if not known.keyed and known.scheme == scheme_of(what.event):  # it has the known key
+                self.add_copy(known, what.plane)
+                return known
         parent = before or (self.blocks[what.awaited][-1] if what.awaited in self.blocks else None)
         if parent is None and what.awaited is not None:
             same = [

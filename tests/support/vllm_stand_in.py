@@ -119,13 +119,14 @@ class Vllm:
                 self.pool: Any = pool_class()
                 self.kv_cache_manager.block_pool = self.pool
                 self.pool.cached_block_hash_to_block = map_class()
+                self.connector: Any = None
 
             def step(self) -> None:
                 events = self.kv_cache_manager.take_events()
                 if events:
                     self.kv_event_publisher.publish(compat.KVEventBatch(ts=0.0, events=events))
 
-            def reset_prefix_cache(self) -> bool:
+            def reset_prefix_cache(self, reset_running_requests: bool = False, *, reset_connector: bool = False) -> bool:  # noqa: ARG002 - as vLLM has it
                 done: bool = self.pool.reset_prefix_cache()
                 self.pool.cached_block_hash_to_block = map_class()
                 return done

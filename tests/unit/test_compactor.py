@@ -466,7 +466,7 @@ def test_a_chain_is_one_store_even_if_it_was_stored_block_by_block() -> None:
     batch = take_snapshot(compactor, 5.0, 3)
     assert batch is not None
     assert (batch.ts, batch.data_parallel_rank) == (5.0, 3)
-    assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockStored, BlockStored]
+    assert [type(event) for event in batch.events] == [AllBlocksCleared, AllBlocksCleared, BlockStored, BlockStored]
     assert [event.medium for event in batch.events[1:]] == ["GPU", "CPU"]  # type: ignore[union-attr]
     assert len(encode_batch(batch)) < 2 * (199 * (3 + 2)) + 500
 

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use kvevents_index::groups::GroupKind;
 use kvevents_index::holders::placements::{Placement, tier};
 
-use super::event::{Location, Store, Text};
+use super::event::{Location, Store, Text, placement_of};
 
 /// Most different announcements of a stream: the bits of a block's copies. Engines use few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
@@ -60,17 +60,6 @@ pub struct Announcements {
     all: Vec<Announcement>,
     /// The number that was returned last.
     last: usize,
-}
-
-/// The placement of copies at a location.
-pub fn placement_of(location: &Location<'_>) -> Placement {
-    let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    Placement {
-        tier: tier(&text(&location.medium).unwrap_or_default()),
-        locality: text(&location.locality),
-        ownership: text(&location.ownership),
-        group: location.group.unwrap_or(0),
-    }
 }
 
 impl Announcement {
@@ -164,6 +153,16 @@ impl Announcements {
         self.select(|Announcement { placement, .. }| {
             tier.as_ref().is_none_or(|tier| *tier == placement.tier) && group.is_none_or(|group| group == placement.group)
         })
+    }
+
+    /// Whether an announcement is about copies on the device.
+    pub fn is_on_device(&self, number: u8) -> bool {
+        self.get(number).placement.level() == 0
+    }
+
+    /// Levels of all placements, as bits.
+    pub fn levels(&self) -> u8 {
+        self.all.iter().fold(0, |levels, known| levels | 1 << known.placement.level())
     }
 
     /// Numbers in an order that does not depend on their first use, with the fastest tier first.

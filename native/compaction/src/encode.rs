@@ -38,6 +38,12 @@ impl PayloadWriter {
         match event {
             ExportedEvent::Stored(store) => self.add_store(store),
             ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
+            ExportedEvent::Cleared(medium) => {
+                if !self.try_write(|out| write_clear(medium, out)) {
+                    self.end_payload();
+                    self.write(|out| write_clear(medium, out));
+                }
+            }
         }
     }
 
@@ -215,6 +221,12 @@ impl<'a> StoreWriter<'a> {
         }
         fields.close();
     }
+}
+
+fn write_clear(medium: &str, out: &mut Vec<u8>) {
+    let mut fields = Fields::open(out, "AllBlocksCleared");
+    fields.text("medium", Some(medium.as_bytes()));
+    fields.close();
 }
 
 fn write_removal(hashes: &[u64], location: &Location<'_>, out: &mut Vec<u8>) {

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use kvevents_index::apply::Read;
 use kvevents_index::groups::engine_hash::MAX_LOOKAHEAD;
+use kvevents_index::holders::placements::{Placement, tier};
 use kvevents_index::wire::msgpack::Reader;
 use kvevents_index::wire::scan::{Event, first_ints};
 
@@ -40,6 +41,12 @@ impl Location<'_> {
             ownership: owned(&self.ownership),
             group: self.group,
         }
+    }
+
+    /// Whether it is the device.
+    pub fn is_on_device(&self) -> bool {
+        let is_plain = matches!(self.medium.as_deref(), None | Some(b"GPU")) && self.locality.is_none();
+        is_plain || placement_of(self).level() == 0
     }
 
     /// Heap bytes.
@@ -123,6 +130,19 @@ pub enum ExportedEvent {
     Stored(Store<'static>),
     /// Hashes that are to be removed again.
     Removed(Vec<u64>, Location<'static>),
+    /// A clear of the tier of a medium.
+    Cleared(&'static str),
+}
+
+/// The placement of copies at a location.
+pub fn placement_of(location: &Location<'_>) -> Placement {
+    let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    Placement {
+        tier: tier(&text(&location.medium).unwrap_or_default()),
+        locality: text(&location.locality),
+        ownership: text(&location.ownership),
+        group: location.group.unwrap_or(0),
+    }
 }
 
 /// The location that an event applies to.

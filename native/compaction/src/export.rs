@@ -13,6 +13,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use kvevents_index::holders::contexts::Context;
+use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::stream::pending::Waiting;
 
 use super::blocks::{Blocks, ROOT, bits};
@@ -37,6 +38,9 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     rebuilds(&events, state).then(|| events.into_iter().for_each(emit))
 }
 
+/// A medium of each level.
+const MEDIA: [&str; LEVELS] = ["GPU", "CPU", "DISK", "OTHER"];
+
 struct Exporter<'a> {
     state: &'a State,
     emit: &'a mut dyn FnMut(ExportedEvent),
@@ -60,6 +64,12 @@ impl<'a> Exporter<'a> {
     }
 
     fn run(mut self, twins: &Twins) {
+        // The clear before these events names no tier, and does not say what is left on these levels.
+        let levels = self.state.announcements.levels();
+        let is_used = |&level: &usize| levels >> level & 1 != 0;
+        for level in (1..LEVELS).filter(is_used) {
+            (self.emit)(ExportedEvent::Cleared(MEDIA[level]));
+        }
         self.export_unkept();
         for run in Runs::new(&self.state.blocks, twins) {
             self.export_run(&run, twins.contain(self.state.blocks.get(run[0]).hash));
@@ -67,6 +77,31 @@ impl<'a> Exporter<'a> {
         self.remove_surplus();
         self.export_waiting();
         self.export_rules();
+        if self.state.has_inexact_tiers() {
+            self.export_inexact_tiers();
+        }
+    }
+
+    /// Announces blocks from which a consumer concludes that it cannot know exactly what tiers below the device hold, and removes them
+    /// again: a block with an extra key on the device, and a first block without any elsewhere.
+    fn export_inexact_tiers(&mut self) {
+        let hash = self.unused_hash();
+        let dense = self.state.group_rules.iter().find(|known| known.rule == Rule::Dense);
+        let mut store = dense.map_or_else(Store::default, |known| known.example.clone());
+        store.keys = None;
+        store.block_size = store.block_size.max(1);
+        store.hashes = vec![hash].into();
+        store.tokens = vec![0; store.block_size as usize * (1 + usize::from(store.pairs))].into();
+        let keyed = Store {
+            extra_keys: join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned),
+            ..store.clone()
+        };
+        store.location.medium = Some(Cow::Borrowed(b"CPU"));
+        for store in [keyed, store] {
+            let location = store.location.clone();
+            self.export_store(store);
+            (self.emit)(ExportedEvent::Removed(vec![hash], location));
+        }
     }
 
     fn export_store(&mut self, store: Store<'static>) {
@@ -279,6 +314,7 @@ fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
     let applied = events.iter().try_for_each(|event| match event {
         ExportedEvent::Stored(store) => rebuilt.store(store),
         ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),
+        ExportedEvent::Cleared(medium) => rebuilt.clear(Some(medium.as_bytes()), None),
     });
     let waiting = |state: &State| -> Vec<(u64, u64)> { state.waiting.iter().map(|item| (item.hash, item.awaited)).collect() };
     applied.is_ok()

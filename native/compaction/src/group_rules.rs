@@ -44,7 +44,8 @@ pub fn rule_of(store: &Store<'_>) -> Option<Rule> {
         Some(_) => None,
         None if !is_dense(store.kind.as_deref()) => Some(Rule::Unknown),
         None if store.tokens.is_empty() && store.keys.is_none() => None,
-        None => Some(Rule::Dense),
+        // Connectors announce chunks of their own on other tiers.
+        None => store.location.is_on_device().then_some(Rule::Dense),
     }
 }
 

@@ -3,8 +3,9 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-use kvevents_index::apply::{Read, extras_at, extras_of};
+use kvevents_index::apply::{HOST_OF_SGLANG, Read, extras_at, extras_of, has_extra_keys};
 use kvevents_index::holders::contexts::Context;
+use kvevents_index::holders::placements::{level_of, tier};
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::stream::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
@@ -85,6 +86,11 @@ pub struct State {
     pub lookahead: usize,
     /// The levels on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
     pub copied_levels: u8,
+    /// What `Evidence` of the index has under the same names.
+    pub has_extra_keys: bool,
+    pub has_unkeyed_root: bool,
+    pub unknown_levels: u8,
+    pub has_host_clears: bool,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -140,6 +146,8 @@ impl State {
             group_rules: std::mem::take(&mut self.group_rules),
             lookahead: self.lookahead,
             copied_levels: self.copied_levels,
+            has_host_clears: self.has_host_clears,
+            unknown_levels: self.levels_after_clear(),
             invalid: Some(reason),
             is_partial: self.is_partial,
             ..Self::default()
@@ -177,6 +185,7 @@ impl State {
         if store.location.group.is_some() {
             self.copied_levels |= 1 << self.announcements.level_of(store);
         }
+        self.has_host_clears |= store.location.medium.as_deref() == Some(HOST_OF_SGLANG);
         let window = window_of(store.kind.as_deref(), store.window);
         if window.is_none() && !is_dense(store.kind.as_deref()) {
             self.learn(store, Rule::Unknown)?;
@@ -196,7 +205,9 @@ impl State {
             return Ok(());
         };
         let size = store.block_size as u32;
-        self.learn(store, Rule::Dense)?;
+        if let Some(rule) = rule_of(store) {
+            self.learn(store, rule)?;
+        }
         if self.invalid.is_some() || store.hashes.is_empty() {
             return Ok(());
         }
@@ -304,9 +315,20 @@ impl State {
             salt: own_salt.or(is_root.then_some(bare_salt.unwrap_or(0))),
             namespace: store.namespace.clone(),
         };
+        let is_below_device = !self.announcements.is_on_device(announcement);
+        self.has_extra_keys |= !is_below_device && has_extra_keys(store.extra_keys.as_deref());
+        let is_unkeyed = is_below_device && store.extra_keys.is_none() && store.namespace.cache_salt.is_none();
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
         for (at, &hash) in store.hashes[..count].iter().enumerate() {
+            // As in the index: on other tiers than the device a block whose hash is known has the known key.
+            if let Some(number) = self.known_block(hash, content.scheme).filter(|_| is_below_device) {
+                self.blocks.add_copy(number, announcement, self.single(announcement));
+                self.note_repeated(hash, number, announcement);
+                (awaited, parent, content.salt) = (Some(hash), Some(number), own_salt);
+                continue;
+            }
+            self.has_unkeyed_root |= is_unkeyed && at == 0 && is_root;
             content.tokens = tokens_of(store, at, size as usize);
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
@@ -398,6 +420,24 @@ impl State {
         Ok(())
     }
 
+    /// The newest block of a hash, if its prompt was divided by a scheme.
+    fn known_block(&self, hash: u64, scheme: Scheme) -> Option<u32> {
+        let number = self.blocks.find(hash)?;
+        let context = self.blocks.attributes(number).context;
+        (!context.is_keyed() && context.scheme == scheme).then_some(number)
+    }
+
+    /// Levels whose blocks are unknown after a clear that names no tier, as bits.
+    fn levels_after_clear(&self) -> u8 {
+        let certain_levels = if self.has_host_clears { 0b11 } else { 0b1 };
+        self.unknown_levels | (self.announcements.levels() & !certain_levels)
+    }
+
+    /// Whether a consumer cannot know exactly what tiers below the device hold.
+    pub fn has_inexact_tiers(&self) -> bool {
+        self.unknown_levels != 0 || (self.has_extra_keys && self.has_unkeyed_root)
+    }
+
     // --- removals
 
     /// Applies a removal. One of a group of an unknown kind removes no block that prompts match.
@@ -428,11 +468,16 @@ impl State {
                 group_rules: std::mem::take(&mut self.group_rules),
                 lookahead: self.lookahead,
                 copied_levels: self.copied_levels,
+                has_host_clears: self.has_host_clears,
+                unknown_levels: self.levels_after_clear(),
                 // An excess of groups is kept, although their blocks are removed.
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
                 ..Self::default()
             };
             return Ok(());
+        }
+        if let Some(medium) = medium.filter(|_| group.is_none()) {
+            self.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
         }
         self.unkept.clear(medium, group);
         let announcements = self.announcements.clearable(medium, group);

@@ -140,6 +140,7 @@ fn applied(events: &[ExportedEvent]) -> Model {
                 }
             }
             ExportedEvent::Removed(hashes, location) => hashes.iter().for_each(|&hash| model.take(hash, *location == GPU)),
+            ExportedEvent::Cleared(_) => {}
         }
     }
     model
@@ -224,7 +225,7 @@ fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     let stored: Vec<_> = (events.iter())
         .filter_map(|event| match event {
             ExportedEvent::Stored(store) => Some((store.hashes.to_vec(), store.parent)),
-            ExportedEvent::Removed(..) => None,
+            ExportedEvent::Removed(..) | ExportedEvent::Cleared(_) => None,
         })
         .collect();
     assert_eq!(stored, [(vec![1, 2], None), (vec![4, 8], Some(2))]);
@@ -251,6 +252,7 @@ fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
         .flat_map(|event| match event {
             ExportedEvent::Stored(store) => store.hashes.to_vec(),
             ExportedEvent::Removed(hashes, _) => hashes.clone(),
+            ExportedEvent::Cleared(_) => Vec::new(),
         })
         .collect();
     let at = |hash| order.iter().position(|&other| other == hash).expect("it is exported");
@@ -468,7 +470,7 @@ fn blocks_with_keys_are_exported_together() {
                 store.parent,
                 store.keys.as_deref().map(<[u64]>::to_vec),
             )),
-            ExportedEvent::Removed(..) => None,
+            ExportedEvent::Removed(..) | ExportedEvent::Cleared(_) => None,
         })
         .collect();
     let expected = [
@@ -582,6 +584,7 @@ proptest! {
                 let outcome = match event {
                     ExportedEvent::Stored(store) => rebuilt.store(store),
                     ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),
+                    ExportedEvent::Cleared(medium) => rebuilt.clear(Some(medium.as_bytes()), None),
                 };
                 prop_assert_eq!(outcome, Ok(()));
             }

@@ -6,8 +6,7 @@ use std::collections::HashMap;
 
 use kvevents_index::holders::placements::{Placement, tier};
 
-use super::announcements::placement_of;
-use super::event::{Location, Store, Text};
+use super::event::{Location, Store, Text, placement_of};
 
 /// Most different placements of such blocks.
 const MAX_PLACEMENTS: usize = 64;

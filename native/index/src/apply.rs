@@ -5,15 +5,17 @@ mod learning;
 mod prefetching;
 mod stores;
 
+pub use self::stores::HOST_OF_SGLANG;
+
 pub use self::block_keys::{StoredKeys, extras_at, extras_of, stored_keys};
 use self::prefetching::Ring;
 use crate::groups::GroupKind;
-use crate::holders::placements::{Placement, TIERS, tier};
+use crate::holders::placements::{Placement, TIERS, level_of, tier};
 use crate::step_counter;
 use crate::store::shared_state::SharedState;
 use crate::stream::{Place, RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
-use crate::wire::scan::{Event, Kind, Scratch, Span};
+use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
 /// A payload with its scanned events.
 pub struct Read<'a> {
@@ -116,9 +118,11 @@ impl Stream {
         step_counter::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
-            self.remove_all(writer);
-            self.evidence.begin();
+            self.clear_all(writer);
             return true;
+        }
+        if let Some(tier) = medium.as_ref().filter(|_| event.group.is_none()) {
+            self.evidence.unknown_levels &= !(1 << level_of(tier));
         }
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
             self.clear_unkept(event.group);
@@ -176,6 +180,15 @@ impl Stream {
         self.places.push((place, number));
         Some(number)
     }
+}
+
+/// Whether any block of a store has an extra key.
+pub fn has_extra_keys(raw: Option<&[u8]>) -> bool {
+    let mut has_any = false;
+    if let Some(raw) = raw {
+        extra_keys(raw, |_, _| has_any = true);
+    }
+    has_any
 }
 
 /// Whether an event is about copies on the device (GPU).

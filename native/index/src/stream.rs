@@ -221,8 +221,11 @@ impl Stream {
         self.has_attested = true;
         self.groups.copied_levels |= 1;
         if is_equal && !self.copies.is_empty() {
-            self.copies.certify();
-            shared.mark_all_certain(self.number);
+            let on_device = self.named.iter().filter(|named| named.is_on_device());
+            let on_device: Vec<u16> = on_device.map(|named| named.placement).collect();
+            for (number, placement) in self.copies.certify(|placement| on_device.contains(&placement)) {
+                self.note(shared, number, placement, Change::BecameCertain);
+            }
             self.rebuild_group_cache(shared);
         }
         let is_whole = self.counters.evicted == self.evicted_when_whole;
@@ -463,6 +466,12 @@ impl Stream {
         if change != Change::Same {
             shared.set_uncertain(self.number, number, placement, change == Change::BecameUncertain);
         }
+    }
+
+    /// Whether a placement that the stream has named is on the device.
+    #[inline]
+    pub fn is_on_device(&self, placement: u16) -> bool {
+        self.named(placement).is_on_device()
     }
 
     /// A placement that the stream has named.

@@ -126,6 +126,8 @@ class Compactor:
         their keys and have no parent.
 
         `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
+
+        `("cleared", [], medium)`: a clear of one tier, which a clear of everything does not empty.
         """
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
         """The events of `events` as payloads for `apply(payload, own=True)`, in order. Other threads run meanwhile.

@@ -31,7 +31,7 @@ from kvevents.engines.plugin import (
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
-from kvevents.events import ATTESTATION_MASK, attestation_group_term
+from kvevents.events import ATTESTATION_MASK, AllBlocksCleared, KVEventBatch, attestation_group_term
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "vLLM"
@@ -291,8 +291,25 @@ def _digest_of(manager: Any) -> int:
     return total & ATTESTATION_MASK
 
 
+def _asks_for_connector(original: Callable[..., Any], scheduler: Any, arguments: Any, named: Any) -> bool:
+    """Return whether a call of `reset_prefix_cache` resets the cache of a connector, which the scheduler has."""
+    if getattr(scheduler, "connector", None) is None:
+        return False
+    bound = inspect.signature(original).bind(scheduler, *arguments, **named)
+    return bool(bound.arguments.get("reset_connector"))
+
+
+def _take_connector_events(scheduler: Any) -> list[Any]:
+    """Return the events that a connector has not announced yet, without clears."""
+    take = getattr(scheduler.connector, "take_events", None)
+    return [] if take is None else [event for event in take() if type(event).__name__ != "AllBlocksCleared"]
+
+
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make."""
+    """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make.
+
+    A reset that includes the connector empties host memory too, which its event does not say.
+    """
 
     def reset_prefix_cache(scheduler: Any, *arguments: Any, **named: Any) -> Any:
         result = original(scheduler, *arguments, **named)
@@ -300,9 +317,15 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(publisher, VllmEventPublisher):
             with _log_exceptions(publisher):
                 events = scheduler.kv_cache_manager.take_events()
+                has_host_clear = bool(result) and _asks_for_connector(original, scheduler, arguments, named)
+                if has_host_clear:
+                    # Those of the connector would come later, behind stores of the next step, and remove them.
+                    events = [*events, *_take_connector_events(scheduler)]
                 if events:
                     batch = importlib.import_module(_EVENTS_MODULE).KVEventBatch
                     publisher.publish(batch(ts=time.time(), events=events))
+                if has_host_clear:
+                    publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
         return result
 
     return reset_prefix_cache

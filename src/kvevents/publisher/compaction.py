@@ -381,4 +381,8 @@ def _removed(*values: Any) -> BlockRemoved:
     return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
 
 
-_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed}
+def _cleared(_hashes: list[int], medium: str) -> AllBlocksCleared:
+    return AllBlocksCleared({"medium": medium})
+
+
+_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed, "cleared": _cleared}

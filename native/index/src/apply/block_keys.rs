@@ -16,8 +16,12 @@ pub(super) struct TokenStore<'a> {
     pub(super) pairs: bool,
     pub(super) scheme: Scheme,
     pub(super) lora: u64,
-    /// The event's own salt.
+    /// The salt of its first block; None if it has its parent's.
     pub(super) salt: Option<u64>,
+    /// The salt that the event has as a field of its own.
+    pub(super) own_salt: Option<u64>,
+    /// Whether the event has no field for salts and other extra keys.
+    pub(super) is_unkeyed: bool,
     pub(super) placement: u16,
 }
 
@@ -47,6 +51,8 @@ impl<'a> TokenStore<'a> {
             scheme,
             lora,
             salt: None,
+            own_salt: read.bytes(event.cache_salt).map(keys::salt),
+            is_unkeyed: event.extra_keys.is_none() && event.cache_salt.is_none(),
             placement: 0,
         })
     }
@@ -55,6 +61,16 @@ impl<'a> TokenStore<'a> {
     pub(super) fn check_whole(&self, event: &Event) -> Result<(), &'static str> {
         let is_whole = self.hashes.len() == event.hashes.length as usize;
         if is_whole { Ok(()) } else { Err("bad-token") }
+    }
+
+    /// The same without the blocks from `end` on.
+    pub(super) fn up_to(&self, end: usize) -> Self {
+        let tokens = (end * self.scheme.size as usize) << u32::from(self.pairs);
+        Self {
+            hashes: &self.hashes[..end],
+            tokens: &self.tokens[..tokens],
+            ..*self
+        }
     }
 
     /// Tokens that the hash of block `at` covers.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
 use super::prefetching::{Ahead, Ring};
-use super::{Read, Work, is_on_device};
+use super::{Read, Work, has_extra_keys, is_on_device};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
 use crate::keys::{self, Scheme};
@@ -19,6 +19,8 @@ use crate::wire::scan::Event;
 
 /// Why stores of groups are rejected whose lookup is unknown.
 const UNKNOWN_KIND: &str = "unknown-kind";
+/// SGLang's name of host memory, which its clear of everything empties too (`HiRadixCache.reset`).
+pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
 /// Number of blocks of an event that are prefetched before the event is hashed.
 const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
@@ -86,6 +88,7 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
         let known = GroupKind::from_spec(kind, event.window).unwrap_or(GroupKind::Unknown);
+        self.evidence.has_host_clears |= read.bytes(event.medium) == Some(HOST_OF_SGLANG);
         if known == GroupKind::Unknown {
             self.learn(writer, group, known, 0)?;
             self.count_unkept(
@@ -121,6 +124,7 @@ impl Stream {
                 self.learn_hashing(read, event);
             }
             self.learn_page_hashes(&store, event.parent);
+            self.evidence.has_extra_keys |= event.extra_keys.is_some() && has_extra_keys(read.bytes(event.extra_keys));
         }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
@@ -164,7 +168,7 @@ impl Stream {
         };
         let placed = self.place_all(writer, &chain, &mut work.ring, None);
         writer.contexts.release(context);
-        placed
+        placed.map(|_| ())
     }
 
     fn store_tokens(
@@ -174,6 +178,9 @@ impl Stream {
         parent: Option<u64>,
         work: &mut Work,
     ) -> Result<(), &'static str> {
+        if !self.is_on_device(store.placement) {
+            return self.store_below_device(writer, store, parent, work);
+        }
         // Where their hashes belong is known before their keys are.
         for &hash in store.hashes.iter().take(FIRST) {
             self.prefetch(writer.mixed(hash), Stage::Bucket);
@@ -181,28 +188,81 @@ impl Stream {
         for at in 0..store.hashes.len() {
             let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
             let Some(awaited) = awaited else {
-                return self.place_after(writer, store, at, None, work);
+                return self.place_after(writer, store, at, None, work).map(|_| ());
             };
             if let Some(found) = self.newest(writer, awaited) {
-                return self.place_after(writer, store, at, Some(found), work);
+                return self.place_after(writer, store, at, Some(found), work).map(|_| ());
             }
-            let content = Content {
-                tokens: store.window(at, &mut work.window).into(),
-                extras: extras_at(&work.extras, at).collect(),
-                scheme: store.scheme,
-                lora: store.lora,
-                salt: store.salt,
-            };
-            let orphan = Waiting {
-                hash: store.hashes[at],
-                placement: store.placement,
-                awaited,
-                content: Some(content),
-            };
-            self.add_orphan(writer, orphan);
-            writer.spend(2);
+            self.add_waiting(writer, store, at, awaited, work);
         }
         Ok(())
+    }
+
+    /// Applies a store on another tier than the device. A block whose hash the stream holds has the known key: vLLM announces offloaded
+    /// blocks without their extra keys (0.32, `kv_connector/v1/offloading/events.py`).
+    fn store_below_device(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        store: &TokenStore<'_>,
+        parent: Option<u64>,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let (mut awaited, mut above) = (parent, None);
+        for (at, &hash) in store.hashes.iter().enumerate() {
+            above = above.or_else(|| awaited.and_then(|hash| self.newest(writer, hash)));
+            if let Some(number) = self.known_block(writer, hash, store.scheme) {
+                self.copy(writer, hash, number, store.placement);
+                self.spend(writer, 1);
+                above = Some(number);
+            } else if above.is_some() || awaited.is_none() {
+                self.evidence.has_unkeyed_root |= above.is_none() && store.is_unkeyed;
+                let block = TokenStore {
+                    salt: if at == 0 { store.salt } else { store.own_salt },
+                    ..store.up_to(at + 1)
+                };
+                above = self.place_after(writer, &block, at, above, work)?;
+                if above.is_none() {
+                    return Ok(()); // it was refused at the memory limit
+                }
+            } else {
+                self.add_waiting(writer, store, at, awaited.unwrap_or(0), work);
+            }
+            awaited = Some(hash);
+        }
+        Ok(())
+    }
+
+    /// The newest block of a hash, if its prompt was divided by a scheme.
+    fn known_block(&self, shared: &SharedState, hash: u64, scheme: Scheme) -> Option<u32> {
+        let number = self.newest(shared, hash)?;
+        let context = shared.contexts.get(shared.records.context(number));
+        (!context.is_keyed() && context.scheme == scheme).then_some(number)
+    }
+
+    /// Adds a block of a store to the pending blocks of its parent.
+    fn add_waiting(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        store: &TokenStore<'_>,
+        at: usize,
+        awaited: u64,
+        work: &mut Work,
+    ) {
+        let content = Content {
+            tokens: store.window(at, &mut work.window).into(),
+            extras: extras_at(&work.extras, at).collect(),
+            scheme: store.scheme,
+            lora: store.lora,
+            salt: store.salt,
+        };
+        let orphan = Waiting {
+            hash: store.hashes[at],
+            placement: store.placement,
+            awaited,
+            content: Some(content),
+        };
+        self.add_orphan(writer, orphan);
+        writer.spend(2);
     }
 
     fn store_without_tokens(&mut self, shared: &mut SharedState, hash: u64, placement: u16) {
@@ -239,7 +299,8 @@ impl Stream {
         self.evidence.is_whole &= dropped == 0;
     }
 
-    /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next.
+    /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next. Returns
+    /// the record of the last one; None if the memory limit refuses it.
     fn place_after(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -247,7 +308,7 @@ impl Stream {
         first: usize,
         parent: Option<u32>,
         work: &mut Work,
-    ) -> Result<(), &'static str> {
+    ) -> Result<Option<u32>, &'static str> {
         let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
         let salt = store.salt.unwrap_or_else(|| parent.map_or(0, salt_of));
         let before = parent.map(|parent| writer.records.key(parent));
@@ -287,14 +348,14 @@ impl Stream {
         }
     }
 
-    /// Places blocks after a record.
+    /// Places blocks after a record. Returns the last one; None if the memory limit refuses it.
     fn place_all(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
         chain: &Chain<'_>,
         ring: &mut Ring,
         mut parent: Option<u32>,
-    ) -> Result<(), &'static str> {
+    ) -> Result<Option<u32>, &'static str> {
         let count = chain.hashes.len();
         let keys = if chain.locals.is_some() {
             writer.view.heads.cache_level()
@@ -312,7 +373,7 @@ impl Stream {
             let end = count.min(at + WORK_PER_HOLD);
             if !self.may_grow(writer) {
                 self.refuse_new(writer, chain, at, parent);
-                return Ok(());
+                return Ok(None);
             }
             match self.place_some(writer, &mut blocks, at, end, &mut parent) {
                 Pause::Done => {
@@ -327,7 +388,7 @@ impl Stream {
                 Pause::TooManyEqual => return Err("too-many-alike"),
             }
         }
-        Ok(())
+        Ok(parent)
     }
 
     fn place_some(

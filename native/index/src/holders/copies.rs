@@ -134,14 +134,22 @@ impl CopyTable {
         (after.most > 0).then(|| self.set(number, placement, after))
     }
 
-    /// Makes all numbers certain, at their upper bounds.
-    pub fn certify(&mut self) {
-        self.entries.retain(|_, copies| {
-            copies.least = copies.most;
+    /// Makes the numbers on the placements that `meant` accepts certain, at their upper bounds. Returns the blocks that might have been
+    /// gone.
+    pub fn certify(&mut self, meant: impl Fn(u16) -> bool) -> Vec<(u32, u16)> {
+        let mut found = Vec::new();
+        self.entries.retain(|&block, copies| {
+            if meant(block.1) {
+                if copies.is_uncertain() {
+                    found.push(block);
+                }
+                copies.least = copies.most;
+            }
             *copies != Copies::ONE
         });
-        self.uncertain = 0;
+        self.uncertain -= found.len();
         self.shrink();
+        found
     }
 
     /// Blocks that might be gone.

@@ -47,7 +47,7 @@ pub struct Placement {
 impl Placement {
     /// 0 for the device, 1 for the host, 2 for disks and remote stores, 3 for unknown media.
     pub fn level(&self) -> usize {
-        let level = TIERS.iter().position(|tier| *tier == self.tier).unwrap_or(TIERS.len());
+        let level = level_of(&self.tier);
         if self.locality.as_deref() == Some("REMOTE") {
             level.max(2)
         } else {
@@ -100,6 +100,11 @@ impl AttestedGroup {
     pub fn copies(self, hashes: &[u64]) -> u64 {
         hashes.iter().fold(0, |sum: u64, &hash| sum.wrapping_add(self.copy(hash)))
     }
+}
+
+/// The level of a tier.
+pub fn level_of(tier: &str) -> usize {
+    TIERS.iter().position(|known| *known == tier).unwrap_or(TIERS.len())
 }
 
 /// The tier of a medium: the slowest one that a word of its name means, as in `CPU_PINNED` or `shared-storage`. No name means the device.

@@ -24,8 +24,8 @@ use crate::memory::table::Stage;
 use crate::prefix_index::{ImportedStream, Index};
 use crate::store::members::Worker;
 use crate::store::shared_state::{Block, SharedState};
-use crate::stream::Stream;
 use crate::stream::pending::{Content, Waiting};
+use crate::stream::{Evidence, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
@@ -169,10 +169,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             unkept.push((self.from.signed()?, self.from.fixed()?));
         }
         stream.put_attested(has_attested, unkept);
-        let flags = self.from.byte()?;
-        stream.evidence.is_whole = flags & 1 != 0;
-        stream.evidence.has_page_hashes = flags & 2 != 0;
-        stream.evidence.set_aside = self.from.count()?;
+        stream.evidence = Evidence::from_parts(self.from.byte()?, self.from.byte()?, self.from.count()?);
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
         let salts = self.groups(&mut stream)?;

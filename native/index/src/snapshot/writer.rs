@@ -14,8 +14,8 @@ use crate::holders::placements::Placement;
 use crate::prefix_index::Index;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
+use crate::stream::Stream;
 use crate::stream::pending::Waiting;
-use crate::stream::{Evidence, Stream};
 
 use super::frames::FrameWriter;
 use super::{
@@ -121,14 +121,9 @@ impl<W: Write> Saving<'_, W> {
             self.out.signed(group);
             self.out.fixed(sum);
         }
-        let Evidence {
-            is_whole,
-            set_aside,
-            has_page_hashes,
-            ..
-        } = stream.evidence;
-        self.out.byte(u8::from(is_whole) | u8::from(has_page_hashes) << 1);
-        self.out.count(set_aside);
+        self.out.byte(stream.evidence.to_bits());
+        self.out.byte(stream.evidence.unknown_levels);
+        self.out.count(stream.evidence.set_aside);
         self.groups(stream);
         self.blocks(stream)?;
         self.several(stream)?;

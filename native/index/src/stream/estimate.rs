@@ -11,6 +11,9 @@ pub enum Estimate {
     UnknownParents(u64),
     /// Hashes are of pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
     PageHashes,
+    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or the
+    /// cache was cleared, and nothing says whether that has emptied these tiers.
+    InexactTiers,
     /// The groups of the engine cannot be searched as the engine does.
     Groups(&'static str),
 }
@@ -22,6 +25,7 @@ impl Estimate {
             Self::SetAside(_) => "set-aside",
             Self::UnknownParents(_) => "unknown-parents",
             Self::PageHashes => "page-hashes",
+            Self::InexactTiers => "inexact-tiers",
             Self::Groups(code) => code,
         }
     }
@@ -30,7 +34,7 @@ impl Estimate {
     pub fn count(self) -> u64 {
         match self {
             Self::SetAside(count) | Self::UnknownParents(count) => count,
-            Self::PageHashes | Self::Groups(_) => 0,
+            Self::PageHashes | Self::InexactTiers | Self::Groups(_) => 0,
         }
     }
 
@@ -54,6 +58,14 @@ pub struct Evidence {
     pub set_aside: u64,
     /// Whether a first block had the hash of its tokens alone.
     pub has_page_hashes: bool,
+    /// Whether blocks on the device had extra keys.
+    pub has_extra_keys: bool,
+    /// Whether a first block of unknown hash on another tier had none.
+    pub has_unkeyed_root: bool,
+    /// Levels whose blocks a clear has removed here and perhaps not in the engine, as bits.
+    pub unknown_levels: u8,
+    /// Whether a clear without a tier empties host memory too.
+    pub has_host_clears: bool,
     /// Number of further first blocks whose hash is compared with that.
     pub pages_left: u8,
 }
@@ -62,10 +74,43 @@ pub struct Evidence {
 const PAGES: u8 = 8;
 
 impl Evidence {
-    /// Begins again after a clear of everything.
-    pub fn begin(&mut self) {
+    fn flags(&mut self) -> [&mut bool; 5] {
+        [
+            &mut self.is_whole,
+            &mut self.has_page_hashes,
+            &mut self.has_extra_keys,
+            &mut self.has_unkeyed_root,
+            &mut self.has_host_clears,
+        ]
+    }
+
+    /// Its flags as bits, for a snapshot.
+    pub fn to_bits(mut self) -> u8 {
+        self.flags()
+            .into_iter()
+            .rev()
+            .fold(0, |bits, flag| bits << 1 | u8::from(*flag))
+    }
+
+    /// The value with such flags.
+    pub fn from_parts(bits: u8, unknown_levels: u8, set_aside: u64) -> Self {
+        let mut found = Self {
+            unknown_levels,
+            set_aside,
+            ..Self::default()
+        };
+        let flags = found.flags().into_iter().enumerate();
+        flags.for_each(|(at, flag)| *flag = bits >> at & 1 != 0);
+        found
+    }
+
+    /// Begins again after a clear that names no tier, of a stream that has named placements on these levels.
+    pub fn begin(&mut self, levels: u8) {
+        let certain_levels = if self.has_host_clears { 0b11 } else { 0b1 };
         *self = Self {
+            unknown_levels: self.unknown_levels | (levels & !certain_levels),
             has_page_hashes: self.has_page_hashes,
+            has_host_clears: self.has_host_clears,
             pages_left: self.pages_left,
             ..Self::default()
         };
@@ -78,6 +123,10 @@ impl Default for Evidence {
             is_whole: true,
             set_aside: 0,
             has_page_hashes: false,
+            has_extra_keys: false,
+            has_unkeyed_root: false,
+            unknown_levels: 0,
+            has_host_clears: false,
             pages_left: PAGES,
         }
     }
@@ -95,6 +144,9 @@ impl Stream {
         let Evidence {
             set_aside,
             has_page_hashes,
+            has_extra_keys,
+            has_unkeyed_root,
+            unknown_levels,
             ..
         } = self.evidence;
         let parents = self.unknown_parents();
@@ -104,6 +156,8 @@ impl Stream {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
             Some(Estimate::PageHashes)
+        } else if unknown_levels != 0 || (has_extra_keys && has_unkeyed_root) {
+            Some(Estimate::InexactTiers)
         } else {
             self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
         }

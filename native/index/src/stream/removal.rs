@@ -248,6 +248,16 @@ impl Stream {
         true
     }
 
+    /// Applies a clear that names no tier, and removes all blocks. Whether it has emptied other tiers than the device, its engine does not
+    /// say.
+    pub fn clear_all(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let levels = (self.named.iter()).map(|named| writer.view.placements.get(named.placement).level());
+        let levels = levels.fold(0, |levels, level| levels | 1 << level);
+        self.remove_all(writer);
+        self.leave_placements(writer);
+        self.evidence.begin(levels);
+    }
+
     /// Removes every block, which lookups see at once. The rules of groups stay.
     pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;

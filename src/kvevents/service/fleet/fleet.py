@@ -351,8 +351,7 @@ class Fleet(Listener):
                 stamp = None if batch.replayed else timestamp_of(batch.payload)
                 if stamp is not None:
                     member.lag = now - stamp
-                if member.trust != Trust.EXACT:
-                    self._update_trust(member, now)
+                self._update_after(batch, member, now)
         for loss in losses:
             member = self.members.get((loss.source, loss.rank))
             if member is not None:
@@ -361,6 +360,18 @@ class Fleet(Listener):
         if losses:
             self._update_all_trust(now)
         self.on_change()
+
+    def _update_after(self, batch: RawBatch, member: Member, now: float) -> None:
+        """Update the trust of a member at once if it is not EXACT, or might not be after this batch."""
+        info, key = member.info, member.registration.key
+        has_unknown_size = info is None or info.incarnation != batch.incarnation or not info.block_sizes
+        if member.registration.block_size is not None and has_unknown_size:
+            self._refresh(key, now)
+            self._update_trust(member, now)
+            return
+        with suppress(LookupError):  # it has left meanwhile
+            if member.trust != Trust.EXACT or self.follower.subscriber.trust(*key) != Trust.EXACT:
+                self._update_trust(member, now)
 
     def _record_loss(self, member: Member, loss: Reset | Gap, now: float) -> None:
         what: Literal["gap", "reset"] = "gap"

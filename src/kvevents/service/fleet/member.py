@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from typing import Final, NamedTuple, cast
@@ -116,6 +117,8 @@ class Member:
         sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
+        if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
+            trust = replace(trust, attested=False)  # an attestation is of the GPU, and answers count all tiers
         faults = self._faults_that_explain(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []

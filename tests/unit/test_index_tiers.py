@@ -1,0 +1,184 @@
+"""Tiers below the GPU: which keys their blocks have, and when the index cannot know what they hold."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from index_cases import Feed, cleared, removal, store
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import Namespace, PrefixIndex
+from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.wire import encode_batch
+
+TOKENS = list(range(100, 106))
+SALTED: dict[str, Any] = {"extra_keys": [("tenant",), None, None]}
+ADAPTED: dict[str, Any] = {"lora_name": "adapter", "extra_keys": [("adapter",)] * 3}
+CASES = [(SALTED, Namespace(salt="tenant")), (ADAPTED, Namespace(lora="adapter"))]
+
+
+def chain(medium: str, hashes: tuple[int, ...] = (1, 2, 3), **fields: Any) -> BlockStored:
+    return store(hashes, TOKENS[: 2 * len(hashes)], 2, medium=medium, **fields)
+
+
+def chunks(medium: str = "CPU", **fields: Any) -> list[KVEvent]:
+    """Return blocks as vLLM's `OffloadingConnector` announces them: one by one, and without extra keys."""
+    parents = [None, 1, 2]
+    return [store([n + 1], TOKENS[2 * n : 2 * n + 2], 2, parents[n], medium=medium, **fields) for n in range(3)]
+
+
+def held(index: PrefixIndex, namespace: Namespace | None = None) -> tuple[int, int]:
+    """Return the tokens on the GPU, and on the CPU as well."""
+    match = index.match(TOKENS, namespace).best
+    return (0, 0) if match is None else (match.tiers["gpu"], match.tiers["cpu"])
+
+
+def late(*payloads: bytes) -> PrefixIndex:
+    """Return the index of a consumer that gets the compacted history of these payloads."""
+    compactor = Compactor.create()
+    assert compactor is not None
+    for payload in payloads:
+        compactor.append(payload)
+    events = compactor.events()
+    assert events is not None
+    found = encode_snapshot(events, 1.0, 0, encode_batch, 1 << 20)
+    assert found is not None
+    index = PrefixIndex()
+    for seq, payload in enumerate(found):
+        index.apply_payload("a", 0, seq, payload)
+    return index
+
+
+def payload(*events: KVEvent) -> bytes:
+    return encode_batch(KVEventBatch(1.0, list(events)))
+
+
+@pytest.mark.parametrize(("fields", "namespace"), CASES)
+@pytest.mark.parametrize("medium", ["CPU", "DISK"])
+def test_a_block_of_known_hash_has_the_known_key(fields: dict[str, Any], namespace: Namespace, medium: str) -> None:
+    """Also after its copy on the GPU is gone, and for a late consumer."""
+    feed = Feed(PrefixIndex())
+    batches = [[chain("GPU", **fields)], chunks(medium), [removal(1, 2, 3)]]
+    for events in batches:
+        feed(*events)
+    for index in (feed.index, late(*(payload(*events) for events in batches))):
+        match = index.match(TOKENS, namespace).best
+        assert match is not None
+        assert (match.tokens, match.tiers["gpu"]) == (6, 0)
+        assert not len(index.match(TOKENS)), "nothing in the other namespace"
+        assert index.worker("a").estimate is None
+        index.apply_payload("a", 0, 100, payload(removal(1, 2, 3, medium=medium)))
+        assert index.worker("a").blocks == 0
+
+
+def test_only_some_hashes_are_known() -> None:
+    """The other blocks follow the known ones in their namespace."""
+    feed = Feed(PrefixIndex())
+    feed(chain("GPU", (1, 2), extra_keys=[("tenant",), None]))
+    feed(chain("CPU"))
+    assert held(feed.index, Namespace(salt="tenant")) == (4, 6)
+    assert held(feed.index) == (0, 0)
+
+
+def test_a_chunk_of_another_size_keeps_its_own_key() -> None:
+    """A hash of a connector can be that of a block by chance; its chunks are divided in another way."""
+    feed = Feed(PrefixIndex())
+    feed(chain("GPU", **SALTED), store([1], TOKENS, 6, medium="CPU"))
+    assert held(feed.index) == (0, 6)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("fields", [SALTED, ADAPTED])
+def test_unknown_first_blocks_without_keys_make_the_tier_inexact(fields: dict[str, Any], order: int) -> None:
+    """If other blocks of the stream have salts or adapters, these may have them too."""
+    feed = Feed(PrefixIndex())
+    events = [chain("GPU", (11, 12, 13), **fields), *chunks()]
+    batches = [[event] for event in (events if order else events[::-1])]
+    for batch in batches if order else [[*chunks()], [events[0]]]:
+        feed(*batch)
+    history = [payload(*batch) for batch in (batches if order else [[*chunks()], [events[0]]])]
+    assert feed.index.worker("a").estimate == "inexact-tiers"
+    assert late(*history).worker("a").estimate == "inexact-tiers"
+    feed(removal(11, 12, 13), removal(1, 2, 3, medium="CPU"))
+    history.append(payload(removal(11, 12, 13), removal(1, 2, 3, medium="CPU")))
+    assert late(*history).worker("a").estimate == "inexact-tiers", "what follows is no better"
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [chain("GPU"), *chunks()],
+        [chain("GPU", **SALTED), store([11], [1, 1], 2, medium="CPU", extra_keys=[("tenant",)])],
+        [chain("GPU", cache_salt="tenant"), store([11], [1, 1], 2, medium="CPU_PINNED")],
+        [chain("GPU", **SALTED), store([12], [1, 1], 2, 11, medium="CPU")],
+    ],
+)
+def test_a_tier_with_keys_or_without_need_of_them_is_exact(events: list[KVEvent]) -> None:
+    """SGLang has a field for the salt of each event, on all tiers."""
+    feed = Feed(PrefixIndex())
+    feed(*events)
+    assert feed.index.worker("a").estimate is None
+
+
+def test_a_clear_does_not_say_what_other_tiers_hold() -> None:
+    """vLLM announces the clear of the GPU. Whether the connector's cache is left depends on the request."""
+    feed = Feed(PrefixIndex())
+    feed(chain("GPU"), *chunks())
+    feed(cleared())
+    assert held(feed.index) == (0, 0)
+    assert feed.index.worker("a").estimate == "inexact-tiers"
+    feed(chain("GPU"))
+    assert feed.index.worker("a").estimate == "inexact-tiers"
+    feed(cleared(medium="CPU"))
+    assert feed.index.worker("a").estimate is None
+    feed(cleared())
+    assert feed.index.worker("a").estimate is None, "nothing was announced there since"
+    feed(*chunks(), cleared(), cleared(medium="CPU"))
+    assert feed.index.worker("a").estimate is None
+    assert held(feed.index) == (0, 0)
+
+
+@pytest.mark.parametrize(("media", "clears", "estimate"), [
+    (["GPU"], [], None),
+    (["CPU_PINNED"], [], None),
+    (["CPU_PINNED", "DISK"], [], "inexact-tiers"),
+    (["CPU", "DISK"], ["CPU"], "inexact-tiers"),
+    (["CPU", "DISK"], ["CPU", "DISK"], None),
+    (["HBM3"], [], "inexact-tiers"),
+])  # fmt: skip
+def test_each_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[str], estimate: str | None) -> None:
+    """SGLang empties host memory with the GPU; storage stays."""
+    stored = [chain("GPU"), *(chain(medium) for medium in media)]
+    events: list[list[Any]] = [stored, [AllBlocksCleared()], [cleared(medium=name) for name in clears]]
+    feed = Feed(PrefixIndex())
+    for batch in events:
+        feed(*batch)
+    file = io.BytesIO()
+    feed.index.snapshot(file)
+    file.seek(0)
+    restored = PrefixIndex()
+    restored.restore(file)
+    for index in (feed.index, restored, late(*(payload(*batch) for batch in events))):
+        assert index.worker("a").estimate == estimate
+
+
+def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:
+    """A late consumer that holds blocks on the CPU gets the compacted history of the same stream."""
+    feed = Feed(PrefixIndex())
+    history = [[chain("GPU"), *chunks()], [removal(2, 3, medium="CPU")]]
+    compactor = Compactor.create()
+    assert compactor is not None
+    for batch in history:
+        compactor.append(payload(*batch))
+    feed(*history[0])
+    events = compactor.events()
+    assert events is not None
+    for part in encode_snapshot(events, 1.0, 0, encode_batch, 1 << 20) or []:
+        feed.index.apply_payload("a", 0, 10, part)
+    expected = PrefixIndex()
+    for seq, batch in enumerate(history):
+        expected.apply_payload("a", 0, seq, payload(*batch))
+    assert feed.index.digest("a") == expected.digest("a")
+    assert feed.index.worker("a").estimate is None
