@@ -14,7 +14,7 @@ from kvevents.stream import Batch, DegradedReason, RawBatch, Reset, Source, Stre
 from kvevents.wire import encode_batch
 
 EMPTY_TUPLE = hash(())
-WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
+WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
 
 
 class Follower:
@@ -34,7 +34,6 @@ class Follower:
             if report is not None and isinstance(taken, (Batch, RawBatch)):
                 self.stream.report(taken, report)
 
-    @property
     def is_estimate(self) -> bool:
         found = DegradedReason.ESTIMATED_MATCHES in self.stream.degraded_reasons
         assert found == (self.index.worker("a").estimate is not None)
@@ -50,12 +49,12 @@ def page(tokens: list[int], parent: int | None, **fields: Any) -> BlockStored:
 def test_an_orphan_in_a_complete_stream_ends_exact_until_its_parent_comes(raw: bool) -> None:
     consumer = Follower(raw=raw)
     consumer.take(store([1], [1, 1], 2))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
     consumer.take(store([3, 4, 5], [3, 3, 4, 4, 5, 5], 2, 2))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     assert "at least 2 of its blocks name parents that were never announced" in consumer.stream.trust.reason
     consumer.take(store([2], [2, 2], 2, 1))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
     assert tokens_of(consumer.index, [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]) == 10
 
 
@@ -64,16 +63,16 @@ def test_an_orphan_in_a_complete_stream_ends_exact_until_its_parent_comes(raw: b
 def test_a_clear_or_the_removal_of_the_orphan_ends_the_estimate(raw: bool, end: KVEvent) -> None:
     consumer = Follower(raw=raw)
     consumer.take(store([1], [1, 1], 2), store([3], [3, 3], 2, 2))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     consumer.take(end)
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_parent_that_follows_in_the_same_batch_is_no_contradiction(raw: bool) -> None:
     consumer = Follower(raw=raw)
     consumer.take(store([2], [2, 2], 2, 1), store([1], [1, 1], 2))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -86,10 +85,10 @@ def test_orphans_of_a_stream_that_is_known_to_be_incomplete_contradict_nothing(r
     lossy.seq += 1
     lossy.take(store([3], [3, 3], 2, 2))
     for consumer in (late, lossy):
-        assert not consumer.is_estimate
+        assert not consumer.is_estimate()
         consumer.take(cleared())
         consumer.take(store([3], [3, 3], 2, 2))
-        assert consumer.is_estimate, "everything since the clear was received"
+        assert consumer.is_estimate(), "everything since the clear was received"
 
 
 @pytest.mark.parametrize(
@@ -156,18 +155,18 @@ def test_a_store_that_cannot_be_used_ends_exact_until_a_clear(raw: bool, event: 
     consumer = Follower(raw=raw)
     consumer.take(store([7], [7, 7], 2))
     consumer.take(event)
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     consumer.take(store([8], [8, 8], 2, 7))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     assert tokens_of(consumer.index, [7, 7, 8, 8]) == 4, "its neighbours count"
     consumer.take(cleared())
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 def test_a_store_without_hashes_sets_nothing_aside() -> None:
     consumer = Follower(raw=True)
     consumer.take(store([], [1, 1], 2))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -175,16 +174,16 @@ def test_first_blocks_of_releases_that_hash_pages_alone_are_estimates(raw: bool)
     """SGLang 0.5.1 to 0.5.5 announce the first page of every node as a first block."""
     consumer = Follower(raw=raw)
     consumer.take(page([1, 2, 3, 4], None), page([5, 6, 7, 8], hash((1, 2, 3, 4))))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     consumer.take(cleared())
-    assert consumer.is_estimate, "another cache of the same release"
+    assert consumer.is_estimate(), "another cache of the same release"
 
 
 def test_several_first_blocks_with_other_hashes_prove_nothing() -> None:
     consumer = Follower(raw=True)
     for first in range(20):
         consumer.take(store([100 + first], [first, 1], 2))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -192,7 +191,7 @@ def test_the_hash_of_an_empty_tuple_is_the_root(raw: bool) -> None:
     """SGLang 0.4.7 to 0.4.9 name it as the parent of first pages, whose hashes have parents that can be believed."""
     consumer = Follower(raw=raw)
     consumer.take(page([1, 2], EMPTY_TUPLE), page([3, 4], hash((1, 2))))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
     assert tokens_of(consumer.index, [1, 2, 3, 4]) == 4
 
 
@@ -203,7 +202,7 @@ def test_chunks_of_a_connector_beside_blocks_of_the_engine_are_no_estimate(kind:
     consumer.take(store([900], list(range(8)), 8, medium="CPU"))
     consumer.take(store([1, 2, 3], list(range(6)), 2, group_idx=0, kv_cache_spec_kind=kind))
     consumer.take(store([901], list(range(8, 16)), 8, 900, medium="CPU"))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
     match = consumer.index.match(list(range(16))).best
     assert match is not None
     assert match.tiers == {"gpu": 6, "cpu": 16, "disk": 16}
@@ -214,27 +213,27 @@ def test_chunks_of_a_connector_beside_blocks_of_the_engine_are_no_estimate(kind:
 def test_chunks_of_a_connector_do_not_change_the_groups_of_a_hybrid_model() -> None:
     """Group 0 keeps its blocks of two tokens, so that the window is searched where the engine searches it."""
     consumer = Follower(raw=True)
-    dense = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    dense: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     consumer.take(store([1, 2, 3], list(range(6)), 2, **dense), store([1, 2, 3], list(range(6)), 2, **WINDOW))
     before = tokens_of(consumer.index, list(range(6)))
     consumer.take(store([900], list(range(8)), 8, medium="CPU"))
     assert (before, tokens_of(consumer.index, list(range(6)))) == (6, 6)
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
 
 
 def test_blocks_of_several_sizes_on_the_device_are_an_estimate_as_before() -> None:
     consumer = Follower(raw=True)
     consumer.take(store([1], [1, 1], 2), store([2], [1, 1, 1, 1], 4))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
 
 
 def test_a_late_report_does_not_replace_a_newer_one() -> None:
     consumer = Follower(raw=True)
     consumer.take(store([2], [2, 2], 2, 1))
-    assert consumer.is_estimate
+    assert consumer.is_estimate()
     orphaned = consumer.index.apply(RawBatch("b", 0, 0, 0, False, encode_batch(KVEventBatch(1.0, [store([2], [2, 2], 2, 1)]))))
     consumer.take(store([1], [1, 1], 2))
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()
     assert orphaned.report is not None
     consumer.stream.report(RawBatch("a", 0, 0, 0, False, b""), orphaned.report)
-    assert not consumer.is_estimate
+    assert not consumer.is_estimate()

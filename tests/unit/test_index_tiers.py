@@ -60,7 +60,7 @@ def payload(*events: KVEvent) -> bytes:
 def test_a_block_of_known_hash_has_the_known_key(fields: dict[str, Any], namespace: Namespace, medium: str) -> None:
     """Also after its copy on the GPU is gone, and for a late consumer."""
     feed = Feed(PrefixIndex())
-    batches = [[chain("GPU", **fields)], chunks(medium), [removal(1, 2, 3)]]
+    batches: list[list[KVEvent]] = [[chain("GPU", **fields)], chunks(medium), [removal(1, 2, 3)]]
     for events in batches:
         feed(*events)
     for index in (feed.index, late(*(payload(*events) for events in batches))):
@@ -94,11 +94,11 @@ def test_a_chunk_of_another_size_keeps_its_own_key() -> None:
 def test_unknown_first_blocks_without_keys_make_the_tier_inexact(fields: dict[str, Any], order: int) -> None:
     """If other blocks of the stream have salts or adapters, these may have them too."""
     feed = Feed(PrefixIndex())
-    events = [chain("GPU", (11, 12, 13), **fields), *chunks()]
-    batches = [[event] for event in (events if order else events[::-1])]
-    for batch in batches if order else [[*chunks()], [events[0]]]:
+    batches: list[list[KVEvent]] = [[chain("GPU", (11, 12, 13), **fields)], chunks()]
+    batches = batches if order else batches[::-1]
+    for batch in batches:
         feed(*batch)
-    history = [payload(*batch) for batch in (batches if order else [[*chunks()], [events[0]]])]
+    history = [payload(*batch) for batch in batches]
     assert feed.index.worker("a").estimate == "inexact-tiers"
     assert late(*history).worker("a").estimate == "inexact-tiers"
     feed(removal(11, 12, 13), removal(1, 2, 3, medium="CPU"))
@@ -150,8 +150,8 @@ def test_a_clear_does_not_say_what_other_tiers_hold() -> None:
 ])  # fmt: skip
 def test_each_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[str], estimate: str | None) -> None:
     """SGLang empties host memory with the GPU; storage stays."""
-    stored = [chain("GPU"), *(chain(medium) for medium in media)]
-    events: list[list[Any]] = [stored, [AllBlocksCleared()], [cleared(medium=name) for name in clears]]
+    stored: list[KVEvent] = [chain("GPU"), *(chain(medium) for medium in media)]
+    events: list[list[KVEvent]] = [stored, [AllBlocksCleared()], [cleared(medium=name) for name in clears]]
     feed = Feed(PrefixIndex())
     for batch in events:
         feed(*batch)
@@ -167,7 +167,7 @@ def test_each_tier_is_known_again_by_its_own_clear(media: list[str], clears: lis
 def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:
     """A late consumer that holds blocks on the CPU gets the compacted history of the same stream."""
     feed = Feed(PrefixIndex())
-    history = [[chain("GPU"), *chunks()], [removal(2, 3, medium="CPU")]]
+    history: list[list[KVEvent]] = [[chain("GPU"), *chunks()], [removal(2, 3, medium="CPU")]]
     compactor = Compactor.create()
     assert compactor is not None
     for batch in history:
