@@ -104,7 +104,8 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    fn export_store(&mut self, store: Store<'static>) {
+    fn export_store(&mut self, mut store: Store<'static>) {
+        store.keyable = Some(store.hashes.len());
         if let Some(rule) = rule_of(&store) {
             let _ = self.exported_rules.learn(&store, rule);
         }

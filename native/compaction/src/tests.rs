@@ -29,6 +29,7 @@ fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], location
         tokens: tokens.into(),
         block_size: if tokens.is_empty() { 0 } else { 2 },
         location: location.clone(),
+        keyable: Some(hashes.len()),
         ..Store::default()
     }
 }
@@ -713,8 +714,8 @@ fn removals_in_a_row_are_joined() {
 fn rules_outlive_their_blocks() {
     for hash in [37, 5] {
         let (mut state, model) = (State::default(), Model::default());
-        put(&mut state, hash, &CPU);
-        take(&mut state, hash, &CPU);
+        put(&mut state, hash, &GPU);
+        take(&mut state, hash, &GPU);
         let events = exported(&state).expect("hashes are distinct");
         assert!(
             matches!(&events[..], [ExportedEvent::Stored(store), ExportedEvent::Removed(..)] if says_rule(store)),
