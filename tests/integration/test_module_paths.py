@@ -111,6 +111,7 @@ def test_a_batch_passes_few_modules_between_a_socket_and_an_application(
         "subscriber/zmq_transport.py",
         "stream/stream.py",
         "stream/delivery_layer.py",
+        "stream/deliveries.py",
         "wire/decode.py",
     ]
     assert set(in_threads.names) - {"publisher/stats.py"} == {

@@ -21,7 +21,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbe
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import RawBatch
-from kvevents.wire import encode_batch
+from kvevents.wire import dialect_for, encode_batch
 
 WORKER = ("engine", 0)
 SIZE = 4
@@ -33,6 +33,10 @@ WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"
 """A window that needs the last two blocks of a prefix."""
 
 
+MAPS = dialect_for("vllm", "0.33.0")
+"""A dialect of maps, in which only stores with a group count as copies."""
+
+
 class Consumer:
     """An index that applies the batches of one stream."""
 
@@ -42,7 +46,9 @@ class Consumer:
 
     def send(self, *events: KVEvent) -> Any:
         self.seq += 1
-        return self.index.apply(RawBatch(*WORKER, 0, self.seq, False, encode_batch(KVEventBatch(1.0, list(events))))).report
+        return self.index.apply(
+            RawBatch(*WORKER, 0, self.seq, False, encode_batch(KVEventBatch(1.0, list(events)), MAPS))
+        ).report
 
     def match(self, tokens: list[int]) -> tuple[int, int]:
         """Return how many tokens the worker might hold and how many it certainly holds."""
@@ -157,7 +163,7 @@ def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVE
     events = [*before, *[plain(number, parent=number - 1 or None, **fields) for number in (1, 2, 1, 2, 1, 3)]]
     for event in events:
         consumer.send(event)
-        compactor.append(encode_batch(KVEventBatch(1.0, [event])))
+        compactor.append(encode_batch(KVEventBatch(1.0, [event]), MAPS))
     late = late_consumer(compactor)
     copied, file = Consumer(), io.BytesIO()
     consumer.index.snapshot(file)
@@ -172,6 +178,17 @@ def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVE
         assert (one.match(tokens_of(3)), one.uncertain) == ((4, 4), 0)
         one.send(BlockRemoved([1], **where))
         assert one.match(tokens_of(3)) == (0, 0)
+
+
+def test_stores_of_arrays_count_as_copies() -> None:
+    """Those of vLLM before 0.20 have no group, and look as those of SGLang before 0.5.20: a removal might leave a copy."""
+    for row in (dialect_for("vllm", "0.9.1"), dialect_for("sglang", "0.5.9")):
+        index = PrefixIndex()
+        for seq, event in enumerate([plain(1), plain(1), BlockRemoved([1], "GPU")]):
+            index.apply(RawBatch(*WORKER, 0, seq, False, encode_batch(KVEventBatch(1.0, [event]), row)))
+        found = index.match(tokens_of(1)).get(*WORKER)
+        assert found is not None
+        assert (found.tokens, found.certain) == (4, 0)
 
 
 def test_a_pending_block_of_a_logical_cache_is_pending_once(consumer: Consumer) -> None:
@@ -255,7 +272,7 @@ def test_compacted_history_has_the_same_bounds_of_copies(consumer: Consumer) -> 
     assert compactor is not None
     for event in events:
         consumer.send(event)
-        compactor.append(encode_batch(KVEventBatch(1.0, [event])))
+        compactor.append(encode_batch(KVEventBatch(1.0, [event]), MAPS))
     late = late_consumer(compactor)
     assert bounds(late.index) == bounds(consumer.index)
     assert bounds(late.index) == {(1, 0): (1, 3), (2, 0): (0, 2), (3, 0): (1, 2), (4, 0): (0, 1)}

@@ -4,8 +4,8 @@
 //! after it. If several blocks share a hash ("twins"), a parent hash refers to the last one stored, so all children of one twin are
 //! exported before the next twin; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they
 //! had a copy, which the last events remove again; among twins they come first, since a removal takes the oldest. For some artificial
-//! histories no order is right. So if there are twins, the events are applied to an empty state, and nothing is exported if the result
-//! differs.
+//! histories no order is right. So if there are twins, or pending blocks that would not wait again, the events are applied to an empty
+//! state, and nothing is exported if the result differs.
 
 mod order;
 
@@ -29,7 +29,11 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
         return None;
     }
     let twins = Twins::new(&state.blocks);
-    if twins.is_empty() {
+    // On other tiers than the device a block takes the key of its hash: a pending one whose hash is known by now would not wait again.
+    let is_known = |item: &Waiting<Content<'static>>| {
+        !state.announcements.is_on_device(item.placement as u8) && state.blocks.find(item.hash).is_some()
+    };
+    if twins.is_empty() && !state.waiting.iter().any(is_known) {
         Exporter::new(state, &mut emit).run(&twins);
         return Some(());
     }
@@ -65,7 +69,7 @@ impl<'a> Exporter<'a> {
 
     fn run(mut self, twins: &Twins) {
         // The clear before these events names no tier, and does not say what is left on these levels.
-        let levels = self.state.announcements.levels();
+        let levels = self.state.announcements.levels() | self.state.cleared_levels;
         let is_used = |&level: &usize| levels >> level & 1 != 0;
         for level in (1..LEVELS).filter(is_used) {
             (self.emit)(ExportedEvent::Cleared(MEDIA[level]));
@@ -312,6 +316,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 /// Whether these events, after a clear, lead to the state that a consumer would have.
 fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
     let mut rebuilt = State::default();
+    rebuilt.copied_levels = state.copied_levels;
     let applied = events.iter().try_for_each(|event| match event {
         ExportedEvent::Stored(store) => rebuilt.store(store),
         ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),

@@ -91,6 +91,8 @@ pub struct State {
     pub has_unkeyed_root: bool,
     pub unknown_levels: u8,
     pub has_host_clears: bool,
+    /// Levels that were cleared by name, as bits.
+    pub cleared_levels: u8,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -147,6 +149,7 @@ impl State {
             lookahead: self.lookahead,
             copied_levels: self.copied_levels,
             has_host_clears: self.has_host_clears,
+            cleared_levels: self.cleared_levels,
             unknown_levels: self.levels_after_clear(),
             invalid: Some(reason),
             is_partial: self.is_partial,
@@ -469,6 +472,7 @@ impl State {
                 lookahead: self.lookahead,
                 copied_levels: self.copied_levels,
                 has_host_clears: self.has_host_clears,
+                cleared_levels: self.cleared_levels,
                 unknown_levels: self.levels_after_clear(),
                 // An excess of groups is kept, although their blocks are removed.
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
@@ -477,7 +481,9 @@ impl State {
             return Ok(());
         }
         if let Some(medium) = medium.filter(|_| group.is_none()) {
-            self.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
+            let level = 1 << level_of(&tier(&String::from_utf8_lossy(medium)));
+            self.unknown_levels &= !level;
+            self.cleared_levels |= level;
         }
         self.unkept.clear(medium, group);
         let announcements = self.announcements.clearable(medium, group);

@@ -85,8 +85,9 @@ impl Overlay {
 
     /// Adds a decision: a prompt with these keys, in one of several schemes, goes to a worker, which is expected to hold them `until` then.
     /// Without keys it does nothing.
-    pub fn add(&mut self, worker: Worker, prompts: Vec<Vec<u64>>, until: f64) {
+    pub fn add(&mut self, worker: Worker, mut prompts: Vec<Vec<u64>>, until: f64) {
         let end = order(until);
+        prompts.retain(|keys| !keys.is_empty());
         let decision = Decision { worker, prompts, end };
         let size = decision.keys().count();
         if size == 0 {
