@@ -134,7 +134,7 @@ async def _partition_view(js: JetStreamContext, layout: Layout, partition: int) 
                 written.append((page.bridge, page.written_at))
                 written += [(each.bridge, each.sent_at) for each in heartbeats]
     except PlaneError as error:
-        return PartitionView(partition, 0, 0, 0, None, {}, str(error))
+        return PartitionView(partition, 0, 0, 0, None, {}, fault=str(error))
     bridges = {bridge_name(bridge): at for bridge, at in written}
     shared = _shared_names(bridge for bridge, _ in written)
     return PartitionView(partition, info.first, info.last, info.bytes, info.leader, bridges, alive_seconds, shared=shared)
