@@ -167,6 +167,8 @@ ESTIMATES: Final = {
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
 }
 """What each value of `WorkerInfo.estimate` means."""
+_OF_LOOKUPS: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
+"""Estimates that follow from how a model is looked up. Its events are complete and right, so its stream may be EXACT."""
 
 
 def describe_estimate(code: str, count: int) -> str:
@@ -299,7 +301,9 @@ class PrefixIndex(_native.NativeIndex):
         `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
         """
         sent = None if heartbeat is None else Heartbeat(*heartbeat)
-        sentence = None if estimate is None else describe_estimate(*estimate)
+        sentence = None
+        if estimate is not None:
+            sentence = "" if estimate[0] in _OF_LOOKUPS else describe_estimate(*estimate)
         return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested, sentence)
 
     def _with_report(

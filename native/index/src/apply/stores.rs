@@ -68,7 +68,7 @@ impl Stream {
         work: &mut Work,
     ) {
         writer.spend(1);
-        if event.may_be_copy() {
+        if event.group.is_some() {
             self.learn_copies(writer, read, event);
         }
         let kind = read.text(event.spec_kind).unwrap_or("none");

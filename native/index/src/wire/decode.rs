@@ -432,13 +432,7 @@ fn event<'a>(
     }
     let fields = Fields::new(fields, limits, free);
     let event = match tag {
-        "BlockStored" => fields.stored().map(|mut stored| {
-            if is_array(head) {
-                // What is read is written as maps, where only a group shows that a store can be another copy (`scan::Event::may_be_copy`).
-                stored.group_idx.get_or_insert(0);
-            }
-            Event::Stored(Box::new(stored))
-        }),
+        "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
         "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
         _ => Err(Refusal::unknown_tag(tag)),

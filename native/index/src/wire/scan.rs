@@ -105,8 +105,6 @@ pub struct Event {
     pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,
-    /// The event is an array.
-    pub is_array: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
@@ -150,13 +148,6 @@ impl Event {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
-    /// Whether another store of its blocks can be another copy: it names a group, as vLLM's block pool does, or it is an array, in which
-    /// vLLM before 0.20 and SGLang before 0.5.20 look alike.
-    #[inline]
-    pub fn may_be_copy(&self) -> bool {
-        self.group.is_some() || self.is_array
-    }
-
     /// The block size of a store with one key for each hash instead of tokens; None for other events.
     pub fn size_of_keyed(&self) -> Option<u32> {
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
@@ -183,7 +174,6 @@ impl Event {
             pairs: false,
             keyable: 0,
             keyed: false,
-            is_array: false,
             hashes: Run::default(),
             tokens: Run::default(),
             keys: Run::default(),
@@ -380,7 +370,6 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let mut event = Event::new(layout.kind);
-        event.is_array = true;
         for &field in fields {
             self.field(field, &mut event)?;
         }
