@@ -106,7 +106,9 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_examples_of_streams_run() -> None:
     """The examples follow an engine until its first batch, and resume in another process from the saved state."""
-    following, load = python_blocks(DOCS / "concepts" / "stream.md")
+    blocks = python_blocks(DOCS / "concepts" / "stream.md")
+    (following,) = (block for block in blocks if "sink=index" in block)
+    (load,) = (block for block in blocks if "LoadSubscriber(" in block)
     (saving,) = python_blocks(DOCS / "concepts" / "replay.md")
     with engine() as made:
         made.store(prompt(1))

@@ -238,7 +238,7 @@ def test_the_index_shows_how_much_of_a_prompt_each_worker_holds() -> None:
             index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
             ended = index.interrupt()
     assert ended.code == 0
-    assert logged_states(ended.err) <= {"no connection"}
+    assert all(re.search("no connection|has no replay endpoint", state) for state in logged_states(ended.err))
     assert re.search("^engine-1: 0 of 33 tokens, CONNECTING", ended.out, re.MULTILINE)
 
 

@@ -68,7 +68,8 @@ def test_the_router_uses_load_reports_to_count_requests_of_other_routers() -> No
     reports["a", 0] = None
     assert router.route("next", [1, 2, 3]).worker == ("a", 0), "a missing report removes only its own effect"
     reports["b", 0] = EngineLoad(0, 0, 0, 0)
-    assert router.route("last", [1, 2, 3]).worker == ("a", 0), "requests that the engine has not reported yet count"
+    assert router.route("last", [1, 2, 3]).worker == ("b", 0), "a report counts instead of the router's own requests"
+    assert router.route("more", [1, 2, 3]).worker == ("a", 0), "requests that were sent since the report count too"
 
 
 def test_waiting_requests_count_if_the_engine_reports_no_tokens() -> None:

@@ -14,7 +14,7 @@ from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.plane.records import VERSION, BatchRecord, Page, encode_page
 from kvevents.stream import RawBatch
-from kvevents.wire import encode_batch
+from kvevents.wire import dialect_for, encode_batch
 
 DOCUMENT: Final = (paths.ROOT / "docs" / "operations" / "sizing.md").read_text(encoding="utf-8")
 STORED: Final = 10
@@ -39,7 +39,7 @@ def payloads(first: int, count: int, *, with_removals: bool) -> Iterator[bytes]:
         events: list[KVEvent] = [BlockStored(stored, parent, tokens, 16, medium="GPU", group_idx=0)]
         if with_removals:
             events = [BlockRemoved([hash_of(block + place - BLOCKS)], "GPU", 0) for place in range(STORED)] + events
-        yield encode_batch(KVEventBatch(float(block), events))
+        yield encode_batch(KVEventBatch(float(block), events), dialect_for("vllm"))
 
 
 def test_sizes_in_the_document_are_those_of_the_code(tmp_path: Path) -> None:

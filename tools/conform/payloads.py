@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockStored, EventBatch
-from kvevents.wire import encode_batch, live_frames
+from kvevents.wire import dialect_for, encode_batch, live_frames
 from tools.conform.script import BLOCK, A, B, D, Engine, Play, Script
 
 
@@ -28,7 +28,7 @@ def _payload(payload: bytes) -> Play:
 
 def _whole() -> bytes:
     event = BlockStored([D.name_of(0, 1)], None, D.part(0), BLOCK, medium="GPU")
-    return encode_batch(EventBatch(1.0, [event], 0))
+    return encode_batch(EventBatch(1.0, [event], 0), dialect_for("vllm"))
 
 
 def _odd_event(make: Callable[[Engine], Any]) -> Play:
@@ -54,7 +54,7 @@ def _jump(seq: int, **settings: Any) -> Play:
 
     def play(script: Script) -> None:
         engine = script.warm(A, 5, **settings)
-        engine.send(live_frames(b"", seq, encode_batch(EventBatch(1.0, [], 0))))
+        engine.send(live_frames(b"", seq, encode_batch(EventBatch(1.0, [], 0), dialect_for("vllm"))))
         script.pause(1.0)
         script.ask(B)
         engine.store(A, range(5, 10))

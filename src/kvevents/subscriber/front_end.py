@@ -139,6 +139,7 @@ class FrontEnd(Generic[BatchT]):
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
                 self.add(source)
+                _warn_without_replay(source)
         except BaseException:
             self._close()
             raise
@@ -157,8 +158,6 @@ class FrontEnd(Generic[BatchT]):
             source = Source(source)
         if not isinstance(source, Source):
             raise ConfigError(f"invalid source {source!r}: expected a Source or an endpoint such as tcp://HOST:PORT")
-        if source.replay_endpoint is None and not source.by_topic:
-            log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", source.label)
         call = object()
         try:
             self._begin_call(call)
@@ -356,3 +355,10 @@ class FrontEnd(Generic[BatchT]):
         """Return the endpoints of up to three sources, and the number of streams by trust."""
         with self._lock:
             return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe(self._unread)}>"
+
+
+def _warn_without_replay(source: Source | str) -> None:
+    """Warn of a source whose losses cannot be repaired. Services, which add sources later, show it as their trust."""
+    given = Source(source) if isinstance(source, str) else source
+    if given.replay_endpoint is None and not given.by_topic:
+        log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", given.label)
