@@ -14,7 +14,7 @@ from index_model import Oracle
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
 from kvevents.stream import Batch, Gap, Reset
-from kvevents.wire import DEFAULT_WIRE_LIMITS, Dialect, dialects, encode_batch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Dialect, dialect_for, dialects, encode_batch
 from kvevents_native import _native
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ def cleared(**scope: Any) -> AllBlocksCleared:
 
 
 _LIMITS = astuple(DEFAULT_WIRE_LIMITS)[:6]
+NEWEST = dialect_for("vllm", "0.33.0")
+"""A dialect of maps, in which only stores with a group count as copies."""
 
 
 def scanned(payload: bytes) -> list[dict[str, Any]] | None:
@@ -128,13 +130,15 @@ def carries(row: Dialect, event: KVEvent) -> bool:
         "parent_block_digest",
     )
     names += ("block_keys",) if row.event_form == "map" else ()
+    if row.event_form == "array" and isinstance(event, BlockStored) and event.group_idx is None:
+        return False  # another store of it might be another copy, which a group shows in each form
     return all(name in names or getattr(event, name) is None for name in event.__struct_fields__)
 
 
 def encode_in_dialect(batch: Batch, choice: int) -> bytes:
     """Return the payload of `batch` in one of the dialects that can encode it; in our own encoding if none can."""
     rows = [row for row in dialects() if all(carries(row, event) for event in batch.events)]
-    return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else None)
+    return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else NEWEST)
 
 
 # --- histories made of bytes ------------------------------------------------------------------------------------------------

@@ -180,6 +180,18 @@ def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVE
         assert one.match(tokens_of(3)) == (0, 0)
 
 
+def test_stores_of_arrays_count_as_copies() -> None:
+    """Those of vLLM before 0.20 have no group, and look as those of SGLang before 0.5.20: a removal might leave a copy."""
+    for row in (dialect_for("vllm", "0.9.1"), dialect_for("sglang", "0.5.9")):
+        index = PrefixIndex()
+        events: list[KVEvent] = [plain(1), plain(1), BlockRemoved([1], "GPU")]
+        for seq, event in enumerate(events):
+            index.apply(RawBatch(*WORKER, 0, seq, False, encode_batch(KVEventBatch(1.0, [event]), row)))
+        found = index.match(tokens_of(1)).get(*WORKER)
+        assert found is not None
+        assert (found.tokens, found.certain) == (4, 0)
+
+
 def test_a_pending_block_of_a_logical_cache_is_pending_once(consumer: Consumer) -> None:
     consumer.send(plain(2, parent=1), plain(2, parent=1), plain(2, parent=1))
     assert consumer.index.worker(WORKER).orphans == 1

@@ -81,8 +81,10 @@ KNOWN = batch_of(
     make_store(),
     make_store(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], medium=None),
     make_store(block_hashes=[3], group_idx=1),
+    *(make_store(block_hashes=[60 + at], group_idx=1, medium=medium) for at, medium in enumerate(("CPU", "DISK", "EXTERNAL"))),
 )
-"""Events before each payload, whose parents and hashes the payloads below name."""
+"""Events before each payload, whose parents and hashes the payloads below name. Groups on each level, since otherwise stores of
+arrays count as copies, and events that were decoded from them do not."""
 
 
 def check(payload: bytes) -> bool:

@@ -159,6 +159,11 @@ pub fn location_of<'a>(read: &'a Read<'_>, event: &Event) -> Location<'a> {
 /// A store of a payload.
 pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
+    let mut location = location_of(read, event);
+    if event.may_be_copy() {
+        // Also of an array without one: in the exported map only a group shows it. A block without a group is in group 0.
+        location.group.get_or_insert(0);
+    }
     Store {
         hashes: event.hashes.slice(&read.scratch.hashes).into(),
         parent: event.parent_hash(),
@@ -167,7 +172,7 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
         keyable: event.keyable_blocks(),
         keys: event.keyed.then(|| event.keys.slice(&read.scratch.hashes).into()),
         block_size: event.block_size,
-        location: location_of(read, event),
+        location,
         kind: text(event.spec_kind),
         window: event.window,
         namespace: Namespace {

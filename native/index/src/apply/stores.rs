@@ -68,7 +68,7 @@ impl Stream {
         work: &mut Work,
     ) {
         writer.spend(1);
-        if event.group.is_some() {
+        if event.may_be_copy() {
             self.learn_copies(writer, read, event);
         }
         let kind = read.text(event.spec_kind).unwrap_or("none");

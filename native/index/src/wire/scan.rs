@@ -105,6 +105,8 @@ pub struct Event {
     pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,
+    /// The event is an array.
+    pub is_array: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
@@ -148,6 +150,13 @@ impl Event {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
+    /// Whether another store of its blocks can be another copy: it names a group, as vLLM's block pool does, or it is an array, in which
+    /// vLLM before 0.20 and SGLang before 0.5.20 look alike.
+    #[inline]
+    pub fn may_be_copy(&self) -> bool {
+        self.group.is_some() || self.is_array
+    }
+
     /// The block size of a store with one key for each hash instead of tokens; None for other events.
     pub fn size_of_keyed(&self) -> Option<u32> {
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
@@ -174,6 +183,7 @@ impl Event {
             pairs: false,
             keyable: 0,
             keyed: false,
+            is_array: false,
             hashes: Run::default(),
             tokens: Run::default(),
             keys: Run::default(),
@@ -370,6 +380,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let mut event = Event::new(layout.kind);
+        event.is_array = true;
         for &field in fields {
             self.field(field, &mut event)?;
         }
