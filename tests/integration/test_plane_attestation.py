@@ -36,19 +36,19 @@ def watch_of(engine: AttestingEngine) -> Watch:
 
 
 def fill(engine: AttestingEngine, first: int, count: int = 60) -> None:
-    """Store blocks in two groups and tiers, some twice, and remove some."""
+    """Store blocks in two groups, some twice, and remove some. All are on the GPU, since an engine attests no other tier."""
     window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
     for number in range(first, first + count):
-        engine.publish(block(number), block(number, medium="CPU"), block(number, **window))
+        engine.publish(block(number), block(number, **window))
         if number % 3 == 0:
             engine.publish(block(number))
         if number % 4 == 0:
-            engine.publish(BlockRemoved([number], "GPU"), BlockRemoved([number], "CPU"))
+            engine.publish(BlockRemoved([number], "GPU"))
 
 
 def wait_until_attested(service: Service, engine: AttestingEngine) -> dict[str, Any]:
     """Wait until a replica has all blocks of the engine and reports that the engine attests them."""
-    blocks = len({hash_ for hash_, _ in engine.cache} | set(engine.other_tiers))
+    blocks = len({hash_ for hash_, _ in engine.cache})
 
     def find_attested() -> dict[str, Any] | None:
         found = service.sources().get(("one", 0))

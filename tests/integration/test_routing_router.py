@@ -330,7 +330,7 @@ def test_an_uncertain_block_counts_less_and_the_blocks_before_it_count_in_full()
     """The worker with three blocks, of which the last is uncertain, is chosen before the worker with two certain blocks."""
     index = PrefixIndex()
     store_blocks(index, A, 2)
-    feed, blocks = Feed(index, *B), store(range(1, 4), PROMPT[:6], 2)
+    feed, blocks = Feed(index, *B), store(range(1, 4), PROMPT[:6], 2, group_idx=0)
     feed(blocks, blocks, removal(3))
     decision = router_of(A, B, index=index).route("r", PROMPT)
     assert (decision.worker, decision.tokens, decision.choice.chosen.uncertain, decision.trust) == (B, 6, 2, "EXACT")

@@ -42,9 +42,10 @@ FOREIGN = -1.0
 Held = Counter[tuple[int, str]]
 
 
-def block(number: int, *, parent: int | None = None, medium: str = "GPU", **fields: Any) -> BlockStored:
-    """Return a store of one block, with tokens that depend on its number."""
-    return BlockStored([number], parent, list(range(number * SIZE, (number + 1) * SIZE)), SIZE, medium=medium, **fields)
+def block(number: int, *, parent: int | None = None, medium: str = "GPU", group_idx: int = 0, **fields: Any) -> BlockStored:
+    """Return a store of one block, with tokens that depend on its number. It names a group, so that copies count."""
+    tokens = list(range(number * SIZE, (number + 1) * SIZE))
+    return BlockStored([number], parent, tokens, SIZE, medium=medium, group_idx=group_idx, **fields)
 
 
 class Upstream:

@@ -259,7 +259,8 @@ def worker_history(rng: random.Random, salt: int) -> list[tuple[float, list[KVEv
         for low, high in pieces:
             if low < high:
                 hashes = [hash_of(prefix, salt) for prefix in prefixes[low:high]]
-                events.append(stored(hashes, prompt[low:high], hash_of(prefixes[low - 1], salt) if low else None))
+                parent = hash_of(prefixes[low - 1], salt) if low else None
+                events.append(stored(hashes, prompt[low:high], parent, group_idx=0))
         # A block that is announced again counts as a copy. Remove the copy at once: an eviction removes each block once.
         events += [removed(hash_of(prefix, salt)) for prefix in prefixes[begin:start]]
         cached += prefixes[start:]

@@ -61,7 +61,8 @@ def _tiers(script: Script) -> None:
 def _reannounced(script: Script) -> None:
     """vLLM's `kv_cache_report_mode=full`: a request that hits announces its blocks again. Then each is evicted, once."""
     engine = script.warm(A, 4)
-    engine.store(A, range(4))
+    for place in range(4):
+        engine.publish([engine.stored(A, place, group_idx=0)])  # as vLLM does: its block pool names the group
     script.settle(1.0)
     engine.remove(A, [3, 2, 1, 0])
     script.ask(B)
@@ -72,7 +73,7 @@ def _reannounced(script: Script) -> None:
 def _two_copies(script: Script) -> None:
     """Two requests compute the same blocks at a time. One copy of each is evicted."""
     engine = script.warm(A, 4)
-    engine.publish([engine.stored(A, place) for place in range(4)])
+    engine.publish([engine.stored(A, place, group_idx=0) for place in range(4)])
     script.settle(1.0)
     event = engine.removed(A, [3, 2, 1, 0])
     for place in range(4):

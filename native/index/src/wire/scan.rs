@@ -10,6 +10,7 @@ mod schema;
 mod tests;
 
 use std::num::NonZeroU32;
+use std::ops::RangeInclusive;
 
 use crate::wire::msgpack::Reader;
 use crate::wire::tokens::{self, Lengths};
@@ -105,8 +106,8 @@ pub struct Event {
     pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,
-    /// The event is an array.
-    pub is_array: bool,
+    /// The event is an array without a place for a group, as in vLLM before 0.20.
+    pub lacks_group: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
@@ -141,6 +142,10 @@ pub struct Event {
     pub lookahead: Option<Span>,
 }
 
+/// Parts of a store's array, with the tag, in vLLM before 0.20. Those of six and seven are of SGLang before 0.5.20 too; longer ones have
+/// a place for a group.
+const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
+
 /// The hash of an empty tuple in every CPython from 3.8 on: what SGLang 0.4.7 to 0.4.9 name as the parent of first blocks.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
 
@@ -150,11 +155,10 @@ impl Event {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
-    /// Whether another store of its blocks can be another copy: it names a group, as vLLM's block pool does, or it is an array, in which
-    /// vLLM before 0.20 and SGLang before 0.5.20 look alike.
+    /// Whether another store of its blocks can be another copy, as in vLLM's block pool, which names a group from 0.20 on.
     #[inline]
     pub fn may_be_copy(&self) -> bool {
-        self.group.is_some() || self.is_array
+        self.group.is_some() || self.lacks_group
     }
 
     /// The block size of a store with one key for each hash instead of tokens; None for other events.
@@ -183,7 +187,7 @@ impl Event {
             pairs: false,
             keyable: 0,
             keyed: false,
-            is_array: false,
+            lacks_group: false,
             hashes: Run::default(),
             tokens: Run::default(),
             keys: Run::default(),
@@ -380,7 +384,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let mut event = Event::new(layout.kind);
-        event.is_array = true;
+        event.lacks_group = WITHOUT_GROUP.contains(&parts);
         for &field in fields {
             self.field(field, &mut event)?;
         }
