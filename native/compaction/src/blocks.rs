@@ -339,12 +339,14 @@ impl Blocks {
         }
     }
 
-    /// Adds one copy of a block that has some, unless it has one in the announcements `single`.
+    /// Adds one copy of a block, unless it has one in the announcements `single`. If its first announcement is one of them, the copy
+    /// is of that one: so that an export, which must begin with it, announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
-        let copies = self.attributes(number).copies;
+        let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
             return;
         }
+        let announcement = if single >> origin & 1 != 0 { origin } else { announcement };
         if copies >> announcement & 1 == 0 {
             self.set_copies(number, copies | 1 << announcement);
         } else {

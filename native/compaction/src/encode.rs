@@ -3,7 +3,7 @@
 //! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is divided between
 //! two blocks; the second part names the last block of the first part as its parent.
 
-use super::event::{ExportedEvent, Location, Store, join_extra_keys, split_extra_keys};
+use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
 /// Bytes of `[ts, [`, and the most that a number or the length of an array takes.
 const HEAD: usize = 1 + 9 + ARRAY;
@@ -189,7 +189,7 @@ impl<'a> StoreWriter<'a> {
         } else {
             store.parent
         };
-        let extra_keys = join_extra_keys(self.extra_keys.get(first..end).unwrap_or_default().iter().copied());
+        let extra_keys = self.extra_keys.get(first..end).unwrap_or_default();
         let mut fields = Fields::open(out, "BlockStored");
         fields.hashes("block_hashes", &store.hashes[first..end]);
         fields.name("parent_block_hash");
@@ -203,9 +203,10 @@ impl<'a> StoreWriter<'a> {
         number(fields.out, store.block_size);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
-        if let Some(raw) = extra_keys {
+        // Of a first block also that it has none: below the device a store that says nothing leaves its keys unknown.
+        if extra_keys.iter().any(Option::is_some) || (first == 0 && !extra_keys.is_empty()) {
             fields.name("extra_keys");
-            fields.out.extend_from_slice(&raw);
+            fields.out.extend_from_slice(&encode_extra_keys(extra_keys.iter().copied()));
         }
         fields.location(&store.location);
         fields.text("kv_cache_spec_kind", store.kind.as_deref());

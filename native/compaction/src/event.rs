@@ -161,7 +161,7 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = location_of(read, event);
     if event.may_be_copy() {
-        // Also of an array without one: in the exported map only a group shows it. A block without a group is in group 0.
+        // Also if the engine named none: in the exported map only a group shows it. A block without a group is in group 0.
         location.group.get_or_insert(0);
     }
     Store {
@@ -211,9 +211,11 @@ pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
 
 /// Extra keys of several blocks as those of one event; None if all are nil.
 pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>> + Clone) -> Option<Vec<u8>> {
-    if blocks.clone().all(|block| block.is_none()) {
-        return None;
-    }
+    blocks.clone().any(|block| block.is_some()).then(|| encode_extra_keys(blocks))
+}
+
+/// Extra keys of blocks as an event states them, nil for a block without any.
+pub fn encode_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>>) -> Vec<u8> {
     let count = blocks.len() as u32;
     let mut raw = match count {
         0..=15 => vec![0x90 | count as u8],
@@ -222,5 +224,5 @@ pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]
     for block in blocks {
         raw.extend_from_slice(block.unwrap_or(&[0xC0]));
     }
-    Some(raw)
+    raw
 }

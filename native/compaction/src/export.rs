@@ -12,13 +12,14 @@ mod order;
 use std::borrow::Cow;
 use std::collections::HashMap;
 
+use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::stream::pending::Waiting;
 
 use super::blocks::{Blocks, ROOT, bits};
-use super::event::{ExportedEvent, Namespace, Store, join_extra_keys};
-use super::group_rules::{GroupRules, Rule, rule_of};
+use super::event::{ExportedEvent, Namespace, Store, encode_extra_keys, join_extra_keys};
+use super::group_rules::{GroupRule, GroupRules, Rule, rule_of};
 use super::state::{Content, State};
 
 use order::{Runs, Twins};
@@ -45,6 +46,10 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
 /// A medium of each level.
 const MEDIA: [&str; LEVELS] = ["GPU", "CPU", "DISK", "OTHER"];
 
+/// The medium on which a first block without extra keys is announced, and its level as a bit.
+const LOWER_MEDIUM: &str = "CPU";
+const LOWER_LEVEL: u8 = 1 << 1;
+
 struct Exporter<'a> {
     state: &'a State,
     emit: &'a mut dyn FnMut(ExportedEvent),
@@ -54,6 +59,11 @@ struct Exporter<'a> {
     exported_rules: GroupRules,
     /// Hashes of copies that the state does not have, and their announcements.
     surplus: Vec<(u64, u8)>,
+    /// What a consumer has to see, and has not seen yet, to conclude `State::has_extra_keys` or `State::unknown_levels`.
+    needs_extra_keys: bool,
+    /// What a consumer has to see to conclude `State::has_unkeyed_root` or `State::unknown_levels`.
+    needs_unkeyed_root: bool,
+    has_unkeyed_root: bool,
 }
 
 impl<'a> Exporter<'a> {
@@ -64,12 +74,16 @@ impl<'a> Exporter<'a> {
             ranked: state.announcements.ranked(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
+            needs_extra_keys: state.has_extra_keys || state.unknown_levels != 0,
+            needs_unkeyed_root: state.has_unkeyed_root || state.unknown_levels != 0,
+            has_unkeyed_root: false,
         }
     }
 
     fn run(mut self, twins: &Twins) {
         // The clear before these events names no tier, and does not say what is left on these levels.
-        let levels = self.state.announcements.levels() | self.state.cleared_levels;
+        let lower = if self.needs_unkeyed_root { LOWER_LEVEL } else { 0 };
+        let levels = self.state.announcements.levels() | self.state.cleared_levels | lower;
         let is_used = |&level: &usize| levels >> level & 1 != 0;
         for level in (1..LEVELS).filter(is_used) {
             (self.emit)(ExportedEvent::Cleared(MEDIA[level]));
@@ -81,31 +95,38 @@ impl<'a> Exporter<'a> {
         self.remove_surplus();
         self.export_waiting();
         self.export_rules();
-        if self.state.has_inexact_tiers() {
-            self.export_inexact_tiers();
+        // Together they let a consumer conclude that it cannot know exactly what tiers below the device hold.
+        let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
+        if self.needs_extra_keys {
+            self.export_evidence("GPU", extra_keys);
+        }
+        if self.needs_unkeyed_root && !self.has_unkeyed_root {
+            self.export_evidence(LOWER_MEDIUM, None);
         }
     }
 
-    /// Announces blocks from which a consumer concludes that it cannot know exactly what tiers below the device hold, and removes them
-    /// again: a block with an extra key on the device, and a first block without any elsewhere.
-    fn export_inexact_tiers(&mut self) {
+    /// Announces a first block on `medium`, and removes it again.
+    fn export_evidence(&mut self, medium: &'static str, extra_keys: Option<Cow<'static, [u8]>>) {
         let hash = self.unused_hash();
-        let dense = self.state.group_rules.iter().find(|known| known.rule == Rule::Dense);
-        let mut store = dense.map_or_else(Store::default, |known| known.example.clone());
-        store.keys = None;
-        store.block_size = store.block_size.max(1);
-        store.hashes = vec![hash].into();
-        store.tokens = vec![0; store.block_size as usize * (1 + usize::from(store.pairs))].into();
-        let keyed = Store {
-            extra_keys: join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned),
-            ..store.clone()
+        let is_dense = |known: &&GroupRule| known.rule == Rule::Dense;
+        let dense = self.state.group_rules.iter().filter(is_dense).min_by_key(|known| known.group);
+        let example = dense.map_or_else(Store::default, |known| known.example.clone());
+        let block_size = example.block_size.max(1);
+        let mut store = Store {
+            hashes: vec![hash].into(),
+            tokens: vec![0; block_size as usize * (1 + usize::from(example.pairs))].into(),
+            block_size,
+            pairs: example.pairs,
+            kind: example.kind,
+            extra_keys,
+            ..Store::default()
         };
-        store.location.medium = Some(Cow::Borrowed(b"CPU"));
-        for store in [keyed, store] {
-            let location = store.location.clone();
-            self.export_store(store);
-            (self.emit)(ExportedEvent::Removed(vec![hash], location));
-        }
+        store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
+        // Where the engine names groups all stores do.
+        store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
+        let location = store.location.clone();
+        self.export_store(store);
+        (self.emit)(ExportedEvent::Removed(vec![hash], location));
     }
 
     fn export_store(&mut self, mut store: Store<'static>) {
@@ -129,6 +150,8 @@ impl<'a> Exporter<'a> {
             let hashes = store.hashes.iter().rev();
             self.surplus.extend(hashes.map(|&hash| (hash, first)));
         }
+        self.note_extra_keys(&store);
+        self.has_unkeyed_root |= !is_twin && is_unkeyed_root(&store);
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
             // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
@@ -182,12 +205,17 @@ impl<'a> Exporter<'a> {
     /// Returns a store with the properties of `announcement`.
     fn announced(&self, announcement: u8, store: Store<'static>) -> Store<'static> {
         let known = self.state.announcements.get(announcement);
-        Store {
+        let mut store = Store {
             location: known.location.clone(),
             kind: known.kind.clone(),
             window: known.window,
             ..store
+        };
+        if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
+            // The block was first announced on the device. A consumer that does not see that must not take its keys for unknown.
+            store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));
         }
+        store
     }
 
     fn store_without_tokens(&self, hashes: Vec<u64>, announcement: u8) -> Store<'static> {
@@ -254,8 +282,14 @@ impl<'a> Exporter<'a> {
                 lookahead: self.state.lookahead,
                 ..Store::default()
             };
-            self.export_store(self.announced(announcement, store));
+            let store = self.announced(announcement, store);
+            self.note_extra_keys(&store);
+            self.export_store(store);
         }
+    }
+
+    fn note_extra_keys(&mut self, store: &Store<'_>) {
+        self.needs_extra_keys &= !(store.location.is_on_device() && has_extra_keys(store.extra_keys.as_deref()));
     }
 
     /// Announces the matching rules of groups that no exported store has announced.
@@ -287,6 +321,12 @@ impl<'a> Exporter<'a> {
         let is_unused = |hash: &u64| self.state.blocks.find(*hash).is_none() && !self.state.waiting.names(*hash);
         (1..).find(is_unused).unwrap_or(0)
     }
+}
+
+/// Whether a first block comes below the device without anything that says whether it has extra keys.
+fn is_unkeyed_root(store: &Store<'_>) -> bool {
+    let is_root = store.parent.is_none() && !store.tokens.is_empty() && !store.location.is_on_device();
+    is_root && store.extra_keys.is_none() && store.namespace.cache_salt.is_none()
 }
 
 /// Whether the pending blocks can be exported in one event.

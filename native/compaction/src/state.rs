@@ -436,11 +436,6 @@ impl State {
         self.unknown_levels | (self.announcements.levels() & !certain_levels)
     }
 
-    /// Whether a consumer cannot know exactly what tiers below the device hold.
-    pub fn has_inexact_tiers(&self) -> bool {
-        self.unknown_levels != 0 || (self.has_extra_keys && self.has_unkeyed_root)
-    }
-
     // --- removals
 
     /// Applies a removal. One of a group of an unknown kind removes no block that prompts match.
