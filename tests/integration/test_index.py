@@ -35,7 +35,7 @@ from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
 from kvevents.events import BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
 from kvevents.stream import BatchReport, Gap, Reset
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 from wire_cases import batch_of, make_store, pack
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -1185,7 +1185,7 @@ def test_event_layouts_in_rust_equal_those_of_the_dialects() -> None:
     assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == [
         ("BlockStored", list(ARRAY_STORED), maps[BlockStored]),
         ("BlockRemoved", list(ARRAY_REMOVED), maps[BlockRemoved]),
-        ("AllBlocksCleared", [], ["medium", "group_idx"]),
+        ("AllBlocksCleared", list(ARRAY_CLEARED), ["medium", "group_idx"]),
     ]
     assert frozenset(lists["NEUTRAL_KINDS"]) == NEUTRAL_KINDS
 

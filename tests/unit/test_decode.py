@@ -211,7 +211,7 @@ def test_unknown_array_elements_are_stored_by_position() -> None:
     known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
     assert decode_one(batch_of(["BlockStored", *known, "new", [5]])).unknown_fields == {"12": "new", "13": [5]}
     assert decode_one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unknown_fields == {"5": "LOCAL"}
-    assert decode_one(batch_of(["AllBlocksCleared", 1])).unknown_fields == {"1": 1}
+    assert decode_one(batch_of(["AllBlocksCleared", "CPU", 0, 1])).unknown_fields == {"medium": "CPU", "group_idx": 0, "3": 1}
 
 
 HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnected", 7)

@@ -19,7 +19,7 @@ from decode_cases import BAD_EVENTS
 from index_cases import scanned
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED
 from kvevents.wire.encode import encode_events
 from kvevents_native import _native
 from scan_cases import MUTATIONS, NUMBERS, loose_events, mutate
@@ -50,11 +50,19 @@ def fields_of(event: KVEvent) -> dict[str, Any]:
         fields["extra_keys"] = plain(fields["extra_keys"])
     if isinstance(event, BlockRemoved) and event.heartbeat is not None:
         fields["heartbeat"] = msgspec.structs.astuple(event.heartbeat)
-    rest = event.unknown_fields
-    return fields | {"type": type(event).__name__, "unknown_fields": plain(rest)}
+    return fields | {"type": type(event).__name__, "unknown_fields": plain(event.unknown_fields)}
 
 
 _UNLIMITED = (2**40,) * 5 + (astuple(DEFAULT_WIRE_LIMITS)[5],)
+
+
+PYTHON_LIMITS = {"too-complex", "too-many-rejected"}
+"""Limits of the time that Python's decoder takes, above which it rejects a batch."""
+
+
+def native_reasons(payload: bytes) -> list[str]:
+    """Return the reasons why the native decoder rejected the batch or some of its events."""
+    return [one[0] for one in _native.decoded(_UNLIMITED, DEFAULT_WIRE_LIMITS.max_rejected, payload)[3]]
 
 
 def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> list[dict[str, Any]]:
@@ -62,6 +70,9 @@ def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> list[dict
     ts, rank, events, rejected, normalised = _native.decoded(astuple(limits)[:6], limits.max_rejected, payload)
     expected = decode_batch(payload, limits)
     native_rejected = tuple(Rejected(*one) for one in rejected)
+    if {one.reason for one in expected.rejected} & PYTHON_LIMITS:
+        assert expected.batch.events == []  # native code reads such a batch in less time than its size allows Python
+        return scanned(normalised) or []
     assert native_rejected == adopt_details(native_rejected, expected.rejected)
     batch = expected.batch
     assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
@@ -126,14 +137,14 @@ def test_both_decoders_limit_lists_and_maps_of_free_form_equally(new: list[Any],
     )
     for payload in payloads:
         check(payload)
-    assert [one.reason for one in decode_batch(payloads[0]).rejected] == ([] if is_read else ["oversized"])
+    assert native_reasons(payloads[0]) == ([] if is_read else ["oversized"])
 
 
 @pytest.mark.parametrize(("lists", "is_read"), [(49_999, True), (50_000, False)])
 def test_extra_keys_as_engines_send_them_do_not_count_as_lists(lists: int, is_read: bool) -> None:
     payload = batch_of(make_store(extra_keys=[[("a", 1)] * 60_000]), make_store(new=[[]] * lists))
     check(payload)
-    assert [one.reason for one in decode_batch(payload).rejected] == ([] if is_read else ["oversized"])
+    assert native_reasons(payload) == ([] if is_read else ["oversized"])
 
 
 def test_extra_keys_after_the_last_block_are_ignored() -> None:
@@ -213,7 +224,7 @@ def test_both_decoders_agree_on_any_value_of_any_field(fields: list[tuple[str, b
     st.data(),
 )
 def test_both_decoders_agree_on_any_element_of_an_array_event(tag: str, values: list[bytes], data: st.DataObject) -> None:
-    names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}.get(tag, ())
+    names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, "AllBlocksCleared": ARRAY_CLEARED}.get(tag, ())
     good = {**make_store(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
     for at, name in enumerate(names[: len(values)]):
         if name in good and data.draw(st.integers(0, 3)):

@@ -37,12 +37,21 @@ from kvevents.wire.checked_msgpack import (
     first_byte,
     is_array,
     is_map,
+    is_nil,
     length_bytes,
     map_items,
     skip_value,
 )
 from kvevents.wire.dialects import Dialect, detect_dialect
-from kvevents.wire.tolerant import MAX_SECONDS, MIN_DIGEST_BYTES, decode_tolerant, read_tokens, shorten_digests, unknown_values
+from kvevents.wire.tolerant import (
+    INTERNAL_FIELDS,
+    MAX_SECONDS,
+    MIN_DIGEST_BYTES,
+    decode_tolerant,
+    read_tokens,
+    shorten_digests,
+    unknown_values,
+)
 
 _HEAD_BYTES: Final = 512
 """A clear without unknown fields takes less than 100 bytes in every dialect."""
@@ -236,7 +245,7 @@ def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
 class _LenientStored(BlockStored, tag="BlockStored", forbid_unknown_fields=False):
     """BlockStored as a map, with token ids as strings and with unknown fields, which the decoder skips."""
 
-    token_ids: list[int | str | tuple[int, int]]
+    token_ids: list[int | str | tuple[int, int]]  # pyright: ignore[reportIncompatibleVariableOverride] (as read, before normalising)
 
 
 class _LenientRemoved(BlockRemoved, tag="BlockRemoved", forbid_unknown_fields=False):
@@ -262,8 +271,12 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         else:
             found = _decode_lenient(raw)
             event = _KINDS[type(found)](*astuple(found))
+            known = _KNOWN_FIELDS[type(found)]
             fields = map_items(raw, "the event", limits.max_fields)
-            unknown = {name: fields[name] for name in fields.keys() - _KNOWN_FIELDS[type(found)]}
+            unknown = {name: value for name, value in fields.items() if name not in known}
+            for name in INTERNAL_FIELDS & unknown.keys():
+                if is_nil(unknown[name]):
+                    del unknown[name]
     except (*MSGPACK_ERRORS, DecodeRejectedError):
         return None
     if type(event) is BlockStored and str in {*map(type, event.token_ids)}:

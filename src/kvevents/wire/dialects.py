@@ -181,6 +181,8 @@ ARRAY_STORED: Final = _V0_22.stored_fields
 """The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
+ARRAY_CLEARED: Final = ("medium", "group_idx")
+"""What a clear is limited to, which only kvevents sends in an array."""
 
 # No release yet; https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})

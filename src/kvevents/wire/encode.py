@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, KVCacheEvent, KVEvent
-from kvevents.wire.dialects import ARRAY_REMOVED, DECLARED, DEFAULT_DIALECT, Dialect
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, DECLARED, DEFAULT_DIALECT, Dialect
 
 
 def _to_builtin(value: Any) -> Any:
@@ -159,12 +159,21 @@ def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -
     """Add the fields of kvevents and, to map events, the unknown fields; array events have no place for those."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
+        if isinstance(event, AllBlocksCleared):
+            return _limited_clear(event, converted)
         return _extend_array(converted, extra, dialect) if extra else converted
     extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
         return converted
     fields: dict[str, Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
     return fields | extra
+
+
+def _limited_clear(event: AllBlocksCleared, converted: msgspec.Struct) -> Any:
+    """Return an array event that ends with what the clear is limited to. Decoders that ignore that clear everything."""
+    scope = scope_of(event)
+    fields = [*msgspec.to_builtins(converted), *(scope.get(name) for name in ARRAY_CLEARED)]
+    return fields if scope else converted
 
 
 def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:

@@ -44,7 +44,7 @@ from kvevents.wire.checked_msgpack import (
     scalar,
     to_python,
 )
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 
 MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
@@ -59,7 +59,7 @@ _FAST_STEPS: Final = 2
 _SLOW_STEPS: Final = 10
 _MASK: Final = (1 << 64) - 1
 MIN_DIGEST_BYTES: Final = 8
-_INTERNAL_FIELDS: Final = ("unknown_fields", "block_digests", "parent_block_digest")
+INTERNAL_FIELDS: Final = {"unknown_fields", "block_digests", "parent_block_digest"}
 """Fields of `kvevents.events` that no engine sends."""
 
 _Decoder = msgspec.msgpack.Decoder
@@ -117,7 +117,7 @@ class _RejectionLog:
 
     def add(self, error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
         if len(self._entries) >= self._limit:
-            first = self._entries[0]
+            first = self._entries[0] if self._entries else error.rejected(raw, index)
             detail = f"more than {self._limit} events cannot be read; the first one: {first.reason}: {first.detail}"
             raise BatchRejectedError("too-many-rejected", detail)
         self._entries.append(error.rejected(raw, index))
@@ -254,7 +254,7 @@ _MOONCAKE_NAMES: Final = {
     "parent_hash": "parent_block_hash",
     "additional_salt": "cache_salt",
 }
-_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}
+_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, "AllBlocksCleared": ARRAY_CLEARED}
 
 
 def _build_stored(fields: FieldReader) -> BlockStored:
@@ -423,7 +423,7 @@ class FieldReader:
 
     def unknown_fields(self) -> dict[str, Any] | None:
         """Return the fields that no other method has read, within the limits of free form."""
-        for name in _INTERNAL_FIELDS:
+        for name in INTERNAL_FIELDS:
             # The fast decoder ignores these fields if they are nil, so this one does too.
             self._optional(name)
         return unknown_values(self._fields, self._limits, self._budget) or None

@@ -12,7 +12,7 @@ mod value;
 use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
-use crate::wire::scan::layouts::{NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
+use crate::wire::scan::layouts::{CLEARED_ARRAY, NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
 use crate::wire::scan::{Limits, SECONDS, Schema};
 
 use fields::{Fields, FreeFormBudget};
@@ -448,6 +448,7 @@ fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a
     let names: &[&'static str] = match tag {
         "BlockStored" => STORED_ARRAY,
         "BlockRemoved" => REMOVED_ARRAY,
+        "AllBlocksCleared" => CLEARED_ARRAY,
         _ => &[],
     };
     let name = |at: usize| match names.get(at) {

@@ -48,7 +48,8 @@ const REMOVED_MAP: &[&str] = &[
     "heartbeat",
     "block_digests",
 ];
-const CLEARED_ARRAY: &[&str] = &[];
+/// Fields of array clears after the tag, which only kvevents sends.
+pub const CLEARED_ARRAY: &[&str] = &["medium", "group_idx"];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
 /// Tags of events that do not change which blocks are resident. As in `kvevents.wire.dialects.NEUTRAL_KINDS`.
 pub const NEUTRAL_KINDS: &[&str] = &["BlockInactive"];

@@ -317,7 +317,7 @@ fn what_is_unexpected_is_refused() {
         "an event in a bin"
     );
     assert_eq!(
-        accepted(&batch(&[[&[0x92], &text("AllBlocksCleared")[..], &[0xC0]].concat()])),
+        accepted(&batch(&[[&[0x94], &text("AllBlocksCleared")[..], &[0xC0; 3]].concat()])),
         None,
         "a longer array"
     );
