@@ -834,7 +834,7 @@ def test_a_shared_stream_is_cleared_after_a_gap_when_all_upstreams_are_empty(sce
 
 
 def test_a_clear_of_one_tier_that_the_dialect_cannot_express_clears_all(scenario: World) -> None:
-    scenario.begin(dialect="vllm-0.22")
+    scenario.begin(dialect="vllm-0.9")
     consumer = scenario.consumer()
     scenario.upstream.store(1)
     scenario.upstream.store(2, medium="CPU")
@@ -844,7 +844,33 @@ def test_a_clear_of_one_tier_that_the_dialect_cannot_express_clears_all(scenario
     assert not consumer.held
     scenario.upstream.clear()
     scenario.upstream.store(5)
+    scenario.confirm()
+    assert consumer.trust.name == "EXACT", consumer.trust
+    assert {number for number, _ in consumer.held} == {5}
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.22", "vllm-0.24"])
+def test_a_clear_of_one_tier_is_expressed_in_arrays_and_maps(scenario: World, dialect: str) -> None:
+    scenario.begin(dialect=dialect)
+    consumer = scenario.consumer()
+    scenario.upstream.store(1)
+    scenario.upstream.store(2, medium="CPU")
+    scenario.upstream.publish_events(AllBlocksCleared({"medium": "GPU"}))
     assert_exact(scenario, consumer)
+    scenario.upstream.publish_events(AllBlocksCleared(), AllBlocksCleared({"medium": "CPU"}))
+    scenario.upstream.store(5)
+    assert_exact(scenario, consumer)
+
+
+def test_a_clear_of_one_tier_behind_a_clear_of_everything_needs_no_expression(scenario: World) -> None:
+    """A compacted history begins with both."""
+    scenario.begin(dialect="vllm-0.9")
+    consumer = scenario.consumer()
+    scenario.upstream.store(1)
+    scenario.upstream.publish_events(AllBlocksCleared(), AllBlocksCleared({"medium": "CPU"}), block(2))
+    scenario.confirm()
+    assert consumer.trust.name == "EXACT", consumer.trust
+    assert {number for number, _ in consumer.held} == {2}
 
 
 def test_an_event_that_the_dialect_cannot_express_skips_a_number(scenario: World) -> None:

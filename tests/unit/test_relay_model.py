@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents.relay.transform import clear_of_all_tiers
 from kvevents.stream import RawBatch
 from relay_cases import FOREIGN, LONG_TURN, MANY_TURNS, Consumer, Held, Upstream, World, block, kill_before, world
 from relay_journal_cases import Killed
@@ -182,7 +183,7 @@ class ExactnessChecker:
 OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "store": HistoryRunner.store,
     "remove": HistoryRunner.remove,
-    "clear": lambda runner, which: runner.upstream(which).clear(),
+    "clear": lambda runner, which: runner.upstream(which).publish_events(*clear_of_all_tiers()),
     "clear scope": HistoryRunner.clear_scope,
     "restart": HistoryRunner.restart,
     "turn": HistoryRunner.turn,
@@ -222,6 +223,7 @@ buffer, no reply contains both, and the consumer stays DEGRADED.
 
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
+@example(history=[("store", 0, 1, "CPU", False), ("turn", 5), ("restart", 0, [])], steps=SMALL_BUFFER)
 @given(history=HISTORIES, steps=st.sampled_from([SMALL_BUFFER, 10_000]))
 @settings(max_examples=EXAMPLES)
 def test_nothing_is_lost_by_kills_and_restarts_of_a_relay(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:

@@ -59,7 +59,7 @@ from kvevents.relay.output_sequencer import (
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
-from kvevents.relay.transform import PassThrough, Transform, received_streams
+from kvevents.relay.transform import PassThrough, Transform, clear_of_all_tiers, received_streams
 from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
@@ -418,7 +418,7 @@ class Relay:
             return
         if not any(map(len, self._transform.blocks().values())) and self._upstreams.trust() == Trust.EXACT:
             self._has_gaps = False
-            self._sequencer.send_events([AllBlocksCleared()], self._rank)
+            self._sequencer.send_events(clear_of_all_tiers(), self._rank)
 
     # --- the end
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import MEDIUM_CPU, MEDIUM_DISK, TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.output_sequencer import (
     IndexedStream,
@@ -52,11 +52,16 @@ class PassThrough:
 
     def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
         """See `Transform.retract`."""
-        return [AllBlocksCleared()]
+        return clear_of_all_tiers()
 
     def blocks(self) -> dict[int, UpstreamBlocks]:
         """See `Transform.blocks`."""
         return {}
+
+
+def clear_of_all_tiers() -> list[KVEvent]:
+    """Return the clears after which consumers know that all tiers are empty. One without a tier leaves the others unknown."""
+    return [AllBlocksCleared(), *(AllBlocksCleared({"medium": medium}) for medium in (MEDIUM_CPU, MEDIUM_DISK, "OTHER"))]
 
 
 def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
@@ -196,7 +201,7 @@ class BatchTransform:
         self._dialect: Final = dialect
         self._limits: Final = limits
         self._redactor: Final = redactor
-        self._scopes: Final = _expressible_scopes(dialect, shared=blocks is not None)
+        self._scopes: Final = expressible_placement(dialect)
 
     @property
     def has_salted_prompts(self) -> bool:
@@ -211,7 +216,7 @@ class BatchTransform:
         events = without_heartbeats(batch.events)
         cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
         self.omits_blocks = (self.omits_blocks and not cleared) or any(map(self._is_misplaced, events))
-        events = [self._expressible_clear(event, rejected) for event in events]
+        events = self._expressible_clears(events, rejected)
         if self._redactor is None:
             expressible = self._expressible_namespaces(events)
             self.omits_blocks |= len(expressible) < len(events)
@@ -234,7 +239,7 @@ class BatchTransform:
     def retract(self) -> list[KVEvent]:
         """See `Transform.retract`."""
         self.omits_blocks = False
-        return [AllBlocksCleared()] if self.blocks is None else self.blocks.clear()
+        return clear_of_all_tiers() if self.blocks is None else self.blocks.clear()
 
     def _is_misplaced(self, event: KVEvent) -> bool:
         """Return whether consumers have the blocks of an event in another group or tier, which the dialect cannot express."""
@@ -247,12 +252,23 @@ class BatchTransform:
         }
         return any(misplaced[name] for name in misplaced.keys() - set(self._dialect.removed_fields))
 
-    def _expressible_clear(self, event: KVEvent, rejected: list[Rejected]) -> KVEvent:
-        """Widen a clear whose tier or group the dialect cannot express: consumers clear too much rather than too little."""
-        if isinstance(event, AllBlocksCleared) and not self._scopes.issuperset(scope_of(event)):
-            rejected.append(Rejected("bad-field", f"{self._dialect} cannot express a clear of {scope_of(event)}"))
-            return AllBlocksCleared()
-        return event
+    def _expressible_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
+        """Widen each clear whose tier or group the dialect cannot express: consumers clear too much rather than too little.
+
+        Behind a clear of everything, as at the beginning of a compacted history, such a clear says nothing new.
+        """
+        found: list[KVEvent] = []
+        is_empty = False
+        for event in events:
+            scope = scope_of(event) if isinstance(event, AllBlocksCleared) else None
+            if scope is None or self._scopes.issuperset(scope):
+                is_empty = scope is not None and (is_empty or not scope)
+                found.append(event)
+            elif not is_empty:
+                rejected.append(Rejected("bad-field", f"{self._dialect} cannot express a clear of {scope}"))
+                found.append(AllBlocksCleared())
+                is_empty = True
+        return found
 
     def _expressible_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
         """Drop stores of namespaces that the dialect cannot express: consumers would match them with plain prompts."""
@@ -287,12 +303,6 @@ class BatchTransform:
 def expressible_placement(dialect: Dialect | None) -> frozenset[str]:
     """Return the fields of a `Placement` that a dialect has."""
     return PLACEMENT_FIELDS if dialect is None else PLACEMENT_FIELDS.intersection(dialect.removed_fields)
-
-
-def _expressible_scopes(dialect: Dialect | None, *, shared: bool) -> frozenset[str]:
-    """Return what a clear can be limited by. A shared stream sends it as removals, any other as a map with more fields."""
-    can_limit = shared or dialect is None or dialect.event_form == "map"
-    return expressible_placement(dialect) if can_limit else frozenset()
 
 
 def _namespace_fields(event: BlockStored) -> set[str]:
