@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
     "blocks without parents": Case(
         lambda: engine(tape=make_orphans(40)),
         verdicts={"trust": "warn"},
-        expected=("of its blocks name parents that were never announced", "use a newer release"),
+        expected=("of its blocks have parents or tokens that were never announced", "use a newer release"),
     ),
     "stores that cannot be used": Case(
         lambda: engine(tape=make_misfits(40)),

@@ -117,4 +117,4 @@ def test_the_index_matches_the_same_tokens_as_the_model_of_the_rules(cache: Cach
                 assert not any(worker.is_certain for worker in found)
                 continue
             assert sum(worker.tokens for worker in found) == expected, (cache, number, salt, len(whole), longest)
-    assert index.worker("engine").estimate in {None, "unknown-parents"}, "all rules are known; histories have orphans"
+    assert index.worker("engine").estimate in {None, "unknown-parents"}, "the engine evicts parents before their children"

@@ -37,7 +37,7 @@ class Reason(enum.StrEnum):
     SET_ASIDE = "set-aside"
     """Its events have stores that cannot be used."""
     UNKNOWN_PARENTS = "unknown-parents"
-    """No batch is missing, and its events name parents that were never announced."""
+    """No batch is missing, and its events name blocks on the GPU whose parents or tokens were never announced."""
     STORES_ONLY = "stores-only"
     """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
 

@@ -159,9 +159,9 @@ Blocks of one token in arrays of one-byte integers need about 30, many small eve
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, or a limit was exceeded",
-    "unknown-parents": "at least {count} of its blocks name parents that were never announced",
+    "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
     "page-hashes": "its hashes are of pages alone, and some releases with such hashes announce later pages as first ones",
-    "inexact-tiers": "what its tiers below the GPU hold is not known: its events there have no salts, or it was cleared",
+    "inexact-tiers": "what its tiers below the GPU hold is not known: its events there lack salts or tokens, or it was cleared",
     "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
     "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",

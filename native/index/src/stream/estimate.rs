@@ -7,7 +7,7 @@ use super::Stream;
 pub enum Estimate {
     /// This many stores could not be used.
     SetAside(u64),
-    /// This many blocks on the device name parents that were never announced.
+    /// This many blocks on the device have parents or tokens that were never announced.
     UnknownParents(u64),
     /// Hashes are of pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
     PageHashes,
@@ -156,21 +156,36 @@ impl Stream {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
             Some(Estimate::PageHashes)
-        } else if unknown_levels != 0 || (has_extra_keys && has_unkeyed_root) {
+        } else if unknown_levels != 0 || (has_extra_keys && has_unkeyed_root) || self.untied(false) > 0 {
             Some(Estimate::InexactTiers)
         } else {
             self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
         }
     }
 
-    /// Blocks with full attention on the device whose parents were never announced. None count if something is known to be missing,
-    /// which can be the parents.
+    /// Blocks with full attention on the device whose parents or tokens were never announced.
     fn unknown_parents(&self) -> usize {
-        if self.waiting.is_empty() || !self.evidence.is_whole {
+        if !self.are_pending_certain() {
             return 0;
         }
         let on_device = self.named.iter().filter(|named| named.is_on_device());
-        on_device.map(|named| self.waiting.orphans_on(named.placement)).sum()
+        let orphans: usize = on_device.map(|named| self.waiting.orphans_on(named.placement)).sum();
+        orphans + self.untied(true)
+    }
+
+    /// Blocks announced by their hash alone, on the device or below it, whose tokens were never announced: prompts do not find them.
+    fn untied(&self, is_on_device: bool) -> usize {
+        if !self.are_pending_certain() {
+            return 0;
+        }
+        let there = self.named.iter().filter(|named| named.is_on_device() == is_on_device);
+        there.map(|named| self.waiting.untied_on(named.placement)).sum()
+    }
+
+    /// Whether pending blocks show that something was never announced. Not if something is known to be missing, nor if there are several
+    /// groups: vLLM hashes inside of blocks where their sizes differ, and then names parents that it never announces.
+    fn are_pending_certain(&self) -> bool {
+        !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
     }
 
     /// Returns the estimate if it has changed since the last call.

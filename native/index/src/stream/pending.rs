@@ -259,6 +259,13 @@ impl<C: Weight> Queue<C> {
         self.placements.get(&placement).map_or(0, |count| count.orphans)
     }
 
+    /// Number of entries without tokens on a placement.
+    pub fn untied_on(&self, placement: u16) -> usize {
+        self.placements
+            .get(&placement)
+            .map_or(0, |count| count.entries - count.orphans)
+    }
+
     /// Adds an entry. Above `limit` the oldest entries are dropped and counted.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
@@ -525,6 +532,8 @@ mod tests {
                     prop_assert_eq!(queue.is_on(value as u16), model.iter().any(|entry| u64::from(entry.1) == value));
                     let orphans = model.iter().filter(|entry| u64::from(entry.1) == value && entry.3.is_some());
                     prop_assert_eq!(queue.orphans_on(value as u16), orphans.count());
+                    let untied = model.iter().filter(|entry| u64::from(entry.1) == value && entry.3.is_none());
+                    prop_assert_eq!(queue.untied_on(value as u16), untied.count());
                 }
             }
         }
