@@ -38,11 +38,13 @@ class EventStyle:
     """The engine's medium for host memory."""
     has_salt_field: bool
     """Whether events have a field for the salt, instead of an extra key of the first block."""
+    counts_copies: bool
+    """Whether each copy of a block is announced when it is removed, as in vLLM, instead of the last one alone."""
 
 
 EVENT_STYLES: Final = {
-    "vllm": EventStyle(MEDIUM_CPU, has_salt_field=False),
-    "sglang": EventStyle(MEDIUM_CPU_PINNED, has_salt_field=True),
+    "vllm": EventStyle(MEDIUM_CPU, has_salt_field=False, counts_copies=True),
+    "sglang": EventStyle(MEDIUM_CPU_PINNED, has_salt_field=True, counts_copies=False),
 }
 """Event styles by engine."""
 
@@ -226,7 +228,8 @@ class PrefixCache:
 
     def _take(self, count: int) -> list[int]:
         blocks, gone = self.pool.take(count)
-        self._changes.extend(gone)
+        counts = self._spelling.counts_copies
+        self._changes.extend(change for change in gone if counts or change[1] not in self._groups[change[0]].table.whole)
         return blocks
 
     def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:

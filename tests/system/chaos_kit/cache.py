@@ -45,7 +45,8 @@ class DialectFeatures:
     media: tuple[str | None, ...]
     """Media of the tiers, device memory first."""
     has_groups: bool
-    """Whether the cache has a second group, with a sliding window."""
+    """Whether the cache has a second group, with a sliding window, and several copies of a block. Without named groups a
+    second store is the first one again (docs/adr/0027-copies.md)."""
     salt: Literal["field", "key"] | None
     lora: Literal["name", "number"]
     has_signed_hashes: bool
@@ -122,12 +123,11 @@ class Cache:
         actions: list[tuple[Callable[[], KVEvent | None], int]] = [
             (self._store_chain, 50),
             (self._restore_block, 14),
-            (self._store_second_copy, 3),
         ]
         if self._lower_placements:
             actions.append((self._offload_block, 12))
         if self._features.has_groups:
-            actions.append((self._store_in_window_group, 8))
+            actions += [(self._store_second_copy, 3), (self._store_in_window_group, 8)]
         return [action for action, _ in actions], list(accumulate(weight for _, weight in actions))
 
     def step(self) -> list[KVEvent]:
@@ -193,6 +193,8 @@ class Cache:
             return None
         draw = self._draw
         node, placement = draw.choice(self._held), draw.choice(self._lower_placements)
+        if placement in node.copies and not self._features.has_groups:
+            return None
         if (node.parent is None or node.parent.position >= 0) and draw.random() < 0.5:
             return self._store_copies([node], placement)
         self._add_copy(node, placement)
