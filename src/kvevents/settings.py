@@ -215,6 +215,13 @@ def parts_of(kind: Any) -> Iterator[Any]:
         yield from parts_of(each)
 
 
+def check_texts(**texts: str) -> None:
+    """Raise `ConfigError` for a value that is not a string."""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}; it must be a string")
+
+
 def check_counts(**counts: int) -> None:
     """Raise `ConfigError`, which names the setting, for a value that is not an integer of at least 0."""
     for name, value in counts.items():

@@ -34,7 +34,7 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
-from kvevents.settings import check_counts, check_heartbeat
+from kvevents.settings import check_counts, check_heartbeat, check_texts
 from kvevents.wire import resolve_dialect
 from kvevents.wire.dialects import DEFAULT_DIALECT, Dialect
 from kvevents.wire.encode import batch_encoder
@@ -142,9 +142,7 @@ class ZmqEventPublisher(QueuedPublisher):
         super().__init__(data_parallel_rank, max_queue_size, settings.burst)
         self._settings = settings
         self._dialect = resolve_dialect(dialect) or self._default_dialect
-        for name, value in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint or ""), ("topic", topic)):
-            if not isinstance(value, str):
-                raise ConfigError(f"{name} is {value!r}; it must be a string")
+        check_texts(endpoint=endpoint, replay_endpoint=replay_endpoint or "", topic=topic)
         self._binds = should_bind(endpoint) if bind is None else bind
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds

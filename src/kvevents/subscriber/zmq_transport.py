@@ -371,11 +371,7 @@ class LiveSocket:
         )
         changes += self._read_monitor()
         if changes:
-            # libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large).
-            # Nor does it resolve a name again, since it has only the address.
-            is_down = changes[-1] in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
-            due = self.reopen_at or now + self._sockets.options.reconnect_max_ms / 1000
-            self.reopen_at = due if is_down else None
+            self._plan_reopening(changes[-1], now)
             self._update_fault(changes)
             changes = [change for change in changes if change in {_HANDSHAKE_SUCCEEDED, _DISCONNECTED}]
         is_inproc = self._source.endpoint.startswith("inproc://")
@@ -406,6 +402,16 @@ class LiveSocket:
         if is_drained and self.reopen_at is not None and now >= self.reopen_at:
             self._reopen()
         return not is_drained or self._has_ended
+
+    def _plan_reopening(self, newest: int, now: float) -> None:
+        """Reopen the socket later if its connection stays down.
+
+        libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large). Nor does
+        it resolve a name again, since it has only the address.
+        """
+        is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
+        due = self.reopen_at or now + self._sockets.options.reconnect_max_ms / 1000
+        self.reopen_at = due if is_down else None
 
     def _abandon_socket(self, stream: Stream) -> None:
         """Replace a socket whose connection was lost while the application was stalled. Replay returns what it held.
