@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import random
@@ -18,6 +19,7 @@ _CHOICE: Final = random.SystemRandom()
 _LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-ports-{os.getuid()}").open("ab")  # noqa: SIM115
 """A process locks byte N of this file for port N until it ends, because tests run in several processes, and a test starts its
 servers some time after it has chosen their ports. The file stays open, since closing it would release the locks."""
+atexit.register(_LEASES.close)
 _leased: Final[set[int]] = set()
 """Ports that this process has reserved; its own locks do not prevent that it locks them again."""
 

@@ -103,7 +103,7 @@ def test_doctor_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
 def test_the_service_top_and_doctor_count_no_loss_for_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     """The log of the service contains no warning about a loss either."""
     with serving() as served:
-        served.register("engine-0", old_engine)
+        served.register("engine-0", old_engine, block_size=4)
         served.wait("engine-0/0", lambda source: source["trust"]["state"] == "EXACT")
         [source] = served.ask("GET", "/v1/sources")["sources"]
         assert (source["lost"], source["gap_count"], source["gaps"]) == (0, 0, [])
