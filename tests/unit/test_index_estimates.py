@@ -127,15 +127,16 @@ OFFLOADING: dict[str, list[KVEvent]] = {
 @pytest.mark.parametrize("order", list(permutations(OFFLOADING)), ids=", ".join)
 def test_a_hash_alone_is_credited_in_any_order_or_ends_exact(order: tuple[str, ...], raw: bool) -> None:
     """vLLM's connectors announce offloaded blocks by their hashes, and some only when the GPU has evicted the blocks."""
-    consumer, held = Follower(raw=raw), set()
+    consumer = Follower(raw=raw)
+    held: set[str | None] = set()
     for name in order:
         consumer.take(*OFFLOADING[name])
         (event,) = OFFLOADING[name]
         assert not isinstance(event, AllBlocksCleared)
         (held.add if isinstance(event, BlockStored) else held.discard)(event.medium)
-        found = tokens_of(consumer.index, [1, 1, 2, 2])
-        assert found == (4 if held else 0) or consumer.is_estimate()
-        assert found <= 4 * bool(held)
+        credit = tokens_of(consumer.index, [1, 1, 2, 2])
+        assert credit == (4 if held else 0) or consumer.is_estimate()
+        assert credit <= 4 * bool(held)
     for medium in ("GPU", "CPU"):
         consumer.take(removal(1, 2, medium=medium))
     assert not consumer.is_estimate(), "what was unknown has been removed"

@@ -257,18 +257,18 @@ class BatchTransform:
 
         Behind a clear of everything, as at the beginning of a compacted history, such a clear says nothing new.
         """
-        found: list[KVEvent] = []
+        expressible: list[KVEvent] = []
         is_empty = False
         for event in events:
             scope = scope_of(event) if isinstance(event, AllBlocksCleared) else None
             if scope is None or self._scopes.issuperset(scope):
                 is_empty = scope is not None and (is_empty or not scope)
-                found.append(event)
+                expressible.append(event)
             elif not is_empty:
                 rejected.append(Rejected("bad-field", f"{self._dialect} cannot express a clear of {scope}"))
-                found.append(AllBlocksCleared())
+                expressible.append(AllBlocksCleared())
                 is_empty = True
-        return found
+        return expressible
 
     def _expressible_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
         """Drop stores of namespaces that the dialect cannot express: consumers would match them with plain prompts."""

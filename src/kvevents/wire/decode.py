@@ -269,9 +269,9 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         if is_array(first_byte(raw)):
             event: Any = _from_array(_decode_array(raw))
         else:
-            found = _decode_lenient(raw)
-            event = _KINDS[type(found)](*astuple(found))
-            known = _KNOWN_FIELDS[type(found)]
+            lenient = _decode_lenient(raw)
+            event = _KINDS[type(lenient)](*astuple(lenient))
+            known = _KNOWN_FIELDS[type(lenient)]
             fields = map_items(raw, "the event", limits.max_fields)
             unknown = {name: value for name, value in fields.items() if name not in known}
             for name in INTERNAL_FIELDS & unknown.keys():

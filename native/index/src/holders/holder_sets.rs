@@ -186,7 +186,7 @@ impl Sets {
             && self.is_current(last.to)
     }
 
-    /// Does the same by a search.
+    /// Returns the set that a move leads to by a search, and remembers the move.
     #[cold]
     fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         let target = self.toggled(set, placement, stream);

@@ -214,13 +214,13 @@ impl Index {
         self.match_prefix(tokens, tokens.len(), scope)
     }
 
-    /// Does the same for prefixes of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
+    /// Workers that hold a beginning of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
     pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
         self.match_by_hashes(tokens, longest, scope, locks).unwrap_or_default()
     }
 
-    /// Does the same, or returns None if it would have to wait for a lock.
+    /// Workers that hold a beginning of a prompt. None if it would have to wait for a lock.
     pub fn try_match_prompt(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
         self.try_match_prefix(tokens, tokens.len(), scope)
     }
@@ -326,7 +326,7 @@ impl Index {
         })
     }
 
-    /// Does the same for keys that the caller has computed. None if block sizes differ and none is given.
+    /// Workers that hold blocks with keys that the caller has computed. None if block sizes differ and none is given.
     pub fn match_rolling_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);

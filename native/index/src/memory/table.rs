@@ -277,7 +277,7 @@ impl Table {
         self.for_each_match_at(self.position_of(mixed), visit);
     }
 
-    /// Does the same from the position of the hash.
+    /// Visits records that can have the hash at a position, until `visit` returns false.
     #[inline]
     pub fn for_each_match_at(&self, position: TablePosition, visit: impl FnMut(u32) -> bool) {
         if !position.is_none() {
@@ -305,7 +305,7 @@ impl Table {
         self.insert_at(self.position_of(mixed), mixed, record, hashes);
     }
 
-    /// Does the same at the position of the hash.
+    /// Adds an entry at the position of its hash.
     #[inline]
     pub fn insert_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) {
         self.len += 1;
@@ -339,7 +339,7 @@ impl Table {
         self.remove_at(self.position_of(mixed), mixed, record, hashes)
     }
 
-    /// Does the same from the position of the hash.
+    /// Removes an entry at the position of its hash; false if it is not there.
     #[inline]
     pub fn remove_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) -> bool {
         if position.is_none() {

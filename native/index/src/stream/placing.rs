@@ -112,7 +112,7 @@ impl Stream {
         }
     }
 
-    /// Does the same for a store without tokens, as of groups with sliding windows. See `mark_fresh_uncertain`.
+    /// Adds a copy of a store without tokens, as of groups with sliding windows. See `mark_fresh_uncertain`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {

@@ -256,7 +256,7 @@ impl Lengths {
         }
     }
 
-    /// Does the same with instructions that not every processor has; false if this processor does not have them.
+    /// Classifies bytes with instructions that not every processor has; false if this processor does not have them.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     fn classify_at_best(&mut self, bytes: &[u8]) -> bool {

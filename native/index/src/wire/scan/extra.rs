@@ -35,7 +35,7 @@ pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Opt
     (reader.left() == 0).then_some(())
 }
 
-/// Does the same from the position of `reader`, for at most `max_blocks` entries.
+/// Calls `visit` with each extra key from the position of `reader` on, for at most `max_blocks` entries.
 pub(super) fn walk<'a>(reader: &mut Reader<'a>, max_blocks: usize, mut visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let blocks = reader.array()?;
     if blocks > max_blocks {
