@@ -243,7 +243,7 @@ def test_the_waiting_requests_of_one_consumer_are_limited(context: Context) -> N
 
 def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
     """Two replies are allowed and stalled. Two more requests wait in ZeroMQ and lose nothing."""
-    with replaying(max_sessions=2) as publisher:
+    with replaying(max_sessions=2, busy_timeout=60.0) as publisher:  # the readers take turns
         fill(publisher, 5_000, blocks=64)
         readers = [stalled_reader(context, publisher) for _ in range(4)]
         wait_until(lambda: publisher.stats().replay.active == 2, "two replies to begin")
