@@ -23,7 +23,7 @@ DEADLINE = 60.0
 PRELUDE = """
 import asyncio, gc, os, sys, threading, time, warnings
 import zmq
-from kvevents import AsyncSubscriber, Curve, Source, Subscriber
+from kvevents import AsyncSubscriber, Curve, SocketOptions, Source, Subscriber
 from kvevents.subscriber import ZmqTransport
 
 warnings.simplefilter("always")
@@ -82,6 +82,11 @@ def drop():
     asyncio.run(receive())
 """,
     "shared context": "def drop():\n    Subscriber(source, transport=ZmqTransport(shared)).receive(timeout=0.02)",
+    "shared context, busy monitors": """
+def drop():
+    options = SocketOptions(reconnect_ms=1, reconnect_max_ms=1)
+    Subscriber(source, transport=ZmqTransport(shared, options)).receive(timeout=0.02)
+""",
     "bound with keys": """
 public, secret = (key.decode() for key in zmq.curve_keypair())
 curve = Curve(public_key=public, secret_key=secret, allowed=(public,))
@@ -113,6 +118,26 @@ def run_program(program: str) -> str:
 def test_a_dropped_subscriber_closes_everything_and_warns(drop: str) -> None:
     """Garbage collection does not wait for sockets, in whatever way the application loses the subscriber."""
     assert run_program(PRELUDE + drop + CHECK) == "0 ['ResourceWarning']"
+
+
+def test_a_dropped_subscriber_leaves_the_other_sockets_of_its_context_alive() -> None:
+    """libzmq's I/O thread serves all of them. It must not wait for a monitor whose reader is closed."""
+    program = (
+        PRELUDE
+        + DROPS["shared context, busy monitors"]
+        + """
+for _ in range(20):
+    drop()
+gc.collect()
+server, client = shared.socket(zmq.REP), shared.socket(zmq.REQ)
+port = server.bind_to_random_port("tcp://127.0.0.1")
+client.connect(f"tcp://127.0.0.1:{port}")
+client.send(b"hello")
+print(server.poll(20_000), flush=True)
+os._exit(0)
+"""
+    )
+    assert run_program(program).endswith("1")
 
 
 def test_a_subscriber_that_lives_until_the_interpreter_ends_is_left_to_the_system() -> None:

@@ -33,6 +33,7 @@ from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 from kvevents.wire import Malformed, decode_batch, parse_live
 from kvevents.wire.decode import begins_with_clear
+from kvevents.zeromq.sockets import disable_monitor
 
 BLOCK_SIZE: Final = 16
 FEED_SECONDS: Final = 30.0
@@ -189,13 +190,15 @@ class PublisherPlayer:
         """Connect, and wait until the connection is open. Raise `TargetError`."""
         deadline = time.monotonic() + CONNECT_SECONDS
         with own.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-            own.connect(endpoint)
-            while not monitor.poll(CONNECT_POLL_MS):
-                if self._publisher.program is not None:
-                    self._publisher.program.check()
-                if time.monotonic() > deadline:
-                    raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
-            own.disable_monitor()
+            try:
+                own.connect(endpoint)
+                while not monitor.poll(CONNECT_POLL_MS):
+                    if self._publisher.program is not None:
+                        self._publisher.program.check()
+                    if time.monotonic() > deadline:
+                        raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
+            finally:
+                disable_monitor(own)  # before it is closed: libzmq's I/O thread waits for ever to report to a closed one
 
     @do.register
     def _send_request(self, step: steps.SendRequest) -> None:

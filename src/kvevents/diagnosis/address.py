@@ -15,7 +15,7 @@ from kvevents.diagnosis.findings import CheckResult, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import destroy_context
+from kvevents.zeromq.sockets import destroy_context, disable_monitor
 
 CURVE_TIMEOUT: Final = 3.0
 """Seconds to connect and for the CURVE handshake, which takes milliseconds."""
@@ -48,7 +48,10 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
         monitor = socket.get_monitor_socket(sum(_OUTCOMES))
         with suppress(zmq.ZMQError):
             socket.connect(endpoint)
-        return _first_outcome(monitor, timeout)
+        try:
+            return _first_outcome(monitor, timeout)
+        finally:
+            disable_monitor(socket)  # before it is closed: libzmq's I/O thread waits for ever to report to a closed one
     finally:
         destroy_context(context)
 

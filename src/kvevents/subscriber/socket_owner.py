@@ -15,7 +15,7 @@ import zmq
 
 from kvevents.stream import Source
 from kvevents.subscriber.multiplexer import Connection
-from kvevents.zeromq.sockets import SocketOptions, private_context
+from kvevents.zeromq.sockets import SocketOptions, disable_monitor, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 
@@ -95,6 +95,10 @@ def _abandon(
         return
 
     def close() -> None:
+        # First: libzmq's I/O thread, which serves all sockets of a context, waits for ever to report to a closed monitor.
+        for socket in sockets:
+            with contextlib.suppress(zmq.ZMQError):  # the application has terminated its context
+                disable_monitor(socket)
         for socket in sockets:
             socket.close(linger=0)
         for security in securities:
