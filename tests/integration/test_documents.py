@@ -187,6 +187,14 @@ def test_the_example_subscribers_read_heartbeats_and_full_history(context: Conte
         assert subscriber.decoder.decode(subscriber.replay.recv_multipart()[1]).events
 
 
+@pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch])
+def test_the_example_subscribers_read_a_clear_of_one_tier_as_a_clear(batch_type: type[EventBatch]) -> None:
+    """A compacted history begins with such clears, when nothing is held."""
+    events = [kvevents.AllBlocksCleared(), kvevents.AllBlocksCleared({"medium": "CPU"})]
+    payload = kvevents.encode_batch(kvevents.KVEventBatch(1.0, [*events]), kvevents.dialect_for("vllm", "0.22.0"))
+    assert msgspec.msgpack.Decoder(type=batch_type).decode(payload).events == [AllBlocksCleared()] * 2
+
+
 def test_types_of_compat_read_what_compat_sends() -> None:
     """The examples copy their types from the engine's module, so a program may import them as well."""
     for types in (vllm, sglang):

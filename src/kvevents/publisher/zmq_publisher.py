@@ -162,20 +162,7 @@ class ZmqEventPublisher(QueuedPublisher):
             target=self._replay_buffer.compact_until_stopped, daemon=True, name="zmq-compaction"
         )
         self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
-        if replay_topic is None:
-            replay_topic = self._dialect.has_replay_topic
-        self._server = EventServer(
-            self._endpoint,
-            self._replay_endpoint,
-            buffer=self._replay_buffer,
-            hwm=hwm,
-            topic=topic,
-            bind=self._binds,
-            replay_topic=replay_topic,
-            curve=curve,
-            context=context,
-            settings=settings,
-        )
+        self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:
             self._start(max_queue_size)
         except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
@@ -202,6 +189,22 @@ class ZmqEventPublisher(QueuedPublisher):
             "digests in heartbeats": self._digest_tracker,
         }
         warn_without_native(logger, self.endpoint, [feature for feature, is_wanted in features.items() if is_wanted])
+
+    def _create_server(
+        self, hwm: int, topic: str, *, replay_topic: bool | None, curve: Curve | None, context: zmq.Context[Any] | None
+    ) -> EventServer:
+        return EventServer(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._replay_buffer,
+            hwm=hwm,
+            topic=topic,
+            bind=self._binds,
+            replay_topic=self._dialect.has_replay_topic if replay_topic is None else replay_topic,
+            curve=curve,
+            context=context,
+            settings=self._settings,
+        )
 
     def _create_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
         settings = self._settings.buffer

@@ -72,14 +72,7 @@ class Service:
         self.audit = AuditLog()
         self.allowed = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
-        self.fleet = Fleet(
-            PrefixIndex(memory_limit=config.memory_limit),
-            max_sources=config.limits.max_sources,
-            hide_stale_seconds=config.hide_stale_seconds,
-            curve=config.curve,
-            timing=timing,
-            load=config.load,
-        )
+        self.fleet = _fleet(config, timing)
         self.replica = _replica(config, self.fleet)
         """Builds the index from a plane's log; None if the service follows engines."""
         self.fleet.why_incomplete = self._why_incomplete
@@ -370,6 +363,17 @@ def _names_engines(config: ServiceSettings, watched: Path | None) -> bool:
         return watched is not None and bool(read_sources(watched, alone=False))
     except ExceptionGroup:  # its provider reports what is wrong with it
         return True
+
+
+def _fleet(config: ServiceSettings, timing: FleetTiming) -> Fleet:
+    return Fleet(
+        PrefixIndex(memory_limit=config.memory_limit),
+        max_sources=config.limits.max_sources,
+        hide_stale_seconds=config.hide_stale_seconds,
+        curve=config.curve,
+        timing=timing,
+        load=config.load,
+    )
 
 
 def _replica(config: ServiceSettings, fleet: Fleet) -> Replica | None:
