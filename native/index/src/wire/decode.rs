@@ -259,7 +259,7 @@ pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
     }
 }
 
-/// Normalises a payload of which nothing must be rejected; None if something is.
+/// Normalises a payload; None if anything in it is rejected.
 pub fn normalise_whole(payload: &[u8], schema: &Schema) -> Option<Vec<u8>> {
     let read = normalise(payload, schema.limits());
     read.rejected.is_empty().then_some(read.payload)
