@@ -110,7 +110,7 @@ def test_a_batch_passes_few_modules_between_a_socket_and_an_application(
         "subscriber/multiplexer.py",
         "subscriber/zmq_transport.py",
         "stream/stream.py",
-        "stream/delivery_layer.py",
+        "stream/deliverer.py",
         "stream/deliveries.py",
         "wire/decode.py",
     ]

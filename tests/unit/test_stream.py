@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paths
-from decoding_stream import DecodingStream
+from decoding_stream import DecodingStream, trust_replay
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.stream import (
@@ -96,11 +96,6 @@ class Wire:
         assert self.stream.trust == Trust.REPLAYING
         self.answer(*(replayed(seq, publisher) for seq in range(start or 0, self.stream.last_seq + 1)), END)
 
-    def trust_replay(self) -> None:
-        """Make the stream behave as if a live batch before all others had been compared."""
-        self.stream._cross_check.first_live = 0
-        self.stream._cross_check.confirm(0)
-
     def new_deliveries(self) -> list[str]:
         """Return the new deliveries: `b5` is a batch, `r5` a replayed one, `g2-4` a gap, `c2-4` a compacted one, `R1` a
         reset."""
@@ -122,7 +117,7 @@ def wire() -> Wire:
     wire.stream.connected(0.0)
     assert wire.next_request() == 0
     wire.answer(END)
-    wire.trust_replay()
+    trust_replay(wire.stream)
     return wire
 
 
@@ -1681,6 +1676,27 @@ def test_merging_a_later_checkpoint_combines_the_degraded_reasons_of_both(checkp
     assert wire.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.REPLAY_UNPROVEN}
     other = resume_wire(checkpoint.merge_later(msgspec.structs.replace(later, incarnation=4)))
     assert other.new_deliveries() == ["R5"]
+
+
+def test_missing_batches_are_given_up_if_a_distrusted_endpoint_contradicts_the_stream_again() -> None:
+    """Replay will not bring them. The stream goes on after a gap, and asks the endpoint again later."""
+    wire = Wire(limits=StreamLimits(max_conflicts=1))
+    wire.stream.connected(0.0)
+    wire.next_request()
+    wire.answer(replayed(0, publisher=1))
+    wire.feed(live(0))
+    assert DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons
+    wire.advance_to_deadline()
+    wire.next_request()
+    wire.feed(live(2))
+    wire.next_request()
+    wire.answer(replayed(0, publisher=1))
+    wire.feed(live(3))
+    assert wire.new_deliveries() == ["r0", "R1", "b0", "g1-1", "b2", "b3"]
+    assert wire.stream.degraded_reasons >= {DegradedReason.REPLAY_FOREIGN, DegradedReason.LOST}
+    assert wire.stream.waiting == 0
+    wire.advance_to_deadline()
+    assert wire.next_request() is not None
 
 
 def test_every_state_has_a_transition_and_every_input_and_action_is_used() -> None:

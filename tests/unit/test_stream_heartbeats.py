@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decoding_stream import DecodingStream
+from decoding_stream import DecodingStream, trust_replay
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import (
     Batch,
@@ -88,11 +88,6 @@ class Wire:
             elif not new_deliveries:
                 return
 
-    def trust_replay(self) -> None:
-        """Make the stream behave as if a live batch before all others had been compared with replay."""
-        self.stream._cross_check.first_live = 0
-        self.stream._cross_check.confirm(0)
-
     def report(self, delivery: Any, agrees: bool | None) -> None:
         if isinstance(delivery, Batch | RawBatch):
             batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
@@ -117,7 +112,7 @@ class Wire:
 def wire(request: pytest.FixtureRequest) -> Wire:
     """Return a stream that is connected and EXACT."""
     found = Wire(raw=request.param)
-    found.trust_replay()
+    trust_replay(found.stream)
     assert found.stream.trust == Trust.EXACT
     return found
 
@@ -243,12 +238,13 @@ def test_a_mismatching_attestation_causes_a_bounded_number_of_resets(wire: Wire)
 
 def test_a_clear_ends_the_reason_of_a_mismatching_attestation() -> None:
     """An empty cache and an empty state are equal, but the stream is not attested."""
-    wire = Wire(WITHOUT_REPLAY)
+    wire = Wire()
+    trust_replay(wire.stream)
     wire.send(heartbeat_batch(), agrees=True, attested=False)
-    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.UNATTESTED}
+    assert DegradedReason.UNATTESTED in wire.stream.degraded_reasons
     wire.send(encode_batch(KVEventBatch(0.0, [AllBlocksCleared()])))
-    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
-    assert not wire.stream._ledger.is_attested
+    assert wire.stream.degraded_reasons == set()
+    assert (wire.stream.trust, wire.stream.trust.attested) == (Trust.EXACT, False)
 
 
 def test_a_matching_attestation_ends_no_other_reason(wire: Wire) -> None:
@@ -264,8 +260,10 @@ def test_a_matching_attestation_ends_no_other_reason(wire: Wire) -> None:
 
 def test_a_new_incarnation_is_not_attested(wire: Wire) -> None:
     wire.send(heartbeat_batch(), agrees=True, attested=True)
-    wire.stream.receive_live(live_frames(TOPIC, 0, plain_batch(9)), wire.now)
-    assert not wire.stream._ledger.is_attested
+    wire.history = []
+    wire.send(plain_batch(9))
+    assert wire.resets
+    assert (wire.stream.trust, wire.stream.trust.attested) == (Trust.EXACT, False)
 
 
 # --- divergence ------------------------------------------------------------------------------------------------------------
@@ -601,7 +599,7 @@ def request_snapshot(raw: bool, parts: int) -> Wire:
     """Return a stream that misses everything before live batch 13 and has received the first parts of a snapshot, numbers 10
     to 12."""
     wire = Wire(raw=raw)
-    wire.trust_replay()
+    trust_replay(wire.stream)
     wire.stream.receive_live(live_frames(TOPIC, 13, plain_batch(13)), wire.now)
     assert wire.stream.request_to_send(wire.now) is not None
     for number in range(parts):
@@ -626,7 +624,7 @@ def report_deliveries(wire: Wire) -> list[int | str]:
 def test_parts_of_a_snapshot_take_the_place_of_live_batches(raw: bool, waiting: range) -> None:
     """Their numbers are those of live batches that may wait, and the parts are only valid together."""
     wire = Wire(raw=raw)
-    wire.trust_replay()
+    trust_replay(wire.stream)
     for seq in waiting:
         wire.stream.receive_live(live_frames(TOPIC, seq, plain_batch(seq)), wire.now)
     assert wire.stream.request_to_send(wire.now) is not None

@@ -101,7 +101,7 @@ class CoverageRecorder:
 
     def give_up(self) -> None:
         if not self.sequencer.is_complete:
-            gap = self.sequencer.gap_before_early(is_snapshot=False)
+            gap = self.sequencer.gap_before_early()
             self.covered.extend(range(self.sequencer.next_seq, gap.last + 1))
             assert self.sequencer.skip_to(gap.last) > 0
             self.drain()

@@ -1,5 +1,6 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
+from kvevents.stream.deliverer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.deliveries import (
     Batch,
     BatchT,
@@ -12,7 +13,6 @@ from kvevents.stream.deliveries import (
     Source,
     StreamPosition,
 )
-from kvevents.stream.delivery_layer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.sequencer import PendingBytes

@@ -138,8 +138,6 @@ class CrossCheck:
     of the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
     """
 
-    __slots__ = ("_earlier", "first_live", "has_matched", "is_incomplete", "last_live", "live_before_replay", "unconfirmed")
-
     def __init__(self) -> None:
         self.is_incomplete = True
         """Whether something delivered may be of another publisher, or of another incarnation, than the live batches."""
@@ -155,6 +153,13 @@ class CrossCheck:
         """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
         self.last_live: NewestBatch | None = None
         """The newest live batch that has to be compared with replay."""
+        self.begin_answer(None)
+
+    def begin_answer(self, live: NewestBatch | None) -> None:
+        """Begin another answer, or none. `live` is a live batch that confirms the answer if the answer repeats it too."""
+        self.answer_live: NewestBatch | None = live
+        self.answer_began_with_live = False
+        """Whether the answer began with a batch that had come live."""
 
     def reconnect(self) -> None:
         """Begin a new connection: matches on the connection before say nothing about its publisher."""
@@ -171,9 +176,18 @@ class CrossCheck:
         """Return the first unconfirmed fingerprint with a number above `seq`."""
         return next((each for each in self.all_unconfirmed if each.seq > seq), None)
 
+    def add_live(self, live: NewestBatch) -> None:
+        """Record a live batch that has to be compared.
+
+        The open answer may repeat the first one of them. The newest one is requested later.
+        """
+        self.last_live = live
+        if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
+            self.answer_live = live
+
     def add_replayed(self, replayed: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
-        """Record that the newest answer brought a batch, and the live batch before it if the answer did not begin with it."""
-        if live_before is not None and not self.all_unconfirmed:
+        """Record that the newest answer brought a batch, and the live batch before it, unless the answer began with that."""
+        if live_before is not None and not self.answer_began_with_live and not self.all_unconfirmed:
             self.live_before_replay = live_before.fingerprint()
         self.unconfirmed = replayed
         self.is_incomplete = True

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvevents.stream.identity import Fingerprint, NewestBatch
+from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
 
 NOW: Final = float("-inf")
@@ -49,8 +49,6 @@ class ReplayFetch:
     start: int
     fingerprint: Fingerprint | None
     """What the answer must repeat next, before anything that follows in it is history; None if nothing is left to repeat."""
-    live_batch: Fingerprint | NewestBatch | None = None
-    """The live batch that confirms the answer if the answer repeats it too."""
     stage: Stage = Stage.COLLECTING
     new_connection: bool = True
     sent: bool = False
@@ -70,8 +68,6 @@ class ReplayFetch:
     """The highest number in the answer."""
     highest_early: int = -1
     """The highest number that this answer, or the attempts before it, brought too early to deliver."""
-    began_with_live: bool = False
-    """Whether the answer began with a batch that had come live."""
     snapshot_part: int = -2
     """The newest part of the snapshot with which the answer began; -2 if the next message cannot be the next part."""
     duplicates: int = 0
@@ -103,15 +99,12 @@ class ReplayFetch:
         self.duplicates += 1
         return is_first
 
-    def repeat(self, now: float) -> None:
-        """Record that the answer continues. Every attempt repeats its fingerprints, so `unanswered` keeps its count."""
+    def progress(self, now: float, *, is_new: bool = True) -> None:
+        """Record that the answer continues. Every attempt repeats its fingerprints: they are not new."""
         self.active_at = now
         self.duplicates = 0
-
-    def progress(self, now: float) -> None:
-        """Record that the answer brought something new."""
-        self.repeat(now)
-        self.unanswered = 0
+        if is_new:
+            self.unanswered = 0
 
     def collect(self, next_seq: int) -> None:
         """Begin to collect: the fingerprints were repeated, and what follows in the answer is history."""

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 from kvevents.stream.settings import StreamLimits
+from kvevents.wire.decode import begins_with_clear
 
 
 class PendingBytes:
@@ -222,15 +223,15 @@ class Sequencer:
         self.next_seq = last + 1
         return count
 
-    def gap_before_early(self, is_snapshot: bool) -> GapEnd:
+    def gap_before_early(self) -> GapEnd:
         """Return the gap before the first early batch, or up to the highest number seen if none waits.
 
-        `is_snapshot` says whether that early batch begins with a clear. A live one is the engine's own clear, and no snapshot.
+        A replayed batch that begins with a clear is a snapshot; a live one is the engine's own clear.
         """
         first = self.early.first()
         if first is None or (batch := self.early.get(first)) is None:
             return GapEnd(self.highest_seen, compacted=False)
-        return GapEnd(first - 1, compacted=batch.replayed and is_snapshot)
+        return GapEnd(first - 1, compacted=batch.replayed and begins_with_clear(batch.payload))
 
     def gap_before(self, seq: int) -> GapEnd:
         """Return the gap before `seq`, the first number of an answer, or before an earlier batch that waits."""

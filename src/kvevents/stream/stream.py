@@ -1,7 +1,7 @@
 """One stream: mangled frames in, ordered deliveries and trust out. No I/O, no clock, no threads.
 
 `transitions` holds the theory of operation and the table that decides. This module classifies what happens as inputs of that
-table, and carries out its actions with the parts that `delivery_layer` owns.
+table, and carries out its actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvevents.errors import ConfigError
-from kvevents.stream.deliveries import Checkpoint, RawDelivery, Reset, Source
-from kvevents.stream.delivery_layer import UNCONNECTED
-from kvevents.stream.identity import NewestBatch, payload_digest
-from kvevents.stream.replay_fetch import FetchRequest, Purpose, ReplayFetch, Stage
-from kvevents.stream.replay_layer import ReplayLayer
+from kvevents.stream.answers import AnswerReader, Outcome
+from kvevents.stream.deliverer import BatchReport, Deliverer
+from kvevents.stream.deliveries import Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition
+from kvevents.stream.identity import NewestBatch, Quarantine, payload_digest
+from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.sequencer import Order, PendingBytes
 from kvevents.stream.settings import DEFAULT_STREAM_LIMITS, StreamLimits
-from kvevents.stream.transitions import Action, Input, State, bind_actions
-from kvevents.stream.trust import DegradedReason
+from kvevents.stream.transitions import TRANSITIONS, Input, State
+from kvevents.stream.trust import DegradedReason, Trust
 from kvevents.wire import MAX_SEQ, Live, Malformed, parse_live
 from kvevents.wire.decode import begins_with_clear
 
 
-class Stream(ReplayLayer):
+class Stream:
     """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take what follows from that.
 
     After each call that feeds it, take `deliveries()`, and send what `request_to_send()` returns. Call `tick` at
@@ -41,35 +41,132 @@ class Stream(ReplayLayer):
         pending: PendingBytes | None = None,
     ) -> None:
         """`pending` is the limit that several streams share."""
-        super().__init__(source, limits, first_incarnation, pending or PendingBytes())
+        pending = PendingBytes() if pending is None else pending
+        self.source = source
+        self.state = State.CONNECTING
+        self._limits = limits
+        self._deliverer = Deliverer(source, limits, first_incarnation, pending)
+        self._quarantine = Quarantine(limits, pending)
+        self._answers = AnswerReader(source, limits, self._deliverer, self._quarantine)
+        self.counters = self._deliverer.counters
+        self._live_at = 0.0
+        self._other_topic: bytes | None = None
+        """The topic before the newest one, on this connection."""
+        self._regressed_at = self._regressions = 0
+        """Number of live messages at the last regression to a number above 0, and the regressions shortly after each other."""
+        if not source.replay_endpoint:
+            self._deliverer.degrade(DegradedReason.NO_REPLAY)
+
+    def _apply(self, input_: Input, *context: Any) -> None:
+        """Enter the state that the table gives for an input, and carry out its action."""
+        try:
+            self.state, act = _STEPS[self.state][input_]
+        except KeyError:
+            raise AssertionError(f"input {input_.name} in state {self.state.name} is not in the transition table") from None
+        act(self, *context)
+
+    def _apply_outcome(self, outcome: Outcome) -> bool:
+        if outcome is not None:
+            self._apply(*outcome)
+        return outcome is not None
+
+    # --- observe --------------------------------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the publisher, as deliveries count them."""
+        return self._deliverer.incarnation
+
+    @property
+    def topic(self) -> bytes:
+        """The topic of the newest message."""
+        return self._deliverer.topic
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch delivered or given up in this incarnation; -1 before the first."""
+        return self._deliverer.order.next_seq - 1
+
+    @property
+    def waiting(self) -> int:
+        """Batches held back because an earlier one is missing, or because their publisher is not verified."""
+        return len(self._deliverer.early) + len(self._quarantine)
+
+    @property
+    def stated_rank(self) -> int | None:
+        """The rank that the payloads state; None if that is unknown, or if they state several, as those of a relay may."""
+        return self._deliverer.stated_rank
+
+    @property
+    def max_unread(self) -> float:
+        """Seconds without a read of the connection after which the state of the stream is unknown."""
+        silence = self._deliverer.heartbeats.max_silence
+        return self._limits.max_unread if silence is None else min(silence, self._limits.max_unread)
+
+    @property
+    def trust(self) -> Trust:
+        """How far the deliveries so far can be trusted."""
+        if self.state is State.FOLLOWING:
+            return self._trust_while_following()
+        if self.state is State.CONNECTING:
+            return Trust.CONNECTING
+        if self.state in _UNCONNECTED:
+            return Trust.STALE.with_reason(self.state.value)
+        return Trust.REPLAYING.with_reason(_PACED if self._answers.pacer.is_waiting else self.state.value)
+
+    def _trust_while_following(self) -> Trust:
+        ledger, heartbeats = self._deliverer.ledger, self._deliverer.heartbeats
+        if ledger:
+            stale = self._deliverer.is_silent or (DegradedReason.SENDER in ledger and heartbeats.trust == Trust.STALE)
+            degraded = self.degraded_reasons
+            sentences = {
+                DegradedReason.SENDER: heartbeats.trust.reason,
+                DegradedReason.ESTIMATED_MATCHES: ledger.estimate_reason,
+                DegradedReason.SILENT: heartbeats.silence,
+            }
+            reasons = [sentences.get(reason) or reason.value for reason in DegradedReason if reason in degraded]
+            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(reasons))
+        if not self._is_unproven:
+            return Trust.ATTESTED if ledger.is_attested else Trust.EXACT
+        if self._deliverer.cross_check.last_live is not None and not self._answers.checks.failed_comparisons:
+            return Trust.REPLAYING.with_reason(_COMPARING)
+        return Trust("DEGRADED", DegradedReason.REPLAY_UNPROVEN.value, unproven=True)
+
+    @property
+    def degraded_reasons(self) -> frozenset[DegradedReason]:
+        """Why the stream is, or would be, DEGRADED. It includes `REPLAY_UNPROVEN` while a comparison is on its way."""
+        reasons = frozenset(self._deliverer.ledger)
+        return reasons | {DegradedReason.REPLAY_UNPROVEN} if self._is_unproven else reasons
+
+    @property
+    def _is_unproven(self) -> bool:
+        check = self._deliverer.cross_check
+        if self.state in _UNCONNECTED or not check.is_incomplete or not self._deliverer.ledger.can_replay:
+            return False
+        return not self.source.replay_is_proven or check.last_live is not None or self._answers.conflicts > 0
+
+    def position(self) -> StreamPosition:
+        """Return what a checkpoint needs, once the deliveries so far were taken."""
+        return self._deliverer.position(has_replayed=self._answers.has_replayed)
 
     # --- take -----------------------------------------------------------------------------------------------------------
 
     def deliveries(self) -> list[RawDelivery]:
         """Return what became deliverable since the last call, in order."""
-        if self._restart_reason is not None and self.state not in UNCONNECTED:
-            self._start_over(self._restart_reason)
-        deliveries, self._deliveries = self._deliveries, []
+        deliverer = self._deliverer
+        if deliverer.restart_reason is not None and self.state not in _UNCONNECTED:
+            self._start_over(deliverer.restart_reason)
+        deliveries, deliverer.deliveries = deliverer.deliveries, []
         return deliveries
 
     @property
     def is_fetching(self) -> bool:
         """Whether a replay request is open, sent or not."""
-        return self._fetch is not None
-
-    def start_over(self, reason: str) -> None:
-        """Have everything delivered again, after a `Reset` with this reason. A checkpoint is then of the start."""
-        self._restart_reason = reason
-        if self.state not in UNCONNECTED:
-            self._start_over(reason)
+        return self._answers.fetch is not None
 
     def request_to_send(self, now: float) -> FetchRequest | None:
         """Return the replay request to send now, once; its timeout begins. None while requests are paced: see `deadline`."""
-        fetch = self._fetch
-        if fetch is None or fetch.sent or not self._pacer.take(now):
-            return None
-        self.counters.requests += 1
-        return fetch.send(now, self._order.next_seq)
+        return self._answers.request_to_send(now)
 
     def deadline(self) -> float | None:
         """Return when `tick` is due, unless something arrives before."""
@@ -77,22 +174,51 @@ class Stream(ReplayLayer):
         return due if silent is None else silent if due is None else min(due, silent)
 
     def _replay_due(self) -> float | None:
-        if self._fetch is not None:
-            if self._fetch.sent:
-                return self._fetch.deadline(self._limits)
-            return self._pacer.next_at if self._pacer.is_waiting else None
+        answers = self._answers
+        if answers.fetch is not None:
+            return answers.deadline()
         if self.state is not State.FOLLOWING or not self.source.replay_endpoint:
             return None
-        if not self._can_replay:
-            return self._distrusted_at + self._limits.distrust_cooldown
-        return self._checks.probe_at if self._checks.probes else self._live_at + self._limits.idle_before_probe
+        if answers.distrusted_until is not None:
+            return answers.distrusted_until
+        return answers.checks.probe_at if answers.checks.probes else self._live_at + self._limits.idle_before_probe
 
     def _silent_at(self) -> float | None:
         """Return when the publisher counts as silent if nothing more arrives; None if it has not promised a heartbeat."""
-        monitor = self._heartbeats
-        if self._is_silent or monitor.max_silence is None:
+        monitor = self._deliverer.heartbeats
+        if self._deliverer.is_silent or monitor.max_silence is None:
             return None
         return max(self._live_at, monitor.replayed_at) + monitor.max_silence
+
+    # --- report ---------------------------------------------------------------------------------------------------------
+
+    def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
+        """Take what reading and applying a delivered batch has shown; of a `Batch`, only comparisons and estimates are new.
+
+        Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
+        batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
+        """
+        self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED)
+
+    def start_over(self, reason: str) -> None:
+        """Have everything delivered again, after a `Reset` with this reason. A checkpoint is then of the start."""
+        self._deliverer.restart_reason = reason
+        if self.state not in _UNCONNECTED:
+            self._start_over(reason)
+
+    def compare_rank(self, stated_by_other: int | None) -> None:
+        """Compare the stated rank with that of the stream that has it by its source; None if there is no such stream."""
+        self._deliverer.compare_rank(stated_by_other)
+
+    def share(self) -> None:
+        """Record that two publishers send at the same time. It holds until the connection ends."""
+        if DegradedReason.SHARED not in self._deliverer.ledger:
+            self._deliverer.degrade(DegradedReason.SHARED)
+
+    def close(self) -> None:
+        """Drop what waits, so that it no longer counts as pending."""
+        self._deliverer.early.clear()
+        self._quarantine.take()
 
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
@@ -101,76 +227,80 @@ class Stream(ReplayLayer):
 
         Raises `ConfigError` if the checkpoint is of another stream.
         """
-        if (checkpoint.source, checkpoint.rank) != (self._name, self._rank):
-            raise ConfigError(
-                f"cannot resume {self._name} rank {self._rank} from a checkpoint of {checkpoint.source} rank {checkpoint.rank}"
-            )
+        source, deliverer = self.source, self._deliverer
+        if (checkpoint.source, checkpoint.rank) != (source.label, source.rank):
+            other = f"{checkpoint.source} rank {checkpoint.rank}"
+            raise ConfigError(f"cannot resume {source.label} rank {source.rank} from a checkpoint of {other}")
         self.state = State.RESTORED
-        self.incarnation = checkpoint.incarnation
-        self._order.highest_seen = self._order.last_live = checkpoint.last_seq
-        self._order.next_seq = checkpoint.last_seq + 1
-        # The consumer may hold more than the checkpoint knows of, so another incarnation always begins with a Reset.
-        self._has_delivered = True
-        self._has_replayed = checkpoint.replay_seen
-        self._chain = checkpoint.fingerprint_chain()
-        newest = self._newest = self._chain.up_to(checkpoint.last_seq).last
-        if newest is not None and not newest.live:
-            self._cross_check.add_replayed(newest, None)
-        for name, last in checkpoint.degraded_reasons.items():
-            self._ledger.add(DegradedReason[name], last)
+        self._answers.has_replayed = checkpoint.replay_seen
+        deliverer.restore(checkpoint)
 
     def connected(self, now: float) -> None:
         """The subscription is up. Record a new connection. Feed every frame of an earlier connection before this call."""
-        self._now = self._live_at = now
+        deliverer = self._deliverer
+        deliverer.now = self._live_at = now
         self._other_topic, self._regressions = None, 0
-        self._ledger.discard(DegradedReason.SHARED)
-        self._end_distrust()
+        deliverer.ledger.discard(DegradedReason.SHARED)
+        self._answers.end_distrust()
         if self.state is not State.CONNECTING:
             self._prepare_reconnect()
-        is_identified = self._chain.first is not None
-        if self._can_replay:
-            input_ = Input.UP_VERIFIABLE if is_identified else Input.UP_UNIDENTIFIED
+        is_identified = deliverer.chain.first is not None
+        if not deliverer.ledger.can_replay and (is_identified or not deliverer.has_delivered):
+            input_ = Input.UP_WITHOUT_REPLAY
         else:
-            input_ = Input.UP_WITHOUT_REPLAY if is_identified else Input.UP_UNIDENTIFIED_WITHOUT_REPLAY
-        self._apply(input_, _NO_FINGERPRINT[self.state])
+            input_ = Input.UP_VERIFIABLE if is_identified else Input.UP_UNIDENTIFIED
+        self._apply(input_, "reconnected, and no batch from before identifies the publisher")
 
     def _prepare_reconnect(self) -> None:
-        self._cross_check.reconnect()
-        self._checks.reset_comparisons()
-        self._answers_behind_live = 0
+        deliverer = self._deliverer
+        deliverer.cross_check.reconnect()
+        self._answers.reset_comparisons()
         if self.state is not State.RESTORED:
             self.disconnected()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
             # The publisher may be another one that equals the old one up to where it is verified. Replay brings them again.
-            self.counters.discarded += self._early.clear()
-            self._order.highest_seen = self._order.next_seq - 1
-        self._chain.add(self._cross_check.live_before_replay, *self._cross_check.all_unconfirmed, self._newest)
+            self.counters.discarded += deliverer.early.clear()
+            deliverer.order.highest_seen = deliverer.order.next_seq - 1
+        deliverer.chain.add(deliverer.cross_check.live_before_replay, *deliverer.cross_check.all_unconfirmed, deliverer.newest)
 
     def disconnected(self) -> None:
         """The subscription is down.
 
         Record that the connection is lost. Frames fed from now until `connected` can be of the old connection or of a new one.
         """
-        if self.state not in UNCONNECTED:
-            self._end_snapshot()
+        if self.state not in _UNCONNECTED:
+            self._deliverer.end_snapshot()
             self._apply(Input.DOWN)
 
     def tick(self, now: float) -> None:
         """Handle what is due at `now`: requests without an answer, checks, and silent publishers."""
-        self._now = now
+        self._deliverer.now = now
         silent = self._silent_at()
         if silent is not None and now >= silent:
-            self._is_silent = True
-            self._degrade(DegradedReason.SILENT)
-        fetch = self._fetch
-        if fetch is not None:
-            if fetch.sent and now >= fetch.deadline(self._limits):
-                self._fail_request(fetch)
-        elif (due := self._replay_due()) is not None and now >= due:
-            self._retry_distrusted()
-            self._checks.probe(now)
-            self._fetch = self._fetch_from_fingerprints(Purpose.PROBE)
+            self._deliverer.is_silent = True
+            self._deliverer.degrade(DegradedReason.SILENT)
+        fetch, due = self._answers.fetch, self._replay_due()
+        if due is None or now < due:
+            return
+        if fetch is None:
+            self._answers.probe()
+        elif fetch.sent:
+            self._apply_outcome(self._answers.expire())
+
+    # --- feed: replay ---------------------------------------------------------------------------------------------------
+
+    def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
+        """Take the frames of one message from the replay connection, valid or not."""
+        self._deliverer.now = now
+        self._apply_outcome(self._answers.read(frames))
+        if self._answers.is_endless:
+            self._apply_outcome(self._answers.expire())
+
+    def defer_replay_timeout(self, now: float) -> None:
+        """An answer has arrived and is fed later. Until then it is not late."""
+        if self._answers.fetch is not None:
+            self._answers.fetch.active_at = now
 
     # --- feed: live frames ----------------------------------------------------------------------------------------------
 
@@ -178,7 +308,7 @@ class Stream(ReplayLayer):
         """Take the frames of one message from the SUB socket, valid or not."""
         live = parse_live(frames)
         if isinstance(live, Malformed):
-            self._count(self.counters.malformed, live.reason)
+            self.counters.count_malformed(live.reason)
         else:
             self._receive(live, now)
 
@@ -187,7 +317,7 @@ class Stream(ReplayLayer):
 
         It is empty while anything is unsettled. Then each message must go to `receive_live`.
         """
-        order = self._order
+        order = self._deliverer.order
         if self.state is State.FOLLOWING and order.next_seq > order.highest_seen:
             return range(order.next_seq, min(order.next_seq + limit, MAX_SEQ))
         return range(0)
@@ -197,44 +327,46 @@ class Stream(ReplayLayer):
 
         Nearly every message of a healthy stream arrives this way.
         """
-        count, first, topic = len(payloads), self._order.next_seq, self.topic
+        deliverer = self._deliverer
+        count, first = len(payloads), deliverer.order.next_seq
         if self.state is not State.FOLLOWING:
             # The connection was lost after the messages had been read.
             for seq, payload in enumerate(payloads, first):
-                self._receive(Live(topic, seq, payload), now)
+                self._receive(Live(deliverer.topic, seq, payload), now)
         elif count:
-            self.counters.live += count
-            self._now = self._live_at = now
-            self._checks.probes = 0
-            if self._is_silent:
-                self._end_silence()
-            if self._cross_check.first_live is None:
-                self._cross_check.first_live = first
-            self._deliver_run(first, payloads)
-            self._order.last_live = first + count - 1
-            self._compare_soon()
+            self._note_arrival(count, now)
+            if deliverer.cross_check.first_live is None:
+                deliverer.cross_check.first_live = first
+            deliverer.deliver_run(first, payloads)
+            deliverer.order.last_live = first + count - 1
+            if deliverer.cross_check.last_live is not None:
+                self._answers.compare_soon()
+
+    def _note_arrival(self, count: int, now: float) -> None:
+        self.counters.live += count
+        self._deliverer.now = self._live_at = now
+        self._answers.checks.probes = 0
+        if self._deliverer.is_silent:
+            self._deliverer.end_silence()
 
     def _receive(self, live: Live, now: float) -> None:
-        order = self._order
+        order = self._deliverer.order
+        if live.topic != self._deliverer.topic:
+            self._note_topic(live.topic)
         if live.seq == order.next_seq > order.highest_seen and self.state is State.FOLLOWING and order.parts.last < 0:
             # Nothing is missing: the frame is a run of one.
-            if live.topic != self.topic:
-                self._note_topic(live.topic)
             self.receive_run((live.payload,), now)
             return
-        self.counters.live += 1
-        self._now = self._live_at = now
-        self._checks.probes = 0
-        if self._is_silent:
-            self._end_silence()
-        if live.topic != self.topic:
-            self._note_topic(live.topic)
-        if self._cross_check.first_live is None:
-            self._note_connection_of(live)
+        self._note_arrival(1, now)
+        self._note_connection_of(live)
         self._apply(Input.LIVE, live)
-        if self._cross_check.first_live is None:
-            # It has begun another incarnation, of which it is the first frame.
-            self._note_connection_of(live)
+        # It may have begun another incarnation, of which it is the first frame.
+        self._note_connection_of(live)
+
+    def _note_connection_of(self, live: Live) -> None:
+        """Record the first live batch of the connection. While there is no connection, the frame may be of the one before."""
+        if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED:
+            self._deliverer.cross_check.first_live = live.seq
 
     def _note_regression(self, seq: int) -> None:
         """Record that the numbers went back. A restarted publisher begins with 0 and then counts up."""
@@ -250,33 +382,28 @@ class Stream(ReplayLayer):
         """Record that the topic has changed. A publisher has one; two publishers alternate."""
         if topic == self._other_topic:
             self.share()
-        self._other_topic, self.topic = self.topic, topic
+        self._other_topic, self._deliverer.topic = self._deliverer.topic, topic
 
-    def share(self) -> None:
-        """Record that two publishers send at the same time. It holds until the connection ends."""
-        if DegradedReason.SHARED not in self._ledger:
-            self._degrade(DegradedReason.SHARED)
-
-    def _note_connection_of(self, live: Live) -> None:
-        """Record the first live batch of the connection. While there is no connection, the frame may be of the one before."""
-        if self.state not in _MAY_BE_OF_EARLIER_CONNECTION:
-            self._cross_check.first_live = live.seq
+    # --- actions of the table: live frames ------------------------------------------------------------------------------
 
     def _sequence(self, live: Live) -> None:
-        seq, order = live.seq, self._order.order_of(live.seq)
+        """Put a live batch in order."""
+        deliverer, seq, payload = self._deliverer, live.seq, live.payload
+        order = deliverer.order.order_of(seq)
         if order is Order.REGRESSED:
-            if self._newest is not None and seq == self._newest.seq and self._newest.matches(live.payload):
+            newest = deliverer.newest
+            if newest is not None and seq == newest.seq and newest.matches(payload):
                 self.counters.duplicates += 1
                 return
             self._note_regression(seq)
-            self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {self._order.last_live}")
+            self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {deliverer.order.last_live}")
             self._sequence(live)
             return
-        self._order.last_live = seq
+        deliverer.order.last_live = seq
         if order is Order.NEXT:
-            self._deliver(seq, live.payload, replayed=False)
-            if self._order.highest_seen > seq:
-                self._drain()
+            deliverer.deliver(seq, payload, replayed=False)
+            if deliverer.order.highest_seen > seq:
+                deliverer.drain()
             self._apply(Input.LIVE_DELIVERED)
         elif order is Order.KNOWN:
             self._compare_with_replayed(live)
@@ -285,33 +412,34 @@ class Stream(ReplayLayer):
 
     def _compare_with_replayed(self, live: Live) -> None:
         """Replay has delivered this number before the live stream: the payload must be the same."""
-        known = self._order.replayed_digests.pop(live.seq)
+        known = self._deliverer.order.replayed_digests.pop(live.seq)
         if known is not None and known != payload_digest(live.payload):
             self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._sequence(live)
             return
         self.counters.duplicates += 1
         if known is not None:
-            self._confirm(live.seq)
+            self._answers.confirm(live.seq)
         else:
-            self._set_last_live(NewestBatch(live.seq, live.payload, True))
-            self._compare_soon()
+            self._deliverer.cross_check.add_live(NewestBatch(live.seq, live.payload, True))
+            self._answers.compare_soon()
 
     def _take_early(self, live: Live) -> None:
         """Let a batch wait because one before it is missing."""
-        self._order.see(live.seq)
-        waiting = self._early.get(live.seq)
+        deliverer = self._deliverer
+        deliverer.order.see(live.seq)
+        waiting = deliverer.early.get(live.seq)
         if waiting is None:
-            self.counters.overflowed += not self._early.add(live.seq, live.payload, replayed=False)
-            self._apply(Input.GAP if self._can_replay else Input.GAP_WITHOUT_REPLAY)
+            self.counters.overflowed += not deliverer.early.add(live.seq, live.payload, replayed=False)
+            self._apply(Input.GAP)
         elif waiting.payload != live.payload and begins_with_clear(waiting.payload):
             self.counters.duplicates += 1
-        elif not self._check_equal(live.seq, waiting.payload, live.payload, live=True):
+        elif self._apply_outcome(self._answers.compare_waiting(live.seq, waiting.payload, live.payload, live=True)):
             self._sequence(live)
 
     def _quarantine_frame(self, live: Live) -> None:
         waiting = self._quarantine.newest
-        newest = self._order.last_live if waiting is None else waiting.seq
+        newest = self._deliverer.order.last_live if waiting is None else waiting.seq
         if live.seq > newest:
             self.counters.overflowed += not self._quarantine.add(live)
         elif waiting == live:
@@ -332,185 +460,82 @@ class Stream(ReplayLayer):
         for live in self._quarantine.take():
             self._sequence(live)
 
-    # --- actions of the table -------------------------------------------------------------------------------------------
-
-    def _fetch_missing(self) -> None:
-        """Request from what is unconfirmed, so that the answer shows whether it is of the same publisher."""
-        self._fetch = self._fetch_from_missing()
-
-    def _compare_soon(self) -> None:
-        """Ask replay for a live batch that has to be compared: at once, and later and later if that was in vain."""
-        if (
-            self._cross_check.last_live is not None
-            and self._fetch is None
-            and self._can_replay
-            and self._now >= self._checks.compare_at
-        ):
-            self._fetch = self._fetch_from_fingerprints(Purpose.COMPARE)
-
-    def _retry_distrusted(self) -> None:
-        """Ask a distrusted endpoint again: the conflicts may have been many restarts in a row."""
-        if DegradedReason.REPLAY_FOREIGN in self._ledger:
-            self._end_distrust()
-            self._degrade(DegradedReason.REPLAY_UNCONFIRMED)
-            self._retries_distrusted = True
-
-    def _do_nothing(self, *_context: Any) -> None:
-        pass
-
-    def _begin_first_incarnation(self, _reason: str) -> None:
-        self._apply(Input.INCARNATION_WITH_REPLAY if self._can_replay else Input.INCARNATION_WITHOUT_REPLAY)
-        self._release_quarantine()
+    # --- actions of the table: connections, incarnations and requests -----------------------------------------------------
 
     def _verify(self, _reason: str) -> None:
-        first = self._chain.first
-        if first is not None:
-            self._fetch = ReplayFetch(Purpose.VERIFY, first.seq, first)
+        self._answers.verify()
 
-    def _follow_unverified(self, _reason: str) -> None:
-        if self._has_delivered:
-            self._degrade(DegradedReason.IDENTITY)
-        self._release_unverified()
-
-    def _continue_unverified(self) -> None:
-        self._abandon()
-        self._degrade(DegradedReason.IDENTITY)
-        self._release_unverified()
-        self._fetch_if_missing()
-
-    def _release_unverified(self) -> None:
-        self._chain.add(*self._quarantine.around_reconnects())
-        self._chain.wants_first_of_connection = not self._quarantine.has_new
+    def _follow_unverified(self, _reason: str = "") -> None:
+        self._answers.abandon()
+        if self._deliverer.has_delivered:
+            self._deliverer.degrade(DegradedReason.IDENTITY)
+        self._deliverer.chain.add(*self._quarantine.around_reconnects())
+        self._deliverer.chain.wants_first_of_connection = not self._quarantine.has_new
         self._release_quarantine()
 
-    def _degrade_identity(self) -> None:
-        self._abandon()
-        self._degrade(DegradedReason.IDENTITY)
-        self._fetch_if_missing()
-
-    def _fetch_if_missing(self) -> None:
-        if not self._order.is_complete and self._fetch is None:
-            self._apply(Input.STILL_MISSING if self._can_replay else Input.STILL_MISSING_WITHOUT_REPLAY)
-
     def _disconnect(self) -> None:
-        self._fetch = None
-        self._heartbeats.disconnect()
-        self._end_silence()
+        self._answers.close()
+        self._deliverer.heartbeats.disconnect()
+        self._deliverer.end_silence()
 
     def _restart(self, reason: str) -> None:
         """Begin another incarnation. Frames from before the reconnect are of the old one, frames after it of the new one."""
         old, new = self._quarantine.take_new()
-        self.counters.discarded += old + self._early.clear()
-        self._fetch = None
-        if self._has_delivered:
-            self.incarnation = max(self.incarnation + 1, self._first_incarnation)
-            self.counters.resets += 1
-            self._deliveries.append(Reset(self._name, self._rank, self.incarnation, reason))
-        self._begin_incarnation()
-        self._apply(Input.INCARNATION_WITH_REPLAY if self._can_replay else Input.INCARNATION_WITHOUT_REPLAY)
+        self.counters.discarded += old
+        self._deliverer.reset(reason)
+        self._answers.begin_incarnation()
+        self._fetch_missing()
         for live in new:
-            if self._cross_check.first_live is None:
-                self._note_connection_of(live)
+            self._note_connection_of(live)
             self._sequence(live)
 
     def _restart_conflicted(self, reason: str) -> None:
-        self.counters.conflicts += 1
-        self._conflicts += 1
-        if self._conflicts >= self._limits.max_conflicts:
-            self._distrust()
-            self._ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
-        else:
-            self._degrade(DegradedReason.REPLAY_UNCONFIRMED)
+        self._answers.count_conflict()
         self._restart(reason)
-
-    def _restart_unconfirmed(self, reason: str) -> None:
-        self._abandon()
-        self._resyncs += 1
-        self._restart(reason)
-
-    def _distrust_again(self, _reason: str) -> None:
-        self._fetch = None
-        self._ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
-        self._distrust()
-
-    def _finish_comparison(self) -> None:
-        # Newer batches come live. Taken from this answer, they would count as a gap.
-        self.counters.complete += 1
-        self._close_fetch()
-
-    def _skip_comparison(self, _reason: str) -> None:
-        self._checks.fail_comparison(self._now)
-        if self._fetch is not None:
-            self._fetch.collect(self._order.next_seq)
-
-    def _abandon(self, _reason: str = "") -> None:
-        self._checks.fail_comparison(self._now)
-        self._fetch = None
-
-    def _give_up(self) -> None:
-        """Give up missing batches, because replay will not bring them: declare gaps and continue."""
-        self._abandon()
-        while not self._order.is_complete:
-            self._declare_gap_before_early()
-
-    def _confirm_answer(self) -> None:
-        if self._fetch is not None:
-            self._fetch.stage = Stage.CONFIRMING
-
-    def _close_fetch(self) -> None:
-        self._fetch = None
-        self._compare_soon()
-
-    def _settle_and_compare(self) -> None:
-        self._settle()
-        self._compare_soon()
 
     def _start_over(self, reason: str) -> None:
-        is_sender_degraded = DegradedReason.SENDER in self._ledger
+        is_sender_degraded = DegradedReason.SENDER in self._deliverer.ledger
         self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
             # The publisher has not taken back what it said of itself.
-            self._ledger.add(DegradedReason.SENDER, -1)
+            self._deliverer.ledger.add(DegradedReason.SENDER, -1)
 
-    _STEPS = bind_actions(
-        {
-            Action.BEGIN_INCARNATION: _begin_first_incarnation,
-            Action.FETCH_MISSING: _fetch_missing,
-            Action.VERIFY: _verify,
-            Action.FOLLOW_UNVERIFIED: _follow_unverified,
-            Action.CONTINUE_UNVERIFIED: _continue_unverified,
-            Action.DISCONNECT: _disconnect,
-            Action.SEQUENCE: _sequence,
-            Action.QUARANTINE: _quarantine_frame,
-            Action.DISCARD_QUARANTINE: _discard_quarantine,
-            Action.RESTART_AND_SEQUENCE: _restart_and_sequence,
-            Action.COMPARE_SOON: _compare_soon,
-            Action.SETTLE: _settle_and_compare,
-            Action.GIVE_UP: _give_up,
-            Action.RESTART: _restart,
-            Action.RESTART_UNCONFIRMED: _restart_unconfirmed,
-            Action.RESTART_CONFLICTED: _restart_conflicted,
-            Action.DISTRUST: _distrust_again,
-            Action.RELEASE_QUARANTINE: _release_quarantine,
-            Action.READ_HISTORY: _do_nothing,
-            Action.FINISH_COMPARISON: _finish_comparison,
-            Action.SKIP_COMPARISON: _skip_comparison,
-            Action.ABANDON: _abandon,
-            Action.DEGRADE_IDENTITY: _degrade_identity,
-            Action.CONFIRM_ANSWER: _confirm_answer,
-            Action.CLOSE_FETCH: _close_fetch,
-            Action.NOTHING: _do_nothing,
-        }
-    )
-    """The transition table with the method of each action, which takes the context that the input was applied with."""
+    def _fetch_missing(self) -> None:
+        if self._deliverer.ledger.can_replay:
+            self._answers.fetch_missing()
+        else:
+            self._apply(Input.FETCH_FAILED)
+
+    def _give_up(self, _reason: str = "") -> None:
+        """Give up missing batches, because replay will not bring them: declare gaps and continue."""
+        deliverer = self._deliverer
+        self._answers.abandon()
+        while not deliverer.order.is_complete:
+            deliverer.declare_gap(deliverer.order.gap_before_early())
+
+    def _compare_soon(self) -> None:
+        self._answers.compare_soon()
+
+    def _settle(self) -> None:
+        self._apply_outcome(self._answers.settle())
+        self._answers.compare_soon()
+
+    def _close_fetch(self) -> None:
+        self._answers.close()
+        self._answers.compare_soon()
+
+    def _nothing(self) -> None:
+        pass
 
 
+_STEPS: Final = {
+    state: {input_: (following, getattr(Stream, f"_{action.name.lower()}")) for input_, (following, action) in row.items()}
+    for state, row in TRANSITIONS.items()
+}
+"""The transition table with the method of each action, which takes the context that the input was applied with."""
+_PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
+_COMPARING: Final = "a live batch is compared with what replay says of its number"
 _REGRESSION_SPAN: Final = 64
 """Live messages within which a second regression of the numbers is no second restart."""
 _MAX_REGRESSIONS: Final = 3
-_MAY_BE_OF_EARLIER_CONNECTION: Final = (State.DISCONNECTED, State.RESTORED)
-_NO_FINGERPRINT: Final = {
-    State.CONNECTING: "",
-    State.DISCONNECTED: "reconnected before the first batch",
-    State.RESTORED: "the checkpoint has no fingerprint of the publisher",
-}
+_UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)

@@ -31,6 +31,8 @@ class DegradedReason(enum.Enum):
     SHARED = "two publishers send as this source in turn: give each its own topic or endpoint"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
+    __hash__ = object.__hash__
+
 
 REASONS_ENDED_BY_CLEAR: Final = frozenset(
     {
@@ -208,6 +210,11 @@ class TrustLedger:
 
     def __contains__(self, reason: DegradedReason) -> bool:
         return reason in self._marks
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether there is a replay endpoint and it is not distrusted."""
+        return DegradedReason.NO_REPLAY not in self._marks and DegradedReason.REPLAY_FOREIGN not in self._marks
 
     def __iter__(self) -> Iterator[DegradedReason]:
         """Iterate in the order of `DegradedReason`."""

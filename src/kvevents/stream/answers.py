@@ -1,0 +1,526 @@
+"""Requests batches by replay, and reads each message of an answer into what it means for the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from kvevents.stream.deliverer import Deliverer
+from kvevents.stream.deliveries import Source
+from kvevents.stream.identity import Fingerprint, FingerprintChain, NewestBatch, Quarantine
+from kvevents.stream.replay_fetch import CheckSchedule, FetchRequest, Purpose, ReplayFetch, RequestPacer, Stage
+from kvevents.stream.sequencer import GapEnd
+from kvevents.stream.settings import StreamLimits
+from kvevents.stream.transitions import Input
+from kvevents.stream.trust import DegradedReason
+from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
+from kvevents.wire.decode import begins_with_clear, ends_with_digest
+
+Outcome: TypeAlias = tuple[Input] | tuple[Input, str] | None
+"""What a message, a timeout or a comparison shows: an input of the transition table, perhaps with a reason; or nothing."""
+
+
+class AnswerReader:
+    """The open replay request and its answer, and how far the replay endpoint can be trusted.
+
+    It matches each answer with fingerprints, has its batches delivered in order, and decides at its end what to request next.
+    It never changes the state of the stream; it returns an `Outcome`.
+    """
+
+    def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
+        self.fetch: ReplayFetch | None = None
+        """The open request, sent or not."""
+        self.pacer = RequestPacer(limits)
+        self.checks = CheckSchedule(limits)
+        self.has_replayed = False
+        """Whether the replay endpoint has ever sent a batch."""
+        self.conflicts = 0
+        """Conflicts in a row, with no match between."""
+        self._resyncs = 0
+        """Restarts in a row because replay no longer held what it had brought, with no match between."""
+        self.distrusted_until: float | None = None
+        """When to ask a distrusted endpoint again; None if it is not distrusted."""
+        self._retries_distrusted = False
+        """Whether the replay endpoint was distrusted and is asked again."""
+        self._answers_behind_live = 0
+        """Answers in a row that end with the requested batch although the live batch that should confirm them is newer."""
+        self._source = source
+        self._limits = limits
+        self._deliverer = deliverer
+        self._quarantine = quarantine
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def begin_incarnation(self) -> None:
+        """Close the request, since it is about the incarnation that has ended.
+
+        Compare at once: a small replay buffer may soon evict what this incarnation fetches, and then nothing can confirm it.
+        """
+        self.close()
+        self.reset_comparisons()
+
+    def reset_comparisons(self) -> None:
+        """Request the next comparison at once, and forget how the ones before ended."""
+        self._answers_behind_live = 0
+        self.checks.reset_comparisons()
+
+    def _open(self, fetch: ReplayFetch | None, live: NewestBatch | None = None) -> None:
+        self.fetch = fetch
+        self._deliverer.cross_check.begin_answer(live)
+
+    def close(self) -> None:
+        """Close the request."""
+        self._open(None)
+
+    def abandon(self) -> None:
+        """Close the request, since its answer says nothing. The next comparison waits longer."""
+        if self.fetch is not None:
+            self.checks.fail_comparison(self._deliverer.now)
+            self.close()
+
+    def verify(self) -> None:
+        """Request from the first fingerprint, to verify the publisher after a reconnect."""
+        first = self._deliverer.chain.first
+        if first is not None:
+            self._open(ReplayFetch(Purpose.VERIFY, first.seq, first))
+
+    def fetch_missing(self) -> None:
+        """Request from what is unconfirmed, so that the answer shows whether it is of the same publisher."""
+        self._open(self._from_missing(), self._deliverer.cross_check.last_live)
+
+    def compare_soon(self) -> None:
+        """Ask replay for a live batch that has to be compared: at once, and later and later if that was in vain."""
+        last_live = self._deliverer.cross_check.last_live
+        if last_live is None or self.fetch is not None or not self._deliverer.ledger.can_replay:
+            return
+        if self._deliverer.now >= self.checks.compare_at:
+            self._open(self._from_fingerprints(Purpose.COMPARE), last_live)
+
+    def probe(self) -> None:
+        """Check the tail of a quiet stream.
+
+        Ask a distrusted endpoint again: the conflicts may have been many restarts in a row.
+        """
+        deliverer = self._deliverer
+        if self.distrusted_until is not None:
+            self.end_distrust()
+            deliverer.degrade(DegradedReason.REPLAY_UNCONFIRMED)
+            self._retries_distrusted = True
+        self.checks.probe(deliverer.now)
+        self._open(self._from_fingerprints(Purpose.PROBE), deliverer.cross_check.last_live)
+
+    def _from_missing(self) -> ReplayFetch:
+        unconfirmed = self._deliverer.cross_check.unconfirmed
+        start = self._deliverer.order.next_seq if unconfirmed is None else unconfirmed.seq
+        return ReplayFetch(Purpose.FILL, start, unconfirmed)
+
+    def _from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
+        """Request from the first batch that has to be matched, or from what is missing if nothing was delivered yet."""
+        deliverer = self._deliverer
+        live = deliverer.cross_check.last_live
+        unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
+        if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
+            # The live batch cannot confirm that one, but it shows whether the answer is of this publisher at all.
+            unconfirmed = live
+        first = deliverer.chain.first or unconfirmed or live or deliverer.newest
+        live_before = -1 if live is None else live.seq
+        if first is None:
+            return ReplayFetch(purpose, deliverer.order.next_seq, None, live_before=live_before)
+        return ReplayFetch(purpose, first.seq, first.fingerprint(), live_before=live_before)
+
+    def request_to_send(self, now: float) -> FetchRequest | None:
+        """Return the request to send now, once; its timeout begins. None while requests are paced."""
+        if self.fetch is None or self.fetch.sent or not self.pacer.take(now):
+            return None
+        self._deliverer.counters.requests += 1
+        return self.fetch.send(now, self._deliverer.order.next_seq)
+
+    def deadline(self) -> float | None:
+        """Return when the open request must be sent, or counts as unanswered; None for no such time."""
+        if self.fetch is not None and self.fetch.sent:
+            return self.fetch.deadline(self._limits)
+        return self.pacer.next_at if self.pacer.is_waiting else None
+
+    # --- the replay endpoint --------------------------------------------------------------------------------------------
+
+    def confirm(self, seq: int) -> None:
+        """Record that replay and the live stream have the same batch `seq`."""
+        self._deliverer.cross_check.confirm(seq)
+        self.reset_comparisons()
+        self.pacer.reset()
+        self.conflicts = self._resyncs = 0
+        self._retries_distrusted = False
+        self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
+
+    def compare_waiting(self, seq: int, known: bytes, received: bytes, *, live: bool) -> Outcome:
+        """Compare two messages with one number. `live` says that one of them came live."""
+        if known != received:
+            return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
+        self._deliverer.counters.duplicates += 1
+        if live:
+            self.confirm(seq)
+        return None
+
+    def count_conflict(self) -> None:
+        """Count a conflict of replay with the live stream. After several in a row, distrust the endpoint."""
+        self._deliverer.counters.conflicts += 1
+        self.conflicts += 1
+        if self.conflicts >= self._limits.max_conflicts:
+            self._distrust()
+            self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
+        else:
+            self._deliverer.degrade(DegradedReason.REPLAY_UNCONFIRMED)
+
+    def _distrust(self) -> None:
+        self._deliverer.degrade(DegradedReason.REPLAY_FOREIGN)
+        self.distrusted_until = self._deliverer.now + self._limits.distrust_cooldown
+        self._retries_distrusted = False
+
+    def end_distrust(self) -> None:
+        """Ask the endpoint again, if it is distrusted."""
+        self.distrusted_until = None
+        self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
+
+    def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> Outcome:
+        """Replay no longer holds a batch that it brought: fetch everything again, unless its buffer has proved too small."""
+        if self._resyncs >= self._limits.max_consecutive_resyncs:
+            return Input.EVICTED, reason
+        self._resyncs += fetch.purpose is not Purpose.VERIFY
+        return Input.NEW_INCARNATION, reason
+
+    # --- answers --------------------------------------------------------------------------------------------------------
+
+    def read(self, frames: Sequence[bytes]) -> Outcome:
+        """Take the frames of one message from the replay connection, valid or not."""
+        deliverer, fetch = self._deliverer, self.fetch
+        reply = parse_replay_reply(frames)
+        if isinstance(reply, Malformed):
+            deliverer.counters.count_malformed(f"replay: {reply.reason}")
+        elif fetch is None or not fetch.sent:
+            deliverer.counters.duplicates += 1
+        elif isinstance(reply, ReplayEnd):
+            self._progress(fetch)
+            return self._end_answer(fetch)
+        elif reply.topic and not reply.topic.startswith(self._source.topic.encode()):
+            deliverer.end_snapshot()
+            self._distrust()
+            return (Input.FETCH_FAILED,)
+        else:
+            self.has_replayed = True
+            if reply.topic is not None:
+                deliverer.topic = reply.topic
+            return self._read_batch(fetch, reply)
+        return None
+
+    def expire(self) -> Outcome:
+        """End a request whose time is up, since nothing new arrived."""
+        deliverer, fetch = self._deliverer, self.fetch
+        if fetch is None:
+            return None
+        deliverer.end_snapshot()
+        deliverer.counters.unanswered += 1
+        if not fetch.end_unanswered(deliverer.order.next_seq, self._limits):
+            self._retry(fetch, new_connection=True)
+            return None
+        deliverer.degrade(DegradedReason.REPLAY_SILENT)
+        self.checks.probe(deliverer.now)
+        return (Input.FETCH_FAILED,)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the open answer has brought nothing new for too many messages."""
+        return self.fetch is not None and self.fetch.duplicates > self._limits.max_duplicate_replies
+
+    def _read_batch(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+        is_first = fetch.begin_message(reply.seq)
+        if is_first:
+            self._deliverer.end_snapshot()
+            self._deliverer.early.drop_replayed()
+        fingerprint = fetch.fingerprint
+        if fetch.stage is Stage.CONFIRMING:
+            return self._read_to_live(fetch, reply)
+        if fingerprint is None:
+            return self._accept_first(fetch, reply) if is_first else self._accept(fetch, reply)
+        if is_first and fetch.purpose is Purpose.FILL and reply.seq > fingerprint.seq:
+            return self._begin_after_fingerprint(fetch, fingerprint, reply)
+        return self._match(fetch, fingerprint, reply)
+
+    def _read_to_live(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+        """Nothing is missing. Read the rest of the answer up to the live batch that confirms it."""
+        live = self._deliverer.cross_check.answer_live
+        outcome = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
+        if outcome is None and (live is None or reply.seq >= live.seq):
+            return (Input.COMPLETE,)
+        return outcome
+
+    def _compare_live(self, fetch: ReplayFetch, live: NewestBatch, reply: ReplayBatch) -> Outcome:
+        if live.matches(reply.payload):
+            self.confirm(live.seq)
+        elif not begins_with_clear(reply.payload):
+            reason = f"publisher restarted: number {live.seq} came live with another content than replayed"
+            return self._contradict(fetch, reason)
+        return None
+
+    def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+        """Replay no longer holds a batch that it brought and that no live batch has confirmed: it may be another publisher."""
+        deliverer = self._deliverer
+        if reply.seq < deliverer.order.next_seq or not begins_with_clear(reply.payload):
+            forgotten = f"replay has evicted number {fingerprint.seq}, which it brought and no live batch has confirmed"
+            return Input.NEW_INCARNATION, forgotten
+        # The snapshot replaces everything before it.
+        deliverer.cross_check.forget_unconfirmed()
+        fetch.collect(deliverer.order.next_seq)
+        return self._accept_first(fetch, reply)
+
+    def _match(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+        """Compare a batch with the fingerprint that the answer must repeat next."""
+        newest = self._deliverer.newest
+        if fetch.verifies_reconnect and reply.seq > fingerprint.seq and (newest is None or fingerprint.seq > newest.seq):
+            # The quarantined batch was lost or evicted. The next one in quarantine identifies the incarnation as well.
+            waiting = self._quarantine.old_after(reply.seq - 1)
+            if waiting is not None and waiting.seq == reply.seq:
+                fetch.fingerprint = fingerprint = waiting
+        if reply.seq > fingerprint.seq:
+            fetch.has_more = True
+        elif reply.seq == fingerprint.seq:
+            if fingerprint.matches(reply.payload):
+                return self._repeat_fingerprint(fetch, fingerprint)
+            return self._differ_from_fingerprint(fetch, fingerprint, reply)
+        return None
+
+    def _repeat_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+        deliverer = self._deliverer
+        chain, cross_check = deliverer.chain, deliverer.cross_check
+        self._progress(fetch, is_new=False)
+        is_fill = fetch.purpose is Purpose.FILL
+        if fingerprint.live:
+            self.confirm(fingerprint.seq)
+            cross_check.answer_began_with_live = True
+        if not is_fill and fingerprint.seq < deliverer.order.next_seq:
+            cross_check.repeat(fingerprint)
+        fetch.verifies_reconnect |= fingerprint == chain.first
+        if fetch.verifies_reconnect:
+            following = chain.after(fingerprint.seq) or self._quarantine.old_after(fingerprint.seq)
+            if following is not None:
+                fetch.fingerprint = following
+                return None
+            if not chain.is_incomplete:
+                deliverer.ledger.discard(DegradedReason.IDENTITY)
+            self._forget_chain()
+        following = None if is_fill else cross_check.unconfirmed_after(fingerprint.seq)
+        if following is not None:
+            fetch.fingerprint = following
+            return None
+        fetch.collect(deliverer.order.next_seq)
+        if fetch.purpose is Purpose.VERIFY:
+            return (Input.VERIFIED,)
+        if fetch.purpose is Purpose.COMPARE and deliverer.order.is_complete and not cross_check.is_incomplete:
+            # Newer batches come live. Taken from this answer, they would count as a gap.
+            deliverer.counters.complete += 1
+            return (Input.COMPLETE,)
+        return None
+
+    def _forget_chain(self) -> None:
+        """What is in the chain need not or cannot be verified any more."""
+        is_incomplete = DegradedReason.IDENTITY in self._deliverer.ledger
+        self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
+
+    def _differ_from_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+        reason = f"publisher restarted: number {fingerprint.seq} now has another content"
+        if not begins_with_clear(reply.payload):
+            return self._contradict(fetch, reason)
+        if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
+            return Input.NEW_INCARNATION, reason
+        # Replay has compacted the batch, or never had it: that shows nothing.
+        self._progress(fetch, is_new=False)
+        if self._deliverer.cross_check.all_unconfirmed:
+            return self._cannot_confirm(fetch, reason)
+        self.checks.fail_comparison(self._deliverer.now)
+        fetch.collect(self._deliverer.order.next_seq)
+        return None
+
+    def _contradict(self, fetch: ReplayFetch, reason: str) -> Outcome:
+        """Handle that replay contradicts the live stream. Before a reconnect is verified, that shows another incarnation."""
+        if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
+            return Input.NEW_INCARNATION, reason
+        if not self._retries_distrusted:
+            return Input.CONFLICT, reason
+        self.close()
+        self._distrust()
+        self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
+        return (Input.FETCH_FAILED,)
+
+    def _accept_first(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+        if begins_with_clear(reply.payload) and ends_with_digest(reply.payload):
+            fetch.snapshot_part = reply.seq
+        if reply.seq > self._deliverer.order.next_seq:
+            self._begin_after_missing(fetch, reply)
+        return self._accept(fetch, reply)
+
+    def _begin_after_missing(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
+        """The answer does not begin with the missing batch. If it begins with a snapshot, nothing before that will ever come.
+
+        Each retry for an earlier gap would bring another snapshot of several MiB.
+        """
+        deliverer = self._deliverer
+        waiting = deliverer.early.get(reply.seq)
+        is_live_batch = waiting is not None and waiting.payload == reply.payload
+        if begins_with_clear(reply.payload) and not is_live_batch:
+            self._progress(fetch)
+            # The snapshot contains the batches that wait before it too. Without those that are missing between them, the state
+            # that they lead to would be wrong, and heartbeats in them would say so.
+            deliverer.early.drop_up_to(reply.seq)
+            deliverer.declare_gap(GapEnd(reply.seq - 1, compacted=True))
+        elif fetch.incomplete:
+            # A retry, and the batch is missing again.
+            self._progress(fetch)
+            fetch.incomplete = 0
+            deliverer.declare_gap(deliverer.order.gap_before(reply.seq))
+
+    def _accept(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+        """Take a batch of an answer whose publisher is known."""
+        deliverer, order, seq, payload = self._deliverer, self._deliverer.order, reply.seq, reply.payload
+        fetch.has_more |= seq >= fetch.start
+        is_part = self._follow_snapshot(fetch, reply)
+        if seq < order.next_seq:
+            deliverer.counters.duplicates += 1
+            live = deliverer.cross_check.answer_live
+            return self._compare_live(fetch, live, reply) if live is not None and seq == live.seq else None
+        order.see(seq)
+        waiting = deliverer.early.get(seq)
+        if waiting is not None and waiting.payload != payload and (is_part or begins_with_clear(payload)):
+            # The snapshot also contains what is missing before it, so the batch with its number need not wait any more.
+            deliverer.early.pop(seq)
+            waiting = None
+        elif waiting is not None:
+            conflict = self.compare_waiting(seq, waiting.payload, payload, live=not waiting.replayed)
+            if conflict is not None:
+                return conflict
+        if seq == order.next_seq:
+            self._progress(fetch)
+            if waiting is None:
+                deliverer.deliver(seq, payload, replayed=True)
+                order.parts.last = seq if is_part else -1
+            deliverer.drain()
+            return self.settle()
+        if waiting is None and deliverer.early.add(seq, payload, replayed=True):
+            fetch.active_at = deliverer.now
+            if seq > fetch.highest_early:
+                fetch.highest_early = seq
+                self._progress(fetch)
+        return (Input.REPLAY_AHEAD,)
+
+    def _follow_snapshot(self, fetch: ReplayFetch, reply: ReplayBatch) -> bool:
+        """Whether the batch may be a part of a snapshot in several batches.
+
+        An answer begins with the parts, in a row, each with a digest at its end. Live batches may have the same numbers. What
+        is between two parts must be neither lost nor mixed up with those.
+        """
+        seq, parts = reply.seq, self._deliverer.order.parts
+        if seq in (fetch.snapshot_part, fetch.snapshot_part + 1) and ends_with_digest(reply.payload):
+            fetch.snapshot_part = seq
+            return True
+        if seq == parts.last + 1:
+            # A batch that is not a part follows the last part.
+            parts.last = -1
+        else:
+            self._deliverer.end_snapshot()
+        fetch.snapshot_part = -2
+        return False
+
+    def settle(self) -> Outcome:
+        """Return whether live frames have reached the replayed batches, so that the fetch can end early."""
+        order, cross_check, fetch = self._deliverer.order, self._deliverer.cross_check, self.fetch
+        is_matching = fetch is not None and fetch.fingerprint is not None
+        if not order.is_complete or order.highest_seen != order.last_live or is_matching or order.parts.is_open:
+            return None
+        if fetch is not None and fetch.sent:
+            self._deliverer.counters.complete += 1
+            # The request has led to a live batch. It is not one of many in vain.
+            self.pacer.reset()
+            if cross_check.is_incomplete and cross_check.answer_live is not None:
+                fetch.stage = Stage.CONFIRMING
+                return (Input.REACHED_LIVE,)
+        return (Input.COMPLETE,)
+
+    def _end_answer(self, fetch: ReplayFetch) -> Outcome:
+        deliverer, order, counters = self._deliverer, self._deliverer.order, self._deliverer.counters
+        deliverer.end_snapshot()
+        if fetch.fingerprint is not None:
+            counters.truncated += 1
+            return self._miss_fingerprint(fetch, fetch.fingerprint)
+        if fetch.stage is Stage.CONFIRMING:
+            return (Input.COMPLETE,)
+        if order.is_complete:
+            counters.complete += 1
+        else:
+            counters.truncated += 1
+            if not fetch.end_incomplete(order.next_seq, self._limits):
+                self._retry(fetch)
+                return None
+            fetch.incomplete = 0
+            deliverer.declare_gap(order.gap_before_early())
+        if not order.is_complete or (fetch.has_more and order.highest_seen > order.last_live):
+            # Batches are missing, or nothing says that the answer was complete: request until an answer brings nothing.
+            self._retry(fetch)
+            return None
+        if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
+            # An answer that a socket has truncated holds more than its first batch.
+            self._answers_behind_live += fetch.start == fetch.highest < fetch.live_before
+            if self._answers_behind_live >= self._limits.max_incomplete_answers:
+                # Replay repeats what it has brought, and nothing that came live since: another stream, or another incarnation.
+                ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
+                return self._contradict(fetch, f"publisher restarted: {ends}")
+            self.checks.fail_comparison(deliverer.now)
+        return (Input.COMPLETE,)
+
+    def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+        """Handle an answer that ended without the batch that would identify the publisher."""
+        if not fetch.end_without_fingerprint(self._limits):
+            self._retry(fetch)
+            return None
+        if self.has_replayed:
+            return self._give_up_fingerprint(fetch, fingerprint)
+        if fetch.start > 0:
+            # Does replay hold anything at all? If so, it has evicted the batch, or never had it.
+            again = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
+            again.incomplete = fetch.incomplete
+            self._open(again, self._deliverer.cross_check.answer_live)
+            return None
+        # A replay endpoint that never held anything (`buffer_steps=0`) shows nothing.
+        if fingerprint == self._deliverer.chain.first:
+            self._deliverer.degrade(DegradedReason.IDENTITY)
+        return (Input.FETCH_FAILED,)
+
+    def _give_up_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+        deliverer = self._deliverer
+        forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
+        reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
+        if not fetch.has_more or self._retries_distrusted:
+            # Replay holds nothing as new as the live batch: another incarnation, or another stream.
+            return self._contradict(fetch, reason)
+        if fetch.purpose is not Purpose.COMPARE and deliverer.newest is not None and deliverer.newest.seq == fingerprint.seq:
+            return Input.NEW_INCARNATION, reason
+        if deliverer.cross_check.all_unconfirmed:
+            return self._cannot_confirm(fetch, reason)
+        # A busy stream has evicted the batch from a small buffer. The next check uses a newer one. The fingerprints from
+        # before a reconnect cannot be verified any more; IDENTITY is a degraded reason since the verification failed.
+        if fetch.verifies_reconnect or fingerprint == deliverer.chain.first:
+            self._forget_chain()
+        return Input.EVICTED, reason
+
+    def _retry(self, fetch: ReplayFetch, *, new_connection: bool = False) -> None:
+        """Request again from the beginning: the next answer may be of another process."""
+        if fetch.purpose is Purpose.FILL or fetch.fingerprint is None:
+            if fetch.incomplete and fetch.fingerprint is None:
+                # An answer may lose any of its messages except the first, so the next one must begin with what is missing.
+                self._deliverer.cross_check.separate_next_answer()
+            again = self._from_missing()
+        else:
+            again = self._from_fingerprints(fetch.purpose)
+            again.has_more = fetch.has_more
+        self._open(fetch.retry(again, new_connection=new_connection), self._deliverer.cross_check.last_live)
+
+    def _progress(self, fetch: ReplayFetch, *, is_new: bool = True) -> None:
+        fetch.progress(self._deliverer.now, is_new=is_new)
+        self._deliverer.ledger.discard(DegradedReason.REPLAY_SILENT)

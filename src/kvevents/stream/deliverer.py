@@ -1,0 +1,376 @@
+"""Puts the batches of a stream in order, delivers them, and records what they are worth and what consumers report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import Final
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
+from kvevents.stream.deliveries import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, StreamPosition
+from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch
+from kvevents.stream.sequencer import GapEnd, PendingBytes, ReorderBuffer, Sequencer
+from kvevents.stream.settings import StreamLimits
+from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
+from kvevents.wire import Rejected
+from kvevents.wire.decode import begins_with_clear, rank_of
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What happened to a stream so far."""
+
+    live: int = 0
+    delivered: int = 0
+    replayed: int = 0
+    duplicates: int = 0
+    """Messages with nothing new, live or replayed, including the rest of an answer that was no longer needed."""
+    malformed: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    gaps: int = 0
+    """Runs of lost numbers. Runs that a snapshot represents are not included."""
+    lost: int = 0
+    """Batches in those gaps."""
+    compacted: int = 0
+    """Batches that were not delivered because a snapshot represents them: nothing is lost."""
+    gaps_repaired: int = 0
+    """Gaps after a live batch that replay has begun to fill: losses, and batches missed between two connections. History before
+    the first live batch is not included. A gap of which a part is lost counts in `gaps` as well."""
+    resets: int = 0
+    reconnects: int = 0
+    requests: int = 0
+    """Replay requests. Their results are in the next four counters. A request that a lost connection or a restart ended has no
+    result."""
+    complete: int = 0
+    """Requests that were answered, after which nothing was known to be missing."""
+    truncated: int = 0
+    """Requests that were answered without everything that was requested."""
+    unanswered: int = 0
+    conflicts: int = 0
+    """Requests that were answered with something that contradicts the live stream."""
+    overflowed: int = 0
+    """Live batches for which there was no room to wait. They are replayed later."""
+    discarded: int = 0
+    """Waiting batches of a connection or an incarnation that ended."""
+    heartbeats: int = 0
+    """Reported batches with a heartbeat of the publisher."""
+    digests_matched: int = 0
+    """Heartbeats whose digest the consumer's state had."""
+    digests_mismatched: int = 0
+    """Heartbeats whose digest the consumer's state did not have, without a known cause: 0 unless something is broken. An
+    explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
+    attestations_matched: int = 0
+    """Heartbeats whose attestation was that of the consumer's state."""
+    attestations_mismatched: int = 0
+    """Heartbeats whose attestation was not that of the consumer's state."""
+
+    def count_malformed(self, reason: str) -> None:
+        """Count a malformed message."""
+        self.malformed[reason] = self.malformed.get(reason, 0) + 1
+
+    def copy(self) -> StreamCounters:
+        """Return a copy that does not change any more."""
+        return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What a stream can learn only from a consumer that reads, and in part applies, the batch; see `Subscriber.report`."""
+
+    rejected: tuple[Rejected, ...] = ()
+    """Events that could not be decoded."""
+    cleared: bool = False
+    """Whether the batch has an AllBlocksCleared for all tiers and groups."""
+    heartbeat: Heartbeat | None = None
+    """The last heartbeat in the batch. Its digest is of everything up to the end of the batch, wherever the heartbeat is."""
+    digest_matches: bool | None = None
+    """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
+    attestation_matches: bool | None = None
+    """Whether the state after the batch is that of the engine's own cache, as the heartbeat's attestation says; None if there
+    is no attestation or the state is unknown."""
+    estimate: str | None = None
+    """Why the consumer's answers can differ from what the engine finds, although no batch is missing, from this batch on. Empty
+    if they no longer can; None if that has not changed."""
+
+
+def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
+    """Return what the events of a batch show by themselves; None if that is nothing."""
+    cleared, heartbeat = False, None
+    for event in events:
+        if type(event) is BlockRemoved:
+            heartbeat = event.heartbeat or heartbeat
+        elif type(event) is AllBlocksCleared:
+            cleared = cleared or event.unknown_fields is None
+    return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
+
+
+class Deliverer:
+    """Puts the batches of a stream in order and delivers them. It knows nothing of connections and requests.
+
+    It also records what the deliveries are worth: what identifies their publisher, what live batches confirm, what heartbeats
+    say, and the degraded reasons.
+    """
+
+    def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:
+        self.counters = StreamCounters()
+        self.deliveries: list[RawDelivery] = []
+        self.incarnation = self._first_incarnation = first_incarnation
+        self.topic = source.topic.encode()
+        """The topic of the newest message."""
+        self.now = 0.0
+        """The time of the newest input."""
+        self.early = ReorderBuffer(limits, pending)
+        self.ledger = TrustLedger()
+        self.heartbeats = HeartbeatMonitor(limits)
+        self.stated_rank: int | None = None
+        """The rank that the payloads state; None if that is unknown, or if they state several, as those of a relay may."""
+        self._states_ranks = False
+        """Whether the payloads have stated several ranks."""
+        self._next_rank_at = float("-inf")
+        self._limits = limits
+        self._name, self._rank = source.label, source.rank
+        self._begin_incarnation()
+
+    def _begin_incarnation(self) -> None:
+        self.order = Sequencer(self._limits, self.early)
+        self.newest: NewestBatch | Fingerprint | None = None
+        """The newest batch delivered in this incarnation."""
+        self.chain = FingerprintChain()
+        self.cross_check = CrossCheck()
+        self.has_delivered = False
+        self.is_silent = False
+        self.restart_reason: str | None = None
+        """Why to start over when deliveries are taken next, because of a report."""
+        self.heartbeats.begin_incarnation()
+        self.ledger.begin_incarnation()
+
+    def reset(self, reason: str) -> None:
+        """Begin another incarnation, with a `Reset` if anything was delivered. What waits is dropped."""
+        self.counters.discarded += self.early.clear()
+        if self.has_delivered:
+            self.incarnation = max(self.incarnation + 1, self._first_incarnation)
+            self.counters.resets += 1
+            self.deliveries.append(Reset(self._name, self._rank, self.incarnation, reason))
+        self._begin_incarnation()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue after the newest batch of a checkpoint."""
+        self.incarnation = checkpoint.incarnation
+        self.order.highest_seen = self.order.last_live = checkpoint.last_seq
+        self.order.next_seq = checkpoint.last_seq + 1
+        # The consumer may hold more than the checkpoint knows of, so another incarnation always begins with a Reset.
+        self.has_delivered = True
+        self.chain = checkpoint.fingerprint_chain()
+        newest = self.newest = self.chain.up_to(checkpoint.last_seq).last
+        if newest is not None and not newest.live:
+            self.cross_check.add_replayed(newest, None)
+        for name, last in checkpoint.degraded_reasons.items():
+            self.ledger.add(DegradedReason[name], last)
+
+    def position(self, *, has_replayed: bool) -> StreamPosition:
+        """Return what a checkpoint needs, once the deliveries so far were taken."""
+        if self.restart_reason is not None:
+            return StreamPosition(self.incarnation, -1, FingerprintChain(), None, has_replayed, {})
+        last_seq = self.order.next_seq - 1
+        chain = self.chain.up_to(last_seq)
+        chain.add(self.cross_check.live_before_replay, *self.cross_check.all_unconfirmed)
+        return StreamPosition(self.incarnation, last_seq, chain, self.newest, has_replayed, self.ledger.persistent())
+
+    def degrade(self, reason: DegradedReason) -> None:
+        """Add a degraded reason for everything delivered or given up so far, but not for what follows."""
+        self.ledger.add(reason, self.order.next_seq - 1)
+
+    def end_silence(self) -> None:
+        """Record that something was received."""
+        self.is_silent = False
+        self.ledger.discard(DegradedReason.SILENT)
+
+    def compare_rank(self, stated_by_other: int | None) -> None:
+        """Compare the stated rank with that of the stream that has it by its source; None if there is no such stream."""
+        is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
+        if is_other and DegradedReason.RANK not in self.ledger:
+            self.ledger.add(DegradedReason.RANK, 0)
+        elif not is_other:
+            self.ledger.discard(DegradedReason.RANK)
+
+    # --- reports -----------------------------------------------------------------------------------------------------------
+
+    def report(self, delivery: Batch | RawBatch, report: BatchReport, *, is_connected: bool) -> None:
+        """Take what reading and applying a delivered batch has shown; see `Stream.report`."""
+        seq, live, is_current = delivery.seq, not delivery.replayed, delivery.incarnation == self.incarnation
+        if (delivery.incarnation, seq) >= (self.incarnation, self.order.next_seq):
+            return
+        if isinstance(delivery, RawBatch):
+            for rejected in report.rejected:
+                self.counters.rejected[rejected.reason] = self.counters.rejected.get(rejected.reason, 0) + rejected.count
+            self.counters.heartbeats += report.heartbeat is not None
+            if is_current:
+                self._take_report(delivery, report, is_connected=is_connected)
+        if not is_current:
+            return
+        if report.estimate is not None:
+            self.ledger.estimate(seq, report.estimate)
+        if report.digest_matches is not None:
+            self._compare_digest(seq, matches=report.digest_matches, live=live)
+        if report.attestation_matches is not None:
+            self._compare_attestation(seq, matches=report.attestation_matches, live=live)
+
+    def _take_report(self, delivery: RawBatch, report: BatchReport, *, is_connected: bool) -> None:
+        seq, heartbeat = delivery.seq, report.heartbeat
+        if report.cleared:
+            self.ledger.clear(seq)
+        if any(rejected.loses_events for rejected in report.rejected):
+            self.ledger.reject(seq)
+        if heartbeat is not None:
+            if delivery.replayed and heartbeat.trust != Trust.EXACT.name:
+                self.order.parts.last_not_final = seq
+                self._degrade_if_truncated()
+            self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and is_connected)
+
+    def _take_heartbeat(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> None:
+        monitor = self.heartbeats
+        if monitor.is_other_incarnation(heartbeat, live=live):
+            self.ledger.add(DegradedReason.IDENTITY, seq - 1)
+            if monitor.allow_new_incarnation():
+                self.restart_reason = f"publisher restarted: it is of another incarnation at number {seq} than before"
+        if monitor.receive(seq, heartbeat, live=live):
+            self.ledger.discard(DegradedReason.SENDER)
+            if monitor.trust != Trust.EXACT:
+                self.ledger.add(DegradedReason.SENDER, seq)
+
+    def _compare_digest(self, seq: int, *, matches: bool, live: bool) -> None:
+        if matches:
+            self.counters.digests_matched += 1
+            self.heartbeats.digests.match(seq, live=live)
+            self.ledger.match_digest(seq)
+            if live:
+                self.cross_check.match_digest(seq)
+            return
+        is_explained = self.ledger.explains(seq)
+        if self.ledger.record_digest_mismatch(seq):
+            self.counters.digests_mismatched += not is_explained
+            if self.heartbeats.digests.allow_resync(seq) and self.ledger.can_replay:
+                self.restart_reason = f"the state after number {seq} does not have the publisher's digest"
+
+    def _compare_attestation(self, seq: int, *, matches: bool, live: bool) -> None:
+        if matches:
+            self.counters.attestations_matched += 1
+            self.heartbeats.attestations.match(seq, live=live)
+            self.ledger.match_attestation(seq)
+        elif self.ledger.mismatch_attestation(seq):
+            self.counters.attestations_mismatched += 1
+            if self.heartbeats.attestations.allow_resync(seq) and self.ledger.can_replay:
+                self.restart_reason = f"the state after number {seq} is not that of the engine's own cache"
+
+    # --- deliveries --------------------------------------------------------------------------------------------------------
+
+    def deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
+        """Deliver the next batch."""
+        order = self.order
+        order.next_seq = seq + 1
+        order.highest_seen = max(order.highest_seen, seq)
+        if replayed:
+            self._record_replayed(seq, payload)
+        else:
+            self.newest = newest = NewestBatch(seq, payload, True)
+            if self.chain.wants_first_of_connection:
+                self.chain.add_first_of_connection(newest)
+            if self.cross_check.is_incomplete:
+                if self.cross_check.all_unconfirmed and begins_with_clear(payload):
+                    self.cross_check.clear()
+                self.cross_check.add_live(newest)
+        self.has_delivered = True
+        self.counters.delivered += 1
+        if self.now > self._next_rank_at:
+            self._read_rank(payload)
+        self.deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
+
+    def _record_replayed(self, seq: int, payload: bytes) -> None:
+        """Record a batch that replay has brought: live batches have to confirm it."""
+        before = self.newest
+        is_repair = before is not None and before.live
+        self.counters.gaps_repaired += is_repair
+        self.counters.replayed += 1
+        self.heartbeats.replayed_at = self.now
+        if self.is_silent:
+            self.end_silence()
+        self.newest = fingerprint = Fingerprint.of(seq, payload, live=False)
+        if not begins_with_clear(payload):
+            # A snapshot has another content than the batch of its number.
+            self.order.replayed_digests.add(seq, fingerprint.digest)
+        if self.chain.wants_first_of_connection:
+            self.chain.add_first_of_connection(fingerprint)
+        self.cross_check.add_replayed(fingerprint, before if is_repair else None)
+
+    def deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
+        """Deliver consecutive live payloads, the first of which is the next batch."""
+        count = len(payloads)
+        if count == 1:
+            self.deliver(first, payloads[0], replayed=False)
+            return
+        order, cross_check = self.order, self.cross_check
+        if self.now > self._next_rank_at:
+            self._read_rank(payloads[-1])
+        if self.chain.wants_first_of_connection:
+            self.chain.add_first_of_connection(NewestBatch(first, payloads[0], True))
+        if cross_check.is_incomplete:
+            cross_check.add_live(NewestBatch(first, payloads[0], True))
+            if cross_check.all_unconfirmed and any(map(begins_with_clear, payloads)):
+                cross_check.clear()
+        name, rank, number, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
+        self.deliveries.extend(map(RawBatch, name, rank, number, range(first, first + count), repeat(False), payloads, topic))
+        order.next_seq = first + count
+        order.highest_seen = max(order.highest_seen, first + count - 1)
+        newest = self.newest = NewestBatch(first + count - 1, payloads[-1], True)
+        if cross_check.is_incomplete:
+            cross_check.add_live(newest)
+        self.has_delivered = True
+        self.counters.delivered += count
+
+    def _read_rank(self, payload: bytes) -> None:
+        """Read the rank that a payload states. Once per second is enough to notice that ports of ranks are swapped."""
+        self._next_rank_at = self.now + _RANK_INTERVAL
+        rank = rank_of(payload)
+        if rank is not None and not self._states_ranks:
+            self._states_ranks = self.stated_rank not in (None, rank)
+            self.stated_rank = None if self._states_ranks else rank
+
+    def drain(self) -> None:
+        """Deliver the early batches whose turn it is."""
+        while True:
+            if payloads := self.order.pop_live_run():
+                self.deliver_run(self.order.next_seq, payloads)
+            elif (batch := self.order.pop_next()) is not None:
+                self.deliver(self.order.next_seq, batch.payload, replayed=batch.replayed)
+            else:
+                return
+
+    def declare_gap(self, gap: GapEnd) -> None:
+        """Give up the batches up to the end of a gap."""
+        first = self.order.next_seq
+        count = self.order.skip_to(gap.last)
+        self.deliveries.append(Gap(self._name, self._rank, first, gap.last, self.incarnation, gap.compacted))
+        self.has_delivered = True
+        if gap.compacted:
+            self.counters.compacted += count
+        else:
+            self.counters.gaps += 1
+            self.counters.lost += count
+            self.degrade(DegradedReason.LOST)
+        self.drain()
+
+    def end_snapshot(self) -> None:
+        """Expect no further part of a snapshot, whether or not all parts have come."""
+        if self.order.parts.is_open:
+            self.order.parts.stop()
+            self._degrade_if_truncated()
+            self.drain()
+
+    def _degrade_if_truncated(self) -> None:
+        if self.order.parts.is_truncated:
+            self.ledger.add(DegradedReason.LOST, self.order.parts.stopped_at)
+
+
+_RANK_INTERVAL: Final = 1.0
+"""Seconds between two looks at the rank that payloads state."""
