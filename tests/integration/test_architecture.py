@@ -18,8 +18,8 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import the parts of the rows before its own; parts of one row do not import each other. `__init__`, which
 # re-exports, and `errors`, which imports nothing, have no layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "package_metadata", "backoff", "prometheus", "lazy_exports", "text_format"),
-    ("http_client", "settings"),
+    ("events", "endpoints", "package_metadata", "backoff", "lazy_exports", "text_format"),
+    ("settings",),
     ("native_module",),
     ("zeromq",),
     ("wire",),

@@ -11,7 +11,7 @@ import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
-from kvevents.zeromq.handshake import ZmtpSplitter, message
+from kvevents.testing.zmtp import ZmtpSplitter, message
 
 SECONDS = 60
 """Deadline of every wait."""

@@ -33,6 +33,7 @@ from cli_service_cases import (
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.diagnosis import service_checks as checks
+from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.replay import check_replay
 from kvevents.diagnosis.service_checks import ENOUGH_LOOKUPS
 from kvevents.diagnosis.traffic import check_topic
@@ -40,7 +41,6 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import MAX_SEQ, replay_batch_frames, replay_end_frames
-from kvevents.zeromq.handshake import perform_handshake
 
 DURATION = ("--duration", "0.6")
 
@@ -249,7 +249,7 @@ def test_a_jump_of_numbers_in_a_replay_is_reported_without_a_list_of_all_that_is
 )
 def test_the_handshake_recognises_other_protocols(reply: bytes | None, outcome: str) -> None:
     with serve_reply(reply) as endpoint:
-        assert perform_handshake(endpoint, timeout=0.5).outcome == outcome
+        assert perform_handshake(endpoint, seconds=0.5).outcome == outcome
 
 
 def test_an_http_port_is_reported_as_http() -> None:

@@ -14,8 +14,8 @@ import pytest
 from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, count_descriptors
 from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
+from kvevents.testing import zmtp
 from kvevents.wire import live_frames
-from kvevents.zeromq import handshake as zmtp
 from tools.ports import LOOPBACK
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))

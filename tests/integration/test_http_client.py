@@ -1,4 +1,4 @@
-"""`kvevents.http_client` against servers with scripted responses."""
+"""`kvevents.routing.http_client` against servers with scripted responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
+from kvevents.routing.http_client import Answer, HttpConnections, HttpError, RequestLimits
 
 DEADLINE = 60.0
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -17,8 +17,8 @@ import zmq
 
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
+from kvevents.testing.zmtp import Segment, ZmtpSplitter
 from kvevents.wire import replay_request_frames
-from kvevents.zeromq.handshake import Segment, ZmtpSplitter
 
 SECONDS = 60
 """Deadline of every wait; only a failing test waits this long."""

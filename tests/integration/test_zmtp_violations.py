@@ -17,7 +17,7 @@ from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.subscriber.zmq_transport import LiveSocket
-from kvevents.zeromq import handshake as zmtp
+from kvevents.testing import zmtp
 from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, peer
 
 __all__ = ["peer"]

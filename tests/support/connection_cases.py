@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvevents.stream import Source
 from kvevents.subscriber import Connection, SocketOptions, Transport, ZmqTransport
-from kvevents.testing import FakeEngine, FakeTransport
+from kvevents.testing import FakeEngine, FakeTransport, zmtp
 from kvevents.wire import (
     Live,
     ReplayBatch,
@@ -27,7 +27,6 @@ from kvevents.wire import (
     replay_batch_frames,
     replay_end_frames,
 )
-from kvevents.zeromq import handshake as zmtp
 from tools.ports import LOOPBACK, reserve_port
 
 DEADLINE: Final = 60.0

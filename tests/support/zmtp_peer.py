@@ -12,7 +12,7 @@ import pytest
 
 from kvevents.stream import StreamLimits
 from kvevents.subscriber import SocketOptions
-from kvevents.zeromq import handshake as zmtp
+from kvevents.testing import zmtp
 
 DEADLINE: Final = 60.0
 LIMITS: Final = StreamLimits(replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0)

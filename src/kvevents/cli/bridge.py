@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.settings_parser import (
@@ -31,6 +30,7 @@ from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
+from kvevents.relay import prometheus
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine

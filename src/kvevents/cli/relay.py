@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
 from kvevents.errors import ConfigError
-from kvevents.relay import Relay, RelayStatus
+from kvevents.relay import Relay, RelayStatus, prometheus
 from kvevents.relay.settings import RelayOptions, RelaySettings
 from kvevents.relay.status import serve_metrics
 from kvevents.settings import FilePath, Host, Port, Positive, PublicKey

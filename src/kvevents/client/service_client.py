@@ -15,7 +15,7 @@ from kvevents.client.schemas import DEFAULT_GROUP, Problem, SourceView
 from kvevents.errors import ConfigError, ExternalError
 
 if TYPE_CHECKING:
-    from kvevents.http_client import Answer, HttpError, HttpErrorKind
+    from kvevents.routing.http_client import Answer, HttpError, HttpErrorKind
 
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class ServiceClient:
         return self._request(path, msgspec.json.encode(body), kind, OK)
 
     def _request(self, target: str, body: bytes | None, kind: type[T], status: int) -> T:
-        from kvevents.http_client import HttpError  # noqa: PLC0415 - aiohttp takes 0.1 s to import
+        from kvevents.routing.http_client import HttpError  # noqa: PLC0415 - aiohttp takes 0.1 s to import
 
         try:
             answered, content, _ = asyncio.run(self._exchange(target, body))
@@ -100,7 +100,7 @@ class ServiceClient:
             ) from error
 
     async def _exchange(self, target: str, body: bytes | None) -> Answer:
-        from kvevents.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
+        from kvevents.routing.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
 
         url = self.url.rstrip("/") + target
         async with HttpConnections(RequestLimits(self._timeout, self._max_bytes), tls=self._tls) as connections:

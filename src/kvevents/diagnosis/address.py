@@ -12,8 +12,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.diagnosis.findings import CheckResult, fail, ok
+from kvevents.diagnosis.handshake import Handshake, HandshakeOutcome, perform_handshake
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
-from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake
 from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import destroy_context, disable_monitor
 

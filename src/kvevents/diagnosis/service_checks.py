@@ -12,9 +12,9 @@ from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
 from kvevents.client.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError, source_issues, worker_name
 from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
+from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.package_metadata import documented, version
 from kvevents.text_format import duration, first_names, percentage, plural, size
-from kvevents.zeromq.handshake import perform_handshake
 
 ENOUGH_LOOKUPS: Final = 20
 """Lookups without a hit that are a fault."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvevents import prometheus
 from kvevents.publisher.stats import HistoryStats, ReplayStats
+from kvevents.relay import prometheus
 from kvevents.relay.journal import JournalStats
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvevents.backoff import Backoff, jittered
-from kvevents.http_client import HttpConnections, HttpError, RequestLimits
+from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import (
     MAX_METRICS_BYTES,
     LoadError,

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from kvevents.backoff import Backoff
 from kvevents.client.reasons import Reason
+from kvevents.diagnosis.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import is_load_url
@@ -28,7 +29,6 @@ from kvevents.service.fleet.member import HTTP, Member
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust
-from kvevents.zeromq.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule
-from kvevents.zeromq.handshake import message
+from kvevents.testing.zmtp import message
 
 LINGER_SECONDS: Final = 1.0
 """How long the last bytes of a peer that has closed may take to reach the other peer."""

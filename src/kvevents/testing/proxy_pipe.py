@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from kvevents.zeromq.handshake import Segment, ZmtpSplitter
+from kvevents.testing.zmtp import Segment, ZmtpSplitter
 
 READ_BYTES: Final = 64 * 1024
 """Bytes read at once from one connection."""

@@ -35,7 +35,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
-from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
+from kvevents.routing.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import METRICS_PATH
 from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,

@@ -1,0 +1,132 @@
+"""Finds out what listens at an endpoint, by the opening of a ZMTP connection without libzmq.
+
+libzmq only reports that a handshake failed. The bytes show why: a peer names its security mechanism and its socket type before
+it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23). `_converse`
+does no I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from kvevents.endpoints import split_tcp
+
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""Signature, version 3.0, mechanism NULL, client role, padding."""
+HANDSHAKE_TIMEOUT: Final = 3.0
+"""Seconds for connecting and the whole exchange: enough for another continent and for a peer that is swapping."""
+
+SIGNATURE: Final = 0xFF
+MAJOR_AT: Final = 10
+MECHANISM: Final = slice(12, 32)
+_READY: Final = b"\x05READY"
+_SOCKET_TYPE: Final = b"\x0bSocket-Type"
+
+HandshakeOutcome: TypeAlias = Literal[
+    "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
+]
+"""`socket`: a ZeroMQ socket without CURVE. `timeout`: no connection in time. `silent`: a connection, but no bytes in time."""
+
+
+class Handshake(NamedTuple):
+    """Result of a handshake. With the outcome `socket`, `detail` is the peer's socket type, such as `PUB`."""
+
+    outcome: HandshakeOutcome
+    detail: str = ""
+
+    @property
+    def is_publisher(self) -> bool:
+        """Whether a SUB socket can connect here."""
+        return self.outcome == "socket" and self.detail in {"PUB", "XPUB"}
+
+
+def perform_handshake(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
+    """Do what `perform_handshake_async` does, for callers without an event loop."""
+    return asyncio.run(perform_handshake_async(endpoint, seconds))
+
+
+def _converse() -> Generator[tuple[bytes, int], bytes, Handshake]:
+    """Yield bytes to send and the number of bytes to read next; send it the bytes read, fewer if the peer has closed."""
+    # Only up to the version: a peer that sees another mechanism than its own closes before it names its own.
+    greeting = yield _GREETING[: MECHANISM.start], len(_GREETING)
+    if not greeting:
+        return Handshake("closed")
+    if greeting[0] != SIGNATURE or len(greeting) < len(_GREETING):
+        return Handshake("not-zeromq", "HTTP" if greeting.startswith(b"HTTP/") else "")
+    mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+    if mechanism != "NULL":
+        return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
+    # The peer now names its socket type. If it saw ours first, it would close if the two do not fit.
+    head = yield _GREETING[MECHANISM.start :], 2
+    body = (yield b"", head[1]) if len(head) == 2 else b""
+    if not body.startswith(_READY):
+        return Handshake("closed")
+    _, has_type, rest = body.partition(_SOCKET_TYPE)
+    size = int.from_bytes(rest[:4], "big")
+    return Handshake("socket", rest[4 : 4 + size].decode("ascii", "replace") if has_type else "")
+
+
+def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
+    """Convert an error that was raised while connecting."""
+    match error:
+        case UnicodeError():
+            return Handshake("unknown-host", "not a valid host name")
+        case socket.gaierror():
+            return Handshake("unknown-host", str(error.strerror))
+        case ConnectionRefusedError() | FileNotFoundError():
+            return Handshake("refused")
+        case TimeoutError():
+            return Handshake("timeout")
+        case _:
+            return Handshake("unreachable", str(error.strerror or error))
+
+
+def _unix_address(endpoint: str) -> str:
+    """Return the address of an `ipc://` endpoint. ZeroMQ writes Linux's abstract names with @ for the leading zero byte."""
+    path = endpoint.removeprefix("ipc://")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
+    """Connect to a `tcp://` or `ipc://` endpoint and return what listens there, after at most `seconds`."""
+    address = split_tcp(endpoint)
+    end = asyncio.get_running_loop().time() + seconds
+    try:
+        async with asyncio.timeout_at(end):
+            if address is not None:
+                reader, writer = await asyncio.open_connection(address[0].strip("[]"), address[1])
+            else:
+                reader, writer = await asyncio.open_unix_connection(_unix_address(endpoint))
+    except (OSError, UnicodeError) as error:
+        return _handshake_of_error(error)
+    try:
+        async with asyncio.timeout_at(end):
+            return await _run_conversation(reader, writer)
+    except TimeoutError:
+        return Handshake("silent")
+    except OSError:
+        return Handshake("closed")
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _run_conversation(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
+    conversation = _converse()
+    sent, size = next(conversation)
+    while True:
+        writer.write(sent)
+        try:
+            received = await reader.readexactly(size)
+        except asyncio.IncompleteReadError as error:
+            received = error.partial
+        try:
+            sent, size = conversation.send(received)
+        except StopIteration as result:
+            handshake: Handshake = result.value
+            return handshake

@@ -1,0 +1,138 @@
+"""ZMTP without libzmq: encodes frames, and splits a TCP stream into messages.
+
+The versions are 3.0 and 3.1 (RFC 23 and 37). A connection opens with a greeting of 64 bytes: signature (10), version (2),
+mechanism (20), role and padding. Frames follow: a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command),
+the size in 1 or 8 bytes, big-endian, the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from kvevents.diagnosis.handshake import MAJOR_AT, MECHANISM, SIGNATURE
+
+MORE: Final = 0x01
+"""Flag: more frames of the message follow."""
+LONG: Final = 0x02
+"""Flag: the size of the frame takes 8 bytes."""
+COMMAND: Final = 0x04
+"""Flag: the frame is a command."""
+GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""Signature, version 3.1, mechanism NULL, client role, padding."""
+GREETING_BYTES: Final = len(GREETING)
+MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
+"""Longest message that is recognised, four times the limit of a payload. If a connection sends a longer one, the rest of the
+stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
+
+_NULL: Final = b"NULL".ljust(20, b"\0")
+_MAX_SHORT_SIZE: Final = 255
+
+SegmentKind: TypeAlias = Literal["message", "command", "raw"]
+"""`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
+recognised; with CURVE they are encrypted and numbered."""
+
+
+def message(frames: Sequence[bytes]) -> bytes:
+    """Encode a message of at least one frame."""
+    return b"".join([*(_frame(MORE, frame) for frame in frames[:-1]), _frame(0, frames[-1])])
+
+
+def command(name: bytes, data: bytes = b"") -> bytes:
+    """Encode a command."""
+    return _frame(COMMAND, bytes((len(name),)) + name + data)
+
+
+def _frame(flags: int, body: bytes) -> bytes:
+    if len(body) <= _MAX_SHORT_SIZE:
+        return bytes((flags, len(body))) + body
+    return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
+
+
+class Segment(NamedTuple):
+    """A part of the stream. The `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`, are the stream."""
+
+    kind: SegmentKind
+    raw: bytes
+    frames: tuple[bytes, ...] = ()
+    """The frames of a message."""
+
+
+class ZmtpSplitter:
+    """Splits one direction of one connection: `feed` it bytes, forward the segments, and at the end the `remainder`."""
+
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max = max_message_bytes
+        self._greeting = bytearray()
+        self._buffer = bytearray()
+        self._scanned = 0
+        self._frames: list[bytes] = []
+        self._is_opaque = False
+
+    def feed(self, data: bytes) -> list[Segment]:
+        """Add bytes and return what is complete. Parts of the greeting are returned at once, because peers negotiate in it."""
+        segments: list[Segment] = []
+        missing = GREETING_BYTES - len(self._greeting)
+        if missing and not self._is_opaque:
+            greeting, data = data[:missing], data[missing:]
+            self._greeting += greeting
+            self._is_opaque = not self._is_null_greeting()
+            segments.append(Segment("raw", greeting))
+        if self._is_opaque:
+            return [*segments, Segment("raw", data)] if data else segments
+        self._buffer += data
+        segments.extend(self._segments())
+        return segments
+
+    def remainder(self) -> bytes:
+        """Remove and return the bytes of an incomplete message."""
+        remainder = bytes(self._buffer)
+        self._buffer.clear()
+        return remainder
+
+    def _is_null_greeting(self) -> bool:
+        """Return whether the greeting, as far as it was received, is ZMTP 3 with the NULL mechanism."""
+        greeting = self._greeting
+        if greeting and greeting[0] != SIGNATURE:
+            return False
+        if len(greeting) > MAJOR_AT and greeting[MAJOR_AT] < 3:
+            return False
+        return len(greeting) < MECHANISM.stop or bytes(greeting[MECHANISM]) == _NULL
+
+    def _segments(self) -> Iterator[Segment]:
+        while (frame := self._next_frame()) is not None:
+            flags, body = frame
+            if flags & COMMAND and not self._frames:
+                yield Segment("command", self._take_scanned())
+                continue
+            self._frames.append(body)
+            if not flags & MORE:
+                frames = tuple(self._frames)
+                self._frames.clear()
+                yield Segment("message", self._take_scanned(), frames)
+        if self._is_opaque:
+            yield Segment("raw", self.remainder())
+
+    def _take_scanned(self) -> bytes:
+        raw = bytes(self._buffer[: self._scanned])
+        del self._buffer[: self._scanned]
+        self._scanned = 0
+        return raw
+
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        """Return flags and body of the next complete frame; None if no frame is complete."""
+        buffer, at = self._buffer, self._scanned
+        if len(buffer) < at + 2:
+            return None
+        flags = buffer[at]
+        head = at + (9 if flags & LONG else 2)
+        if len(buffer) < head:
+            return None
+        end = head + int.from_bytes(buffer[at + 1 : head], "big")
+        if end > self._max:
+            self._is_opaque = True
+            return None
+        if len(buffer) < end:
+            return None
+        self._scanned = end
+        return flags, bytes(buffer[head:end])
