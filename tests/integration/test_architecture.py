@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("stream",),
     ("recording", "publisher", "subscriber", "index"),
-    ("recording_deliveries", "routing"),
+    ("routing",),
     ("client",),
     ("diagnosis", "plane"),
     ("compat", "testing", "service", "export", "relay"),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from export_cases import cleared, column, note, payload, pub, removed, replay, stored, table, write
-from kvevents import recording_deliveries
 from kvevents.export import export
 from kvevents.recording import RecordedFrame
-from kvevents.recording_deliveries import RecordingDeliveries
+from kvevents.recording import deliveries as recording_deliveries
+from kvevents.recording.deliveries import RecordingDeliveries
 from kvevents.stream import Gap, RawBatch, RawDelivery
 
 

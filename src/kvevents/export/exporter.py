@@ -24,8 +24,9 @@ from kvevents.export.tables import (
     Row,
     TableWriter,
 )
-from kvevents.recording import StrPath, read_recording
-from kvevents.recording_deliveries import RecordedStream, RecordingDeliveries
+from kvevents.recording import read_recording
+from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
+from kvevents.recording.files import StrPath
 from kvevents.stream import Gap, RawBatch
 from kvevents.wire import Rejected, decode_batch
 

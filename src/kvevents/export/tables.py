@@ -16,7 +16,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from kvevents.errors import ConfigError, RecordingError
-from kvevents.recording import StrPath
+from kvevents.recording.files import StrPath
 from kvevents.settings import Positive, Settings
 
 _FOLDER: Final = Path(__file__).parent / "queries"

@@ -21,8 +21,9 @@ from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.recording import RecordingReader, StrPath, read_recording
-from kvevents.recording_deliveries import RecordedStream, RecordingDeliveries
+from kvevents.recording import RecordingReader, read_recording
+from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
+from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.workload_traces import ANSWERS, Sessions
 from kvevents.stream import RawBatch

@@ -27,7 +27,7 @@ from typing import IO, Annotated, Final, TypeAlias
 import msgspec
 
 from kvevents.errors import ConfigError, WorkloadError
-from kvevents.recording import StrPath
+from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
 SHARED_AFTER: Final = 4

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import ConfigError
-from kvevents.recording import StrPath
+from kvevents.recording.files import StrPath
 from kvevents.settings import Settings
 from kvevents.sim.requests import Request
 from kvevents.sim.workload_generators import (

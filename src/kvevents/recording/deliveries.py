@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from kvevents.recording import RecordedFrame
+from kvevents.recording.files import RecordedFrame
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Source, Stream
 from kvevents.wire import Live, Malformed, ReplayBatch, parse_live, parse_replay_reply, replay_batch_frames
 from kvevents.wire.decode import begins_with_clear

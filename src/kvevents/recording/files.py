@@ -1,4 +1,4 @@
-"""Recordings: every ZeroMQ frame of a conversation with an engine, as one JSON object per line.
+"""The files of recordings: read, write and repair them.
 
 A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A `meta` line, which begins a run, has `meta`
 instead of `endpoint` and `t`. A file whose name ends in `.gz` is compressed. `kvevents record` writes recordings;
