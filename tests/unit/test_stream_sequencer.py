@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.stream import PendingBytes, StreamLimits, payload_digest
-from kvevents.stream.sequencer import GapEnd, Order, ReorderBuffer, ReplayedDigests, Sequencer, SnapshotParts
+from kvevents.stream.sequencer import GapEnd, Order, ReorderBuffer, Sequencer, SnapshotParts
 
 LIMITS = StreamLimits(max_pending_batches=5, max_pending_bytes=40, max_replayed_digests=5)
 
@@ -14,22 +14,14 @@ payloads = st.binary(max_size=50)
 seqs = st.integers(0, 12)
 
 
-@given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
-def test_the_newest_replayed_digests_are_stored(steps: list[tuple[bool, int, bytes]]) -> None:
-    """The digests equal those of a list whose oldest entries are dropped beyond the limit."""
-    recent, model = ReplayedDigests(LIMITS), list[tuple[int, bytes]]()
-    for adds, seq, payload in steps:
-        known = next((each for number, each in model if number == seq), None)
-        model = [each for each in model if each[0] != seq]
-        if not adds:
-            assert recent.pop(seq) == (None if known is None else payload_digest(known))
-            continue
-        recent.add(seq, payload_digest(payload))
-        model.append((seq, payload))
-        del model[: -LIMITS.max_replayed_digests]
-    assert {seq: digest for seq in range(13) if (digest := recent.pop(seq))} == {
-        seq: payload_digest(each) for seq, each in model
-    }
+@given(st.lists(payloads, max_size=12))
+def test_the_newest_replayed_digests_are_stored(payloads: list[bytes]) -> None:
+    """They are those of the batches that were delivered last."""
+    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS, PendingBytes()))
+    for seq, payload in enumerate(payloads):
+        sequencer.add_digest(seq, payload_digest(payload))
+    newest = list(enumerate(payloads))[-LIMITS.max_replayed_digests :]
+    assert sequencer.replayed_digests == {seq: payload_digest(payload) for seq, payload in newest}
 
 
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))

@@ -91,10 +91,11 @@ class EnginePublisher(ZmqEventPublisher):
         """Record the engine's cache after all batches so far, and after the next one if that `is_batch_pending`."""
         self._cache_state = (self._accepted + is_batch_pending, digest)
 
-    def stop_attesting(self) -> bool:
-        """Send no attestation from now on. Return whether it was not stopped before."""
-        was_stopped, self._is_attestation_stopped = self._is_attestation_stopped, True
-        return not was_stopped
+    def end_attestation(self, error: Exception) -> None:
+        """Log the first fault of a hook, and send no attestation from now on."""
+        if not self._is_attestation_stopped:
+            self._is_attestation_stopped = True
+            self.logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
 
     def _attestation(self) -> int | None:
         state = self._cache_state

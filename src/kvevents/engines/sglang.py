@@ -123,10 +123,9 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             self.end_attestation(error)
 
     def end_attestation(self, error: Exception) -> None:
-        """Log the first fault of a hook and send no attestation from now on."""
+        """Log the first fault of a hook, and send no attestation from now on."""
         self._cache_digest = None
-        if self.stop_attesting():
-            logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+        super().end_attestation(error)
 
 
 def _needs(tree: Any, kind: str) -> bool:

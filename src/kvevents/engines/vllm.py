@@ -128,13 +128,7 @@ def _log_exceptions(publisher: EnginePublisher) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - as the docstring says
-        _report(publisher, error)
-
-
-def _report(publisher: EnginePublisher, error: Exception) -> None:
-    """Log the first fault of a publisher's hooks and switch its attestation off."""
-    if publisher.stop_attesting():
-        logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+        publisher.end_attestation(error)
 
 
 def _install_hooks() -> bool:
@@ -154,8 +148,8 @@ def _install_hooks() -> bool:
         return False
     event = importlib.import_module(_EVENTS_MODULE).BlockStored
     has_groups = "group_idx" in event.__struct_fields__
-    _hook(block_map, "insert", functools.partial(_count_insertions, has_groups=has_groups))
-    _hook(block_map, "pop", functools.partial(_count_removals, has_groups=has_groups))
+    for name, sign in (("insert", 1), ("pop", -1)):
+        _hook(block_map, name, functools.partial(_count_changes, sign=sign, has_groups=has_groups))
     _hook(managers.KVCacheManager, "__init__", _link_when_created)
     _hook(managers.KVCacheManager, "take_events", _record_before_publish)
     return True
@@ -189,41 +183,22 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     return emit_cached_block_events
 
 
-def _count_insertions(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
+def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool) -> Callable[..., Any]:
+    """Add the term of each key that is inserted to the digest, or subtract that of each block that is popped (`sign` -1)."""
     term = _term_of_key(has_groups=has_groups)
 
-    def insert(block_map: Any, *arguments: Any, **named: Any) -> Any:
+    def change(block_map: Any, *arguments: Any, **named: Any) -> Any:
         result = original(block_map, *arguments, **named)
-        try:
-            key = arguments[0] if arguments else named["key"]
-            block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & ATTESTATION_MASK
-        except Exception as error:  # noqa: BLE001 - the engine goes on
-            _invalidate_digest(block_map, error)
-        return result
-
-    return insert
-
-
-def _count_removals(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
-    term = _term_of_key(has_groups=has_groups)
-
-    def pop(block_map: Any, *arguments: Any, **named: Any) -> Any:
-        block = original(block_map, *arguments, **named)
-        if block is not None:
+        if sign > 0 or result is not None:
             try:
                 key = arguments[0] if arguments else named["key"]
-                block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & ATTESTATION_MASK
+                block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + sign * term(key) & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
-                _invalidate_digest(block_map, error)
-        return block
+                with suppress(Exception):
+                    block_map.kvevents_digest = error  # `_digest_of` reports it, and ends the attestation
+        return result
 
-    return pop
-
-
-def _invalidate_digest(block_map: Any, error: Exception) -> None:
-    """Make `_digest_of` fail for this map, which reports the error and ends the attestation."""
-    with suppress(Exception):
-        block_map.kvevents_digest = error
+    return change
 
 
 def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
@@ -268,7 +243,7 @@ def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
                 publisher.record_cache(_digest_of(manager), is_batch_pending=bool(events))
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 manager.kvevents_publisher = None
-                _report(publisher, error)
+                publisher.end_attestation(error)
         return events
 
     return take_events

@@ -118,18 +118,6 @@ class InFlightFrames:
 class ReplySession:
     """One reply in progress."""
 
-    __slots__ = (
-        "batches",
-        "end_markers",
-        "identity",
-        "merged",
-        "position",
-        "progressed_at",
-        "sent_bytes",
-        "started_at",
-        "waiting",
-    )
-
     def __init__(self, identity: bytes, batches: Sequence[SequencedPayload], now: float) -> None:
         self.identity = identity
         self.waiting: deque[int] = deque()

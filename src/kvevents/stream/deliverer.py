@@ -298,7 +298,7 @@ class Deliverer:
         self.newest = fingerprint = Fingerprint.of(seq, payload, live=False)
         if not begins_with_clear(payload):
             # A snapshot has another content than the batch of its number.
-            self.order.replayed_digests.add(seq, fingerprint.digest)
+            self.order.add_digest(seq, fingerprint.digest)
         if self.chain.wants_first_of_connection:
             self.chain.add_first_of_connection(fingerprint)
         self.cross_check.add_replayed(fingerprint, before if is_repair else None)

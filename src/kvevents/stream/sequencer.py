@@ -111,25 +111,6 @@ class ReorderBuffer:
         return count
 
 
-class ReplayedDigests:
-    """Digests of the batches that replay delivered last, at most `StreamLimits.max_replayed_digests`."""
-
-    def __init__(self, limits: StreamLimits) -> None:
-        self._limits = limits
-        self._digests: dict[int, bytes] = {}
-
-    def add(self, seq: int, digest: bytes) -> None:
-        """Add the digest of a batch, and evict the oldest one if there are too many."""
-        self._digests.pop(seq, None)
-        self._digests[seq] = digest
-        if len(self._digests) > self._limits.max_replayed_digests:
-            del self._digests[next(iter(self._digests))]
-
-    def pop(self, seq: int) -> bytes | None:
-        """Remove and return the digest of this number."""
-        return self._digests.pop(seq, None)
-
-
 class Order(enum.Enum):
     """How the number of a live batch compares with the numbers received before."""
 
@@ -189,7 +170,9 @@ class Sequencer:
         self.last_live = -1
         """The newest number that came live."""
         self.early = early
-        self.replayed_digests = ReplayedDigests(limits)
+        self.replayed_digests: dict[int, bytes] = {}
+        """Digests of the batches that replay delivered last, the oldest first."""
+        self._max_digests = limits.max_replayed_digests
         self.parts = SnapshotParts()
 
     @property
@@ -208,6 +191,12 @@ class Sequencer:
     def see(self, seq: int) -> None:
         """Record that this number exists."""
         self.highest_seen = max(self.highest_seen, seq)
+
+    def add_digest(self, seq: int, digest: bytes) -> None:
+        """Add the digest of a batch that replay has delivered, and evict the oldest one if there are too many."""
+        self.replayed_digests[seq] = digest
+        if len(self.replayed_digests) > self._max_digests:
+            del self.replayed_digests[next(iter(self.replayed_digests))]
 
     def pop_next(self) -> EarlyBatch | None:
         """Remove and return the early batch whose turn it is, unless the next part of a snapshot may take its place."""

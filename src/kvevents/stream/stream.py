@@ -412,7 +412,7 @@ class Stream:
 
     def _compare_with_replayed(self, live: Live) -> None:
         """Replay has delivered this number before the live stream: the payload must be the same."""
-        known = self._deliverer.order.replayed_digests.pop(live.seq)
+        known = self._deliverer.order.replayed_digests.pop(live.seq, None)
         if known is not None and known != payload_digest(live.payload):
             self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._sequence(live)

@@ -144,25 +144,6 @@ class StreamStatus:
 class StreamEntry:
     """A stream with its connection, its timer, and what it delivered since the application last took everything."""
 
-    __slots__ = (
-        "backoff",
-        "connection",
-        "consumed_position",
-        "delivered",
-        "error",
-        "failure",
-        "first_incarnation",
-        "found_at",
-        "is_queued",
-        "opened_at",
-        "reopen_at",
-        "reported_trust",
-        "resumed_incarnation",
-        "stated_rank",
-        "stream",
-        "timer",
-    )
-
     def __init__(self, stream: Stream, connection: Connection, first_incarnation: int) -> None:
         self.stream = stream
         self.connection: Connection | None = connection

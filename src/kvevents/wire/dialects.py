@@ -63,85 +63,43 @@ class Dialect:
 
 _BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
 
+
+def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
+    """Return the row of a later release, with these fields added to stores, and `removed` to removals.
+
+    Map events leave added fields out when nil.
+    """
+    changes.setdefault("optional_fields", row.optional_fields | {*stored} if row.event_form == "map" else frozenset())
+    removed_fields = row.removed_fields if removed is None else (*row.removed_fields, removed)
+    return replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
+
+
 # vLLM, vllm/distributed/kv_events.py
 _V0_9_0: Final = Dialect(
     "vllm", "0.9.0", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
 )
-_V0_9_1: Final = replace(_V0_9_0, since="0.9.1", has_rank=True)
-_V0_10_2: Final = replace(
-    _V0_9_1,
-    since="0.10.2",
-    stored_fields=(*_BASE, "medium"),
-    removed_fields=("block_hashes", "medium"),
-    has_signed_hashes=False,
-)
-_V0_14: Final = replace(_V0_10_2, since="0.14.0", stored_fields=(*_V0_10_2.stored_fields, "lora_name"))
-_V0_17: Final = replace(_V0_14, since="0.17.0", stored_fields=(*_V0_14.stored_fields, "extra_keys"))
-_V0_20: Final = replace(
-    _V0_17,
-    since="0.20.0",
-    stored_fields=(*_V0_17.stored_fields, "group_idx"),
-    removed_fields=(*_V0_17.removed_fields, "group_idx"),
-)
-_V0_22: Final = replace(
-    _V0_20, since="0.22.0", stored_fields=(*_V0_20.stored_fields, "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-)
-_V0_24: Final = replace(
-    _V0_22,
-    since="0.24.0",
-    event_form="map",
-    optional_fields=frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}),
-)
+_V0_9_1: Final = _next(_V0_9_0, "0.9.1", has_rank=True)
+_V0_10_2: Final = _next(_V0_9_1, "0.10.2", "medium", removed="medium", has_signed_hashes=False)
+_V0_14: Final = _next(_V0_10_2, "0.14.0", "lora_name")
+_V0_17: Final = _next(_V0_14, "0.17.0", "extra_keys")
+_V0_20: Final = _next(_V0_17, "0.20.0", "group_idx", removed="group_idx")
+_V0_22: Final = _next(_V0_20, "0.22.0", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+_OPTIONAL: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
+_V0_24: Final = _next(_V0_22, "0.24.0", event_form="map", optional_fields=_OPTIONAL)
 # One unreleased commit between 0.23 and 0.24 sent the batch itself as a map; nightly images carry it.
-_V_MAP_BATCH: Final = replace(_V0_24, since="main@0181ea3173e5", batch_form="map")
-_V0_26: Final = replace(
-    _V0_24,
-    since="0.26.0",
-    stored_fields=(*_V0_24.stored_fields, "locality"),
-    removed_fields=(*_V0_24.removed_fields, "locality"),
-    optional_fields=_V0_24.optional_fields | {"locality"},
-    has_replay_topic=True,
-)
-_V0_29: Final = replace(
-    _V0_26,
-    since="0.29.0",
-    stored_fields=(*_V0_26.stored_fields, "ownership"),
-    removed_fields=(*_V0_26.removed_fields, "ownership"),
-    optional_fields=_V0_26.optional_fields | {"ownership"},
-)
-_V0_30: Final = replace(
-    _V0_29,
-    since="0.30.0",
-    stored_fields=(*_V0_29.stored_fields, "session_id"),
-    optional_fields=_V0_29.optional_fields | {"session_id"},
-)
-_V0_33: Final = replace(
-    _V0_30,
-    since="0.33.0",
-    stored_fields=(*_V0_30.stored_fields, "lookahead_token_ids"),
-    optional_fields=_V0_30.optional_fields | {"lookahead_token_ids"},
-)
+_V_MAP_BATCH: Final = _next(_V0_24, "main@0181ea3173e5", batch_form="map")
+_V0_26: Final = _next(_V0_24, "0.26.0", "locality", removed="locality", has_replay_topic=True)
+_V0_29: Final = _next(_V0_26, "0.29.0", "ownership", removed="ownership")
+_V0_30: Final = _next(_V0_29, "0.30.0", "session_id")
+_V0_33: Final = _next(_V0_30, "0.33.0", "lookahead_token_ids")
 
 # SGLang, python/sglang/srt/disaggregation/kv_events.py
-_S0_4_6: Final = Dialect(
-    "sglang", "0.4.6.post5", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
-)
-_S0_4_7: Final = replace(_S0_4_6, since="0.4.7", has_rank=True)
-_S0_5_9: Final = replace(_S0_4_7, since="0.5.9", stored_fields=(*_BASE, "medium"), removed_fields=("block_hashes", "medium"))
-_S0_5_20: Final = replace(
-    _S0_5_9,
-    since="0.5.20",
-    stored_fields=(*_S0_5_9.stored_fields, "cache_salt", "session_id"),
-    event_form="map",
-    optional_fields=frozenset({"medium", "cache_salt", "session_id"}),
-)
-_S0_5_22: Final = replace(
-    _S0_5_20,
-    since="0.5.22",
-    stored_fields=(*_S0_5_20.stored_fields, "lora_name"),
-    optional_fields=_S0_5_20.optional_fields | {"lora_name"},
-    has_replay_topic=True,
-)
+_S0_4_6: Final = _next(_V0_9_0, "0.4.6.post5", engine="sglang")
+_S0_4_7: Final = _next(_S0_4_6, "0.4.7", has_rank=True)
+_S0_5_9: Final = _next(_S0_4_7, "0.5.9", "medium", removed="medium")
+_SALTED: Final = ("cache_salt", "session_id")
+_S0_5_20: Final = _next(_S0_5_9, "0.5.20", *_SALTED, event_form="map", optional_fields=frozenset({"medium", *_SALTED}))
+_S0_5_22: Final = _next(_S0_5_20, "0.5.22", "lora_name", has_replay_topic=True)
 
 _TABLE: Final[tuple[Dialect, ...]] = (
     _V0_9_0,
@@ -166,11 +124,7 @@ _TABLE: Final[tuple[Dialect, ...]] = (
 
 NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events`."""
-DECLARED: Final = replace(
-    _V0_33,
-    stored_fields=(*_V0_33.stored_fields, "cache_salt"),
-    optional_fields=_V0_33.optional_fields | {"cache_salt"},
-)
+DECLARED: Final = _next(_V0_33, _V0_33.since, "cache_salt")
 """All fields of `kvevents.events` that engines have, as maps."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
 """What a publisher sends if no release is named: the last array form of vLLM, and replies without a topic. The decision record
