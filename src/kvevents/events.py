@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias
 
 import msgspec
@@ -41,8 +41,6 @@ __all__ = [
     "KVEventBatch",
     "TokenId",
     "UnknownFields",
-    "describe_tiers",
-    "tiers_by_reach",
 ]
 
 MEDIUM_GPU: Final = "GPU"
@@ -329,19 +327,3 @@ class KVConnectorKVEvents(ABC):
         """Add the events of `other`; return self."""
         self.add_events(other.get_all_events())
         return self
-
-
-def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return tiers with the length of the prefix down to them, without those that add nothing to a faster tier."""
-    order = [*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))]
-    found: list[tuple[str, int]] = []
-    for tier in order:
-        if tiers[tier] > (found[-1][1] if found else 0):
-            found.append((tier, tiers[tier]))
-    return found
-
-
-def describe_tiers(tiers: Mapping[str, int]) -> str:
-    """Return a text such as `2,176 on gpu`, or `20 on gpu, 50 including cpu` if the prefix continues in host memory."""
-    reached = tiers_by_reach(tiers)
-    return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reached))

@@ -26,7 +26,7 @@ from kvevents.client.schemas import (
 )
 from kvevents.client.service_client import ServiceClient, worker_name
 from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.events import tiers_by_reach
+from kvevents.routing.weights import tiers_by_reach
 from kvevents.stream import Trust
 from kvevents.text_format import first_names, percentage, plural
 

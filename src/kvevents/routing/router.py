@@ -12,12 +12,11 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
-from kvevents.events import describe_tiers
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.policies import DECODING_WEIGHT, nearest
 from kvevents.routing.policy_types import IDLE, Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
-from kvevents.routing.weights import distance_of
+from kvevents.routing.weights import describe_tiers, distance_of
 from kvevents.stream import Trust
 
 MAX_IN_FLIGHT: Final = 65_536

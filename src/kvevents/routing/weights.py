@@ -1,4 +1,4 @@
-"""Default weights of routing: by the tier that holds a token, and by the trust state of the worker's stream.
+"""Default weights of routing, by the tier that holds a token and by the trust state of the worker's stream; texts about tiers.
 
 This module needs no native code, since clients of the service use these names too.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from kvevents.events import TIERS
 from kvevents.stream.trust import TrustState
 
 TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
@@ -30,3 +31,19 @@ DISTANCE_LOST: Final = 2
 def distance_of(state: str) -> int:
     """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost. Unknown states are 0."""
     return _DISTANCE.get(state, 0)
+
+
+def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return tiers with the length of the prefix down to them, without those that add nothing to a faster tier."""
+    order = [*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))]
+    found: list[tuple[str, int]] = []
+    for tier in order:
+        if tiers[tier] > (found[-1][1] if found else 0):
+            found.append((tier, tiers[tier]))
+    return found
+
+
+def describe_tiers(tiers: Mapping[str, int]) -> str:
+    """Return a text such as `2,176 on gpu`, or `20 on gpu, 50 including cpu` if the prefix continues in host memory."""
+    reached = tiers_by_reach(tiers)
+    return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reached))

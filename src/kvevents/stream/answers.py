@@ -16,7 +16,7 @@ from kvevents.stream.trust import DegradedReason
 from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
 from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
-Outcome: TypeAlias = tuple[Input] | tuple[Input, str] | None
+NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
 """What a message, a timeout or a comparison shows: an input of the transition table, perhaps with a reason; or nothing."""
 
 
@@ -24,7 +24,7 @@ class AnswerReader:
     """The open replay request and its answer, and how far the replay endpoint can be trusted.
 
     It matches each answer with fingerprints, has its batches delivered in order, and decides at its end what to request next.
-    It never changes the state of the stream; it returns an `Outcome`.
+    It never changes the state of the stream; it returns a `NextInput`.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
@@ -152,7 +152,7 @@ class AnswerReader:
         self._retries_distrusted = False
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
-    def compare_waiting(self, seq: int, known: bytes, received: bytes, *, live: bool) -> Outcome:
+    def compare_waiting(self, seq: int, known: bytes, received: bytes, *, live: bool) -> NextInput:
         """Compare two messages with one number. `live` says that one of them came live."""
         if known != received:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
@@ -181,7 +181,7 @@ class AnswerReader:
         self.distrusted_until = None
         self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
 
-    def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> Outcome:
+    def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> NextInput:
         """Replay no longer holds a batch that it brought: fetch everything again, unless its buffer has proved too small."""
         if self._resyncs >= self._limits.max_consecutive_resyncs:
             return Input.EVICTED, reason
@@ -190,7 +190,7 @@ class AnswerReader:
 
     # --- answers --------------------------------------------------------------------------------------------------------
 
-    def read(self, frames: Sequence[bytes]) -> Outcome:
+    def read(self, frames: Sequence[bytes]) -> NextInput:
         """Take the frames of one message from the replay connection, valid or not."""
         deliverer, fetch = self._deliverer, self.fetch
         reply = parse_replay_reply(frames)
@@ -212,7 +212,7 @@ class AnswerReader:
             return self._read_batch(fetch, reply)
         return None
 
-    def expire(self) -> Outcome:
+    def expire(self) -> NextInput:
         """End a request whose time is up, since nothing new arrived."""
         deliverer, fetch = self._deliverer, self.fetch
         if fetch is None:
@@ -231,7 +231,7 @@ class AnswerReader:
         """Whether the open answer has brought nothing new for too many messages."""
         return self.fetch is not None and self.fetch.duplicates > self._limits.max_duplicate_replies
 
-    def _read_batch(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+    def _read_batch(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
         is_first = fetch.begin_message(reply.seq)
         if is_first:
             self._deliverer.end_snapshot()
@@ -245,15 +245,15 @@ class AnswerReader:
             return self._begin_after_fingerprint(fetch, fingerprint, reply)
         return self._match(fetch, fingerprint, reply)
 
-    def _read_to_live(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+    def _read_to_live(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
         """Nothing is missing. Read the rest of the answer up to the live batch that confirms it."""
         live = self._deliverer.cross_check.answer_live
-        outcome = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
-        if outcome is None and (live is None or reply.seq >= live.seq):
+        conflict = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
+        if conflict is None and (live is None or reply.seq >= live.seq):
             return (Input.COMPLETE,)
-        return outcome
+        return conflict
 
-    def _compare_live(self, fetch: ReplayFetch, live: NewestBatch, reply: ReplayBatch) -> Outcome:
+    def _compare_live(self, fetch: ReplayFetch, live: NewestBatch, reply: ReplayBatch) -> NextInput:
         if live.matches(reply.payload):
             self.confirm(live.seq)
         elif not begins_with_clear(reply.payload):
@@ -261,7 +261,7 @@ class AnswerReader:
             return self._contradict(fetch, reason)
         return None
 
-    def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+    def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
         """Replay no longer holds a batch that it brought and that no live batch has confirmed: it may be another publisher."""
         deliverer = self._deliverer
         if reply.seq < deliverer.order.next_seq or not begins_with_clear(reply.payload):
@@ -272,7 +272,7 @@ class AnswerReader:
         fetch.collect(deliverer.order.next_seq)
         return self._accept_first(fetch, reply)
 
-    def _match(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+    def _match(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
         """Compare a batch with the fingerprint that the answer must repeat next."""
         newest = self._deliverer.newest
         if fetch.verifies_reconnect and reply.seq > fingerprint.seq and (newest is None or fingerprint.seq > newest.seq):
@@ -288,7 +288,7 @@ class AnswerReader:
             return self._differ_from_fingerprint(fetch, fingerprint, reply)
         return None
 
-    def _repeat_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+    def _repeat_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         deliverer = self._deliverer
         chain, cross_check = deliverer.chain, deliverer.cross_check
         self._progress(fetch, is_new=False)
@@ -325,7 +325,7 @@ class AnswerReader:
         is_incomplete = DegradedReason.IDENTITY in self._deliverer.ledger
         self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
 
-    def _differ_from_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> Outcome:
+    def _differ_from_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
         reason = f"publisher restarted: number {fingerprint.seq} now has another content"
         if not begins_with_clear(reply.payload):
             return self._contradict(fetch, reason)
@@ -339,7 +339,7 @@ class AnswerReader:
         fetch.collect(self._deliverer.order.next_seq)
         return None
 
-    def _contradict(self, fetch: ReplayFetch, reason: str) -> Outcome:
+    def _contradict(self, fetch: ReplayFetch, reason: str) -> NextInput:
         """Handle that replay contradicts the live stream. Before a reconnect is verified, that shows another incarnation."""
         if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
             return Input.NEW_INCARNATION, reason
@@ -350,7 +350,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
         return (Input.FETCH_FAILED,)
 
-    def _accept_first(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+    def _accept_first(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
         if begins_with_clear(reply.payload) and ends_with_digest(reply.payload):
             fetch.snapshot_part = reply.seq
         if reply.seq > self._deliverer.order.next_seq:
@@ -377,7 +377,7 @@ class AnswerReader:
             fetch.incomplete = 0
             deliverer.declare_gap(deliverer.order.gap_before(reply.seq))
 
-    def _accept(self, fetch: ReplayFetch, reply: ReplayBatch) -> Outcome:
+    def _accept(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
         """Take a batch of an answer whose publisher is known."""
         deliverer, order, seq, payload = self._deliverer, self._deliverer.order, reply.seq, reply.payload
         fetch.has_more |= seq >= fetch.start
@@ -428,7 +428,7 @@ class AnswerReader:
         fetch.snapshot_part = -2
         return False
 
-    def settle(self) -> Outcome:
+    def settle(self) -> NextInput:
         """Return whether live frames have reached the replayed batches, so that the fetch can end early."""
         order, cross_check, fetch = self._deliverer.order, self._deliverer.cross_check, self.fetch
         is_matching = fetch is not None and fetch.fingerprint is not None
@@ -443,7 +443,7 @@ class AnswerReader:
                 return (Input.REACHED_LIVE,)
         return (Input.COMPLETE,)
 
-    def _end_answer(self, fetch: ReplayFetch) -> Outcome:
+    def _end_answer(self, fetch: ReplayFetch) -> NextInput:
         deliverer, order, counters = self._deliverer, self._deliverer.order, self._deliverer.counters
         deliverer.end_snapshot()
         if fetch.fingerprint is not None:
@@ -474,7 +474,7 @@ class AnswerReader:
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)
 
-    def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+    def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         """Handle an answer that ended without the batch that would identify the publisher."""
         if not fetch.end_without_fingerprint(self._limits):
             self._retry(fetch)
@@ -492,7 +492,7 @@ class AnswerReader:
             self._deliverer.degrade(DegradedReason.IDENTITY)
         return (Input.FETCH_FAILED,)
 
-    def _give_up_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> Outcome:
+    def _give_up_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         deliverer = self._deliverer
         forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvevents.errors import ConfigError
-from kvevents.stream.answers import AnswerReader, Outcome
+from kvevents.stream.answers import AnswerReader, NextInput
 from kvevents.stream.deliverer import BatchReport, Deliverer
 from kvevents.stream.deliveries import Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition
 from kvevents.stream.identity import NewestBatch, Quarantine, payload_digest
@@ -65,10 +65,10 @@ class Stream:
             raise AssertionError(f"input {input_.name} in state {self.state.name} is not in the transition table") from None
         act(self, *context)
 
-    def _apply_outcome(self, outcome: Outcome) -> bool:
-        if outcome is not None:
-            self._apply(*outcome)
-        return outcome is not None
+    def _apply_next(self, next_input: NextInput) -> bool:
+        if next_input is not None:
+            self._apply(*next_input)
+        return next_input is not None
 
     # --- observe --------------------------------------------------------------------------------------------------------
 
@@ -286,16 +286,16 @@ class Stream:
         if fetch is None:
             self._answers.probe()
         elif fetch.sent:
-            self._apply_outcome(self._answers.expire())
+            self._apply_next(self._answers.expire())
 
     # --- feed: replay ---------------------------------------------------------------------------------------------------
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the replay connection, valid or not."""
         self._deliverer.now = now
-        self._apply_outcome(self._answers.read(frames))
+        self._apply_next(self._answers.read(frames))
         if self._answers.is_endless:
-            self._apply_outcome(self._answers.expire())
+            self._apply_next(self._answers.expire())
 
     def defer_replay_timeout(self, now: float) -> None:
         """An answer has arrived and is fed later. Until then it is not late."""
@@ -434,7 +434,7 @@ class Stream:
             self._apply(Input.GAP)
         elif waiting.payload != live.payload and begins_with_clear(waiting.payload):
             self.counters.duplicates += 1
-        elif self._apply_outcome(self._answers.compare_waiting(live.seq, waiting.payload, live.payload, live=True)):
+        elif self._apply_next(self._answers.compare_waiting(live.seq, waiting.payload, live.payload, live=True)):
             self._sequence(live)
 
     def _quarantine_frame(self, live: Live) -> None:
@@ -517,7 +517,7 @@ class Stream:
         self._answers.compare_soon()
 
     def _settle(self) -> None:
-        self._apply_outcome(self._answers.settle())
+        self._apply_next(self._answers.settle())
         self._answers.compare_soon()
 
     def _close_fetch(self) -> None:

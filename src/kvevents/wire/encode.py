@@ -199,11 +199,7 @@ def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any
     # Positional structs need defaults only after required fields. msgspec sends a default from a factory and omits a plain one.
     if name in dialect.optional_fields:
         return (name, Any, None)
-    return (name, Any) if name == "block_hashes" else (name, Any, msgspec.field(default_factory=_nil))
-
-
-def _nil() -> None:
-    return None
+    return (name, Any) if name == "block_hashes" else (name, Any, msgspec.field(default_factory=type(None)))
 
 
 # --- events for the index ---------------------------------------------------------------------------------------------------
