@@ -127,7 +127,7 @@ def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
     history = first.compacted_history()
     assert history is not None
     second = ReplayBuffer.compacting(5)
-    second.restore(*history, [batch for batch in sent[:40] if batch[0] > history.last_seq], rank=0)
+    second.restore(*history, [batch for batch in sent[:40] if batch[0] > history.last_seq])
     index, expected = PrefixIndex(), PrefixIndex()
     for batch in sent:
         expected.apply_payload(WORKER, 0, *batch)

@@ -141,7 +141,7 @@ def test_a_block_redacted_by_a_relay_has_the_key_of_its_event(tmp_path: Path) ->
     assert column(folder, "events", "block_hash", "parent_hash", "block_key", "depth", "unkeyed") == [
         (9, None, 91, None, None),
         (8, None, 92, None, None),
-        (7, 8, index._key_of("a", 0, 7), None, None),
+        (7, 8, index._key_of("a", 0, None, 7), None, None),
     ]
 
 
@@ -200,7 +200,7 @@ def test_an_extra_key_of_unknown_meaning_is_part_of_the_block_key(tmp_path: Path
     index = PrefixIndex()
     index.apply(RawBatch("a", 0, 0, 0, False, payload(events)))
     found = column(export_one_worker(tmp_path, events), "events", "block_key")
-    assert found == [index._key_of("a", 0, number) for number in range(3)]
+    assert found == [index._key_of("a", 0, None, number) for number in range(3)]
     assert found[0] == found[1] != found[2]
 
 

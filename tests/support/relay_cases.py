@@ -195,10 +195,17 @@ class Consumer:
 
     @property
     def held(self) -> Held:
-        if not any(info.source == "relay" for info in self.index.workers()):
-            return Counter()
+        return sum(self.held_by_rank.values(), Counter())
+
+    @property
+    def held_by_rank(self) -> dict[int, Held]:
+        """The blocks of each rank that has some."""
         tiers = {"gpu": "GPU", "cpu": "CPU", "disk": "DISK"}
-        return Counter({(each.hash, tiers[each.tier]): each.copies for each in self.index.blocks("relay")})
+        found = {}
+        for rank in [info.rank for info in self.index.workers() if info.blocks]:
+            blocks = self.index.blocks(("relay", rank))
+            found[rank] = Counter({(each.hash, tiers[each.tier]): each.copies for each in blocks})
+        return found
 
     @property
     def resets(self) -> int:
@@ -254,6 +261,8 @@ class World:
         self.relay_endpoint = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
         self.relay_endpoint.buffer = ReplayBuffer(1)
         self.relay_endpoint.disconnect()
+        self.ranks = [0] * count
+        """The ranks by which the relay follows the upstreams."""
         self.relay: MemoryRelay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
@@ -271,7 +280,8 @@ class World:
 
     def settings(self, **more: Any) -> RelaySettings:
         sources = tuple(
-            Source(each.engine.endpoint, each.engine.replay_endpoint, name=f"u{at}") for at, each in enumerate(self.upstreams)
+            Source(each.engine.endpoint, each.engine.replay_endpoint, name=f"u{at}", rank=self.ranks[at])
+            for at, each in enumerate(self.upstreams)
         )
         journal = None if self._folder is None else str(self._folder)
         return RelaySettings(upstreams=sources, **{"journal": journal, "heartbeat": 1.0, **more})

@@ -129,7 +129,7 @@ def test_a_golden_payload_has_the_same_effect_as_events_as_bytes_and_in_the_mode
         if first is not None:
             parents = [getattr(event, "parent_block_hash", None) for event in golden.batch().events]
             known = [make_store(block_hashes=[value], token_ids=[1, value % 5]) for value in parents if value is not None]
-            subjects.take(0, batch_of(*known))
+            subjects.take(0, batch_of(*known, rank=golden.batch().data_parallel_rank))
         subjects.take(1, golden.payload)
         subjects.prompts = {tuple(range(100, 112)): Scope(), tuple(range(100, 108)): Scope(salt="tenant-1", lora="adapter-1")}
         subjects.check()

@@ -111,11 +111,11 @@ def test_stores_of_true_keys_lead_to_the_same_state_as_stores_of_tokens(history:
         part = slice(first, first + count)
         if not hashes[part]:
             continue
-        if what == "store" and (first == 0 or indexes.plain._key_of(name, 0, hashes[first - 1]) is not None):
+        if what == "store" and (first == 0 or indexes.plain._key_of(name, 0, None, hashes[first - 1]) is not None):
             whole = vllm_store(hashes, prompt, scope, part, medium)
             redacted = keyed(hashes[part], keys[part], parent=whole.parent_block_hash, medium=medium)
             indexes.send(name, whole, redacted)
-            assert [indexes.redacted._key_of(name, 0, value) for value in hashes[part]] == keys[part]
+            assert [indexes.redacted._key_of(name, 0, None, value) for value in hashes[part]] == keys[part]
         elif what == "move":
             indexes.send(name, store(hashes[part], [], 0, medium=medium))
         elif what == "window":
@@ -185,9 +185,9 @@ def test_a_stream_whose_tokens_a_relay_replaced_by_keys_has_the_same_digest(data
         event = adversary._event(stream)
         if not is_dense(event):
             indexes.send("a", event, without_tokens(event))
-        elif event.parent_block_hash is None or indexes.plain._key_of("a", 0, event.parent_block_hash) is not None:
+        elif event.parent_block_hash is None or indexes.plain._key_of("a", 0, None, event.parent_block_hash) is not None:
             indexes.feeds["a"][0](event)
-            keys = [indexes.plain._key_of("a", 0, value) for value in event.block_hashes]
+            keys = [indexes.plain._key_of("a", 0, None, value) for value in event.block_hashes]
             assert None not in keys
             bare = msgspec.structs.replace(event, token_ids=[], extra_keys=None, lora_name=None, lora_id=None, cache_salt=None)
             indexes.feeds["a"][1](msgspec.structs.replace(bare, block_keys=keys))
@@ -227,7 +227,7 @@ def test_an_engine_behind_a_relay_that_sends_keys_is_predicted(windows: tuple[in
         for event in engine.take_events():
             if isinstance(event, BlockStored) and event.token_ids:
                 indexes.feeds["a"][0](event)
-                keys = [indexes.plain._key_of("a", 0, value) or 0 for value in event.block_hashes]
+                keys = [indexes.plain._key_of("a", 0, None, value) or 0 for value in event.block_hashes]
                 indexes.feeds["a"][1](msgspec.structs.replace(event, token_ids=[], extra_keys=None, block_keys=keys))
             else:
                 indexes.send("a", event)
@@ -247,8 +247,8 @@ def test_a_block_with_a_key_needs_no_parent_but_only_a_contiguous_prefix_matches
     assert tokens_of(index, PROMPTS[0]) == SIZE
     feed(keyed([2], keys[1:2]))
     assert tokens_of(index, PROMPTS[0]) == len(PROMPTS[0])
-    assert [index._key_of("a", 0, value) for value in (1, 2, 3, 4, 5)] == [*keys, None]
-    assert index._key_of("absent", 0, 1) is None
+    assert [index._key_of("a", 0, None, value) for value in (1, 2, 3, 4, 5)] == [*keys, None]
+    assert index._key_of("absent", 0, None, 1) is None
 
 
 def test_a_child_with_tokens_can_have_a_parent_with_a_key(index: PrefixIndex, feed: Feed) -> None:

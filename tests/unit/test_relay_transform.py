@@ -46,7 +46,7 @@ UNCHANGED_FIELDS = {
 
 def test_a_redactor_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
     """The list names the fields that stay unchanged, so a field of a later release is removed until it is added here."""
-    (redacted,) = drop_redactor()([STORE])
+    (redacted,) = drop_redactor()(0, [STORE])
     assert isinstance(redacted, BlockStored)
     fields = BlockStored.__struct_fields__
     assert all(getattr(STORE, name) is not None for name in fields)

@@ -347,7 +347,7 @@ def test_a_restored_buffer_replies_as_the_first_one(limit: int | None, missing: 
     assert compacted is not None
     publisher.publish_many(more)
     other = ReplayBuffer.compacting(4, settings=settings_with_limit(limit))
-    other.restore(*compacted, [batch for batch in publisher.batches if batch[0] > compacted.last_seq], rank=3)
+    other.restore(*compacted, [batch for batch in publisher.batches if batch[0] > compacted.last_seq])
     assert other.size() == publisher.buffer.size()
     restored_stats, first_stats = other.history_stats(), publisher.buffer.history_stats()
     assert restored_stats is not None
@@ -371,7 +371,7 @@ def test_a_snapshot_has_the_time_of_the_last_batch() -> None:
     assert compacted is not None
     assert compacted.last_seq == 6
     other = ReplayBuffer.compacting(2)
-    other.restore(*compacted, publisher.batches[7:], rank=3)
+    other.restore(*compacted, publisher.batches[7:])
     for buffer in (publisher.buffer, other):
         batch = decode_batch(buffer.batches_from(0)[0][1]).batch
         assert (batch.ts, batch.data_parallel_rank) == (6.0, 3)

@@ -134,7 +134,7 @@ fn main() {
             compactor.bytes() as f64 / compactor.live() as f64,
         );
         let start = Instant::now();
-        let events = compactor.events().map_or(0, |events| events.len());
+        let events = compactor.events().map_or(0, |ranks| ranks[0].1.len());
         println!("  exported in {events} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
         let start = Instant::now();
         let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();

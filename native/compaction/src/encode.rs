@@ -14,19 +14,21 @@ const ARRAY: usize = 5;
 pub struct PayloadWriter {
     limit: usize,
     ts: f64,
+    rank: Option<i64>,
     done: Vec<Vec<u8>>,
     out: Vec<u8>,
     events: u32,
 }
 
 impl PayloadWriter {
-    /// For payloads of at most `limit` bytes, unless one block takes more. The first event is a clear of everything.
-    pub fn new(limit: usize, ts: f64) -> Self {
+    /// For payloads of a rank of at most `limit` bytes, unless one block takes more. The first event is a clear of everything.
+    pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
-            limit,
+            limit: limit.saturating_sub(rank.map_or(0, |_| NUMBER)),
             ts,
+            rank,
             done: Vec::new(),
-            out: head(ts),
+            out: head(ts, rank),
             events: 0,
         };
         writer.write(|out| map(out, 1, "AllBlocksCleared"));
@@ -54,8 +56,11 @@ impl PayloadWriter {
     }
 
     fn end_payload(&mut self) {
-        let mut full = std::mem::replace(&mut self.out, head(self.ts));
+        let mut full = std::mem::replace(&mut self.out, head(self.ts, self.rank));
         full[HEAD - 4..HEAD].copy_from_slice(&self.events.to_be_bytes());
+        if let Some(rank) = self.rank {
+            signed(&mut full, rank);
+        }
         self.events = 0;
         self.done.push(full);
     }
@@ -278,13 +283,7 @@ impl<'a> Fields<'a> {
     fn integer(&mut self, name: &str, value: Option<i64>) {
         if let Some(value) = value {
             self.name(name);
-            match u64::try_from(value) {
-                Ok(value) => number(self.out, value),
-                Err(_) => {
-                    self.out.push(0xD3);
-                    self.out.extend_from_slice(&value.to_be_bytes());
-                }
-            }
+            signed(self.out, value);
         }
     }
 
@@ -296,9 +295,9 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// `[ts, [`, the number of events to be filled in.
-fn head(ts: f64) -> Vec<u8> {
-    let mut out = vec![0x92, 0xCB];
+/// `[ts, [`, the number of events to be filled in. A rank comes after the events.
+fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
+    let mut out = vec![if rank.is_some() { 0x93 } else { 0x92 }, 0xCB];
     out.extend_from_slice(&ts.to_be_bytes());
     out.extend_from_slice(&[0xDD, 0, 0, 0, 0]);
     out
@@ -332,6 +331,16 @@ fn array(out: &mut Vec<u8>, length: usize) {
         _ => {
             out.push(0xDD);
             out.extend_from_slice(&(length as u32).to_be_bytes());
+        }
+    }
+}
+
+fn signed(out: &mut Vec<u8>, value: i64) {
+    match u64::try_from(value) {
+        Ok(value) => number(out, value),
+        Err(_) => {
+            out.push(0xD3);
+            out.extend_from_slice(&value.to_be_bytes());
         }
     }
 }

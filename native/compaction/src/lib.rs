@@ -14,7 +14,10 @@ mod state;
 mod tests;
 mod unkept;
 
+use std::collections::BTreeMap;
+
 use kvevents_index::apply::Read;
+use kvevents_index::limits::RANKS;
 use kvevents_index::memory::prefetch;
 use kvevents_index::wire::decode::{Rejected, normalise};
 use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch, scan};
@@ -39,10 +42,19 @@ fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
     })
 }
 
-/// See the module.
+/// The events of one rank; None if payloads have not stated a rank.
+pub type RankEvents = (Option<i64>, Vec<ExportedEvent>);
+
+/// See the module. If the payloads of the stream state several ranks, each rank has a state of its own, as in the index: a batch with a
+/// rank concerns that rank alone, and one without a rank all ranks.
 #[derive(Debug, Default)]
 pub struct Compactor {
+    /// The state of the first rank.
     state: State,
+    /// That rank, if payloads have stated one.
+    rank: Option<i64>,
+    /// The states of the other ranks.
+    others: BTreeMap<i64, State>,
     scratch: Scratch,
     is_restoring: bool,
 }
@@ -70,14 +82,23 @@ impl Compactor {
     fn apply_decoded(&mut self, payload: &[u8], schema: &Schema) {
         let read = normalise(payload, schema.limits());
         if read.has_digests {
-            return self.state.invalidate("digests");
+            return self.invalidate("digests");
         }
         let scanned = scan(&read.payload, &schema.unlimited(), &mut self.scratch);
         scanned.expect("normalised events are what the scanner reads");
         self.apply_scanned(&read.payload);
-        self.state.copied_levels |= u8::from(read.heartbeat.is_some_and(|beat| beat.attestation.is_some()));
+        let stated = self.scratch.stated_rank();
+        let is_attested = read.heartbeat.is_some_and(|beat| beat.attestation.is_some());
+        let is_single = self.others.is_empty();
+        // As in the index, of several ranks one attests its own blocks.
+        for (_, state) in self
+            .states_mut()
+            .filter(|(rank, _)| is_attested && (is_single || *rank == stated))
+        {
+            state.copied_levels |= 1;
+        }
         if read.rejected.iter().any(Rejected::loses_events) {
-            self.state.invalidate("payloads");
+            self.invalidate("payloads");
         }
     }
 
@@ -86,7 +107,7 @@ impl Compactor {
     pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
         let is_clear = |event: &Event| event.kind == Kind::Cleared;
         let is_quick = scan(payload, schema, &mut self.scratch).is_some()
-            && !(self.nodes() + self.state.unkept.len() > FEW && self.scratch.events.iter().any(is_clear));
+            && !(self.nodes() + self.unkept() > FEW && self.scratch.events.iter().any(is_clear));
         if is_quick {
             self.apply_scanned(payload);
         }
@@ -97,15 +118,58 @@ impl Compactor {
     fn apply_scanned(&mut self, payload: &[u8]) {
         if self.scratch.digests {
             // Exported as numbers, they would be other hashes to consumers that keep digests.
-            return self.state.invalidate("digests");
+            return self.invalidate("digests");
         }
-        self.state.blocks.grant(payload.len());
-        let read = Read {
-            payload,
-            scratch: &self.scratch,
+        let stated = self.scratch.stated_rank();
+        if self.others.is_empty() && (stated.is_none() || self.rank.is_none_or(|rank| stated == Some(rank))) {
+            self.rank = self.rank.or(stated);
+            apply_to(&mut self.state, payload, &self.scratch, !self.is_restoring, |_| true);
+        } else {
+            self.apply_by_rank(payload, stated);
+        }
+    }
+
+    /// Applies a payload of a stream whose payloads state several ranks.
+    #[cold]
+    fn apply_by_rank(&mut self, payload: &[u8], stated: Option<i64>) {
+        let has_reports = !self.is_restoring;
+        let Some(rank) = stated else {
+            let states = std::iter::once(&mut self.state).chain(self.others.values_mut());
+            states.for_each(|state| {
+                apply_to(state, payload, &self.scratch, has_reports, |event| {
+                    event.kind == Kind::Cleared
+                });
+            });
+            if !self.scratch.hashes.is_empty() {
+                self.invalidate("ranks");
+            }
+            return;
         };
-        self.scratch.events.iter().for_each(|event| self.state.apply(&read, event));
-        self.state.end_payload(!self.is_restoring);
+        if self.rank != Some(rank) && !self.others.contains_key(&rank) {
+            if self.others.len() + 1 >= RANKS {
+                return self.invalidate("ranks");
+            }
+            let mut state = State::default();
+            // What was lost can be of this rank.
+            state.is_partial = self.is_partial();
+            if let Some(reason) = self.invalid_reason() {
+                state.invalidate(reason);
+            }
+            self.others.insert(rank, state);
+        }
+        let state = self.others.get_mut(&rank).unwrap_or(&mut self.state);
+        apply_to(state, payload, &self.scratch, has_reports, |_| true);
+    }
+
+    /// The state of each rank.
+    fn states(&self) -> impl Iterator<Item = (Option<i64>, &State)> {
+        let others = self.others.iter().map(|(&rank, state)| (Some(rank), state));
+        std::iter::once((self.rank, &self.state)).chain(others)
+    }
+
+    fn states_mut(&mut self) -> impl Iterator<Item = (Option<i64>, &mut State)> {
+        let others = self.others.iter_mut().map(|(&rank, state)| (Some(rank), state));
+        std::iter::once((self.rank, &mut self.state)).chain(others)
     }
 
     /// Applies payloads.
@@ -119,57 +183,82 @@ impl Compactor {
         left_alone.unwrap_or(payloads.len())
     }
 
-    /// The events that rebuild the state after a clear of everything. None if it is invalid, or events cannot rebuild it.
-    pub fn events(&self) -> Option<Vec<ExportedEvent>> {
-        let mut events = Vec::new();
-        export::export(&self.state, |event| events.push(event))?;
-        Some(events)
+    /// The events that rebuild the state of each rank after a clear of everything. None if it is invalid, or events cannot rebuild it.
+    pub fn events(&self) -> Option<Vec<RankEvents>> {
+        let of_rank = |(rank, state)| {
+            let mut events = Vec::new();
+            export::export(state, |event| events.push(event))?;
+            Some((rank, events))
+        };
+        self.states().map(of_rank).collect()
     }
 
     /// Returns these events as payloads of at most `limit` bytes; the first event is a clear of everything.
     pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
-        let mut writer = PayloadWriter::new(limit, ts);
-        export::export(&self.state, |event| writer.add(&event))?;
-        Some(writer.finish())
+        let mut payloads = Vec::new();
+        if !self.others.is_empty() {
+            payloads = PayloadWriter::new(limit, ts, None).finish();
+        }
+        for (rank, state) in self.states() {
+            let mut writer = PayloadWriter::new(limit, ts, rank);
+            export::export(state, |event| writer.add(&event))?;
+            payloads.extend(writer.finish());
+        }
+        Some(payloads)
     }
 
     /// Records that a part of the stream was not received. The known state is kept and exported.
     pub fn mark_partial(&mut self) {
-        self.state.is_partial = true;
+        self.states_mut().for_each(|(_, state)| state.is_partial = true);
     }
 
     /// Whether a part of the stream was not received since the last clear of everything.
     pub fn is_partial(&self) -> bool {
-        self.state.is_partial
+        self.states().any(|(_, state)| state.is_partial)
     }
 
     /// Drops everything.
     pub fn clear(&mut self) {
-        self.state = State::default();
+        (self.state, self.rank, self.others) = (State::default(), None, BTreeMap::new());
     }
 
     /// Drops everything, and all events until the stream is cleared.
     pub fn invalidate(&mut self, reason: Reason) {
-        self.state.invalidate(reason);
+        self.states_mut().for_each(|(_, state)| state.invalidate(reason));
     }
 
     /// Why the state is invalid until the stream is cleared: the exceeded limit, or the argument of `invalidate`.
     pub fn invalid_reason(&self) -> Option<Reason> {
-        self.state.invalid
+        self.states().find_map(|(_, state)| state.invalid)
     }
 
     /// Blocks with at least one copy.
     pub fn live(&self) -> usize {
-        self.state.blocks.live()
+        self.states().map(|(_, state)| state.blocks.live()).sum()
     }
 
     /// Blocks that are kept, dead ancestors and orphans too.
     pub fn nodes(&self) -> usize {
-        self.state.blocks.live() + self.state.blocks.dead() + self.state.waiting.len()
+        let nodes = |state: &State| state.blocks.live() + state.blocks.dead() + state.waiting.len();
+        self.states().map(|(_, state)| nodes(state)).sum()
+    }
+
+    fn unkept(&self) -> usize {
+        self.states().map(|(_, state)| state.unkept.len()).sum()
     }
 
     /// Approximate heap bytes, without those of the last payload.
     pub fn bytes(&self) -> usize {
-        self.state.bytes()
+        self.states().map(|(_, state)| state.bytes()).sum()
     }
+}
+
+/// Applies the events that are meant. `has_reports` is as for `State::end_payload`.
+#[inline]
+fn apply_to(state: &mut State, payload: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
+    state.blocks.grant(payload.len());
+    let read = Read { payload, scratch };
+    let meant = scratch.events.iter().filter(|event| is_meant(event));
+    meant.for_each(|event| state.apply(&read, event));
+    state.end_payload(has_reports);
 }

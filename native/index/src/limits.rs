@@ -4,6 +4,9 @@
 /// that a consumer that starts late holds the same as one that received everything.
 pub const BLOCKS_PER_HASH: usize = 1_024;
 
+/// Ranks of one stream: a relay of one node has some. Histories of publishers keep as many.
+pub const RANKS: usize = 64;
+
 /// Bounds of an index; reaching one is counted.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -24,6 +27,8 @@ pub struct Limits {
     pub records_per_key: usize,
     /// Blocks of one stream with one hash: engines that hash pages without their prefix have some.
     pub blocks_per_hash: usize,
+    /// Ranks that the payloads of one stream may state.
+    pub ranks: usize,
     /// Removed workers whose late deliveries are recognised.
     pub fences: usize,
     /// Blocks of the overlay.
@@ -41,6 +46,7 @@ impl Default for Limits {
             block_sizes: 16,
             records_per_key: 16,
             blocks_per_hash: BLOCKS_PER_HASH,
+            ranks: RANKS,
             fences: 65_536,
             speculated: 1_000_000,
         }

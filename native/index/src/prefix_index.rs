@@ -4,6 +4,7 @@
 //! locked by `try_lock`.
 
 mod deliveries;
+mod ranks;
 mod registry;
 mod reports;
 #[cfg(test)]

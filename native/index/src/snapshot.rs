@@ -15,7 +15,7 @@
 //!
 //! ```text
 //! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
-//! STREAM   source, rank, incarnation, last number, whether it attests, sums of groups of unknown kinds, what it has
+//! STREAM   source, rank, incarnation, the rank of the stream that carries it?, stated ranks, last number, whether it attests, sums of groups of unknown kinds, what it has
 //! shown about its completeness, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
 //!   RUN      how many, u16; which kind; context; its placements, each with the least and the most copies; then hash and word of every block
@@ -25,6 +25,8 @@
 //! FENCE    source, rank, incarnation                   the oldest first
 //! LABEL    source, model
 //! ```
+//!
+//! The stated ranks are `StatedRanks` as one byte, and the one rank.
 //!
 //! In a run of kind KEYS, words are rolling keys. In a run of kind CHAIN each block is the child of the previous one; the first word is a
 //! key, and the others are local hashes. In a run of kind REST all words are local hashes, and the first block is the child of the last
@@ -61,6 +63,11 @@ const REST: u8 = 2;
 
 /// Contexts that a stream's part of a file can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;
+
+/// Stated ranks.
+const NO_RANK: u8 = 0;
+const ONE_RANK: u8 = 1;
+const SEVERAL_RANKS: u8 = 2;
 
 /// Kinds of groups; smaller numbers are those of full attention.
 const UNKNOWN_GROUP: u8 = 253;

@@ -9,6 +9,7 @@ mod placing;
 mod removal;
 mod restored_blocks;
 mod room;
+mod stated_ranks;
 mod tally;
 
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use self::collisions::Collisions;
 pub use self::counters::Counters;
 pub use self::estimate::{Estimate, Evidence};
 pub use self::removal::RemovalTarget;
+pub use self::stated_ranks::StatedRanks;
 use self::tally::{CopyMarks, Tally};
 use crate::groups::Groups;
 use crate::groups::cache::GroupCache;
@@ -84,6 +86,8 @@ pub struct Stream {
     pub published_incarnation: Arc<AtomicI64>,
     /// Number of the last batch; -1 before the first.
     pub last: i64,
+    /// The ranks that its payloads state.
+    pub stated_ranks: StatedRanks,
     /// Number of blocks, each counted once on all its placements.
     pub blocks: usize,
     /// The sums over the copies that are placed.
@@ -166,6 +170,7 @@ impl Stream {
             incarnation,
             published_incarnation: Arc::new(AtomicI64::new(incarnation)),
             last: -1,
+            stated_ranks: StatedRanks::default(),
             blocks: 0,
             tally: Tally::default(),
             unkept: Vec::new(),
@@ -202,14 +207,14 @@ impl Stream {
         }
     }
 
-    /// Whether it has its sender's digest; None if blocks that were refused at the memory limit can explain the difference.
-    pub fn agrees(&mut self, digest: &str, is_limited: bool) -> Option<bool> {
-        let evicted = self.counters.evicted;
-        if format!("{:032x}", self.tally.digest) == digest {
-            self.evicted_when_whole = evicted;
-            return Some(true);
-        }
-        (!is_limited || evicted == self.evicted_when_whole).then_some(false)
+    /// Records that it is complete.
+    pub fn note_complete(&mut self) {
+        self.evicted_when_whole = self.counters.evicted;
+    }
+
+    /// Whether blocks were refused at the memory limit since it was last known to be complete.
+    pub fn lacks_refused_blocks(&self) -> bool {
+        self.counters.evicted != self.evicted_when_whole
     }
 
     /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
@@ -228,8 +233,7 @@ impl Stream {
             }
             self.rebuild_group_cache(shared);
         }
-        let is_whole = self.counters.evicted == self.evicted_when_whole;
-        self.attested = (is_equal || !is_limited || is_whole).then_some(is_equal);
+        self.attested = (is_equal || !is_limited || !self.lacks_refused_blocks()).then_some(is_equal);
         self.attested
     }
 
@@ -382,6 +386,7 @@ impl Stream {
         writer.drop_schemes(self.number);
         writer.use_lookup(self.number, None);
         (self.incarnation, self.last) = (incarnation, -1);
+        self.stated_ranks = StatedRanks::default();
         self.published_incarnation.store(incarnation, Ordering::Relaxed);
     }
 

@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use super::arguments::wire_limits_of;
 use super::refusals::of_parent;
 use super::turns::Turns;
-use kvevents_compaction::{Compactor as SharedState, ExportedEvent, Location, Store};
+use kvevents_compaction::{Compactor as SharedState, ExportedEvent, Location, RankEvents, Store};
 use kvevents_index::keys;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::scan::{SECONDS, Schema};
@@ -21,6 +21,9 @@ use kvevents_index::wire::scan::{SECONDS, Schema};
 const BRIEF: usize = 32 << 10;
 /// Bytes that are copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
+
+/// A rank with its events.
+type PlainRankEvents<'py> = (Option<i64>, Vec<Bound<'py, PyTuple>>);
 
 /// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
@@ -111,14 +114,15 @@ impl Compactor {
         Ok(())
     }
 
-    /// Returns the events that rebuild the state after a clear, or None.
-    fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
-        let (events, mut turns) = (self.run_long(py, |shared| shared.events())?, Turns::new(py));
-        let plain = |event: &ExportedEvent| {
+    /// Returns each rank with the events that rebuild its state after a clear, or None.
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<PlainRankEvents<'py>>>> {
+        let (ranks, mut turns) = (self.run_long(py, |shared| shared.events())?, Turns::new(py));
+        let mut plain = |event: &ExportedEvent| {
             turns.spend(numbers_of(event))?;
             plain(py, event)
         };
-        events.map(|events| events.iter().map(plain).collect()).transpose()
+        let mut of_rank = |(rank, events): &RankEvents| Ok((*rank, events.iter().map(&mut plain).collect::<PyResult<_>>()?));
+        ranks.map(|ranks| ranks.iter().map(&mut of_rank).collect()).transpose()
     }
 
     /// Returns these events as payloads for `apply`. Other threads run meanwhile.

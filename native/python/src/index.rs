@@ -76,6 +76,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
             "max_block_sizes" => &mut limits.block_sizes,
             "max_records_per_key" => &mut limits.records_per_key,
             "max_blocks_per_hash" => &mut limits.blocks_per_hash,
+            "max_ranks" => &mut limits.ranks,
             "max_fences" => &mut limits.fences,
             "max_speculated" => &mut limits.speculated,
             _ => return Err(PyValueError::new_err(format!("unknown limit {name} of an index"))),
@@ -356,17 +357,19 @@ impl NativeIndex {
         odd.into_iter().map(object).collect()
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat. Each result is None if it or the stream is unknown.
+    /// Compares a stream with the digest and the attestation of a heartbeat, in a batch that has `stated` a rank. Each result is None if it
+    /// or the stream is unknown.
     fn _compare(
         &self,
         py: Python<'_>,
         source: &str,
         rank: i64,
+        stated: Option<i64>,
         digest: Option<&str>,
         attestation: Option<u64>,
     ) -> PyResult<(Option<bool>, Option<bool>)> {
         let index = self.index(py)?;
-        Ok(py.detach(|| index.compare(source, rank, digest, attestation)))
+        Ok(py.detach(|| index.compare(source, rank, stated, digest, attestation)))
     }
 
     fn _gap(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64, last: i64) -> PyResult<Py<PyAny>> {
@@ -525,15 +528,15 @@ impl NativeIndex {
         }))
     }
 
-    /// Returns the key of the block with this hash in a stream; None if the stream does not hold it.
-    fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> PyResult<Option<u64>> {
+    /// Returns the key of the block with this hash in a stream, of the rank that its batch has stated; None if the stream does not hold it.
+    fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
-        Ok(py.detach(|| index.key_of(source, rank, hash)))
+        Ok(py.detach(|| index.key_of(source, rank, stated, hash)))
     }
 
     fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<u128>> {
         let index = self.undamaged(py)?;
-        Ok(py.detach(|| index.stream(source, rank).map(|stream| stream.lock().tally.digest)))
+        Ok(py.detach(|| index.digest(source, rank)))
     }
 
     fn _speculate(
@@ -613,6 +616,7 @@ fn info_dict(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
     plain.set_item("estimate", info.estimate.map(Estimate::code))?;
+    plain.set_item("carried_ranks", info.carried_ranks)?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)
 }

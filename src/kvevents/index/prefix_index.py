@@ -38,6 +38,8 @@ class IndexLimits:
     """Records of one block key. A stream that holds a block under two hashes at once needs two."""
     max_blocks_per_hash: int = 1_024
     """Blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
+    max_ranks: int = 64
+    """Ranks that the payloads of one stream may state; a relay of one node has a few."""
     max_fences: int = 65_536
     """Removed workers whose late deliveries are still rejected; beyond, the oldest are forgotten."""
     max_speculated: int = 1_000_000
@@ -92,7 +94,8 @@ class Counters:
     """Blocks that might be gone, once for each tier and group: they were announced several times and removed less often."""
     rejected: dict[tuple[str, str], int]
     """Rejected stores, by kind of KV cache group (`none` if the engine sends none) and reason: `unknown-kind`,
-    `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`."""
+    `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`, `too-many-ranks`, `rank-of-another-stream`,
+    `no-rank` (a stream of several ranks)."""
     unknown_removals: int
     """Removals of blocks that were not held."""
     orphans_dropped: int
@@ -113,6 +116,8 @@ class WorkerInfo(Counters):
 
     source: str
     rank: int
+    carried_ranks: list[int]
+    """The other ranks of this source whose batches arrive in its stream; each of them is a worker too."""
     model: str | None
     incarnation: int
     last_seq: int
@@ -232,6 +237,9 @@ class PrefixIndex(_native.NativeIndex):
     def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> ApplyResult:
         """Apply a delivery of a subscriber.
 
+        If the payloads of one stream state several ranks, each rank becomes a worker of its own, named by that rank. A batch
+        with a rank concerns that rank alone; a clear, a gap or a reset without a rank concerns all of them.
+
         A gap removes nothing: the lost batches can have been removals, so its stream is not exact any more. A compacted gap
         changes nothing: the snapshot that follows it contains all that was skipped. Content that a peer sent never raises.
         Raises `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
@@ -272,7 +280,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def _apply_events(self, batch: Batch) -> ApplyResult:
         try:
-            payload = encode_events(batch.events)
+            payload = encode_events(batch.events, batch.data_parallel_rank)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
@@ -284,7 +292,8 @@ class PrefixIndex(_native.NativeIndex):
         estimate = None if applied.report is None else applied.report.estimate
         heartbeat, agrees, attested = found.heartbeat, None, None
         if heartbeat is not None and applied.status == "applied":
-            agrees, attested = self._compare(batch.source, batch.rank, heartbeat.digest, heartbeat.attestation)
+            stream, stated = (batch.source, batch.rank), batch.data_parallel_rank
+            agrees, attested = self._compare(*stream, stated, heartbeat.digest, heartbeat.attestation)
         return self._with_report(applied, found.rejected, heartbeat, agrees, attested, estimate)
 
     def _found(
@@ -341,6 +350,8 @@ class PrefixIndex(_native.NativeIndex):
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
         """Remove a worker, or all ranks of a source if no rank is given. Returns the number of blocks that it held.
 
+        With a worker go the other ranks that its stream carries.
+
         Further deliveries of its current incarnation are void. A new incarnation is accepted again, or any after `readmit`.
         """
         if isinstance(source, tuple):
@@ -389,6 +400,7 @@ class PrefixIndex(_native.NativeIndex):
     def digest(self, stream: Worker) -> str:
         """Return 32 hex digits that are equal for equal blocks, with the same hashes, tiers, groups and copies.
 
+        Of a stream that carries several ranks it covers all of them.
         The order of events, sequence numbers and orphans do not count. Raises `UnknownSourceError`.
         """
         source, rank = _parts(stream)
@@ -402,8 +414,8 @@ class PrefixIndex(_native.NativeIndex):
     def snapshot(self, file: str | os.PathLike[str] | BinaryIO, workers: Iterable[tuple[str, int]] | None = None) -> None:
         """Write everything except the overlay. A path is replaced when everything is written. Raises `SnapshotError`.
 
-        With `workers` (sources and ranks) only their streams are written, with the models of their sources and records of
-        their removal. Unknown workers are skipped.
+        With `workers` (sources and ranks) only their streams are written, with all ranks that these carry, the models of their
+        sources and records of their removal. Unknown workers are skipped.
         """
         write_snapshot(self, file, None if workers is None else list(workers))
 
@@ -412,7 +424,7 @@ class PrefixIndex(_native.NativeIndex):
         read_snapshot(self, file)
 
     def merge(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
-        """Add the workers of a snapshot of an index. Returns them, sorted by source and rank.
+        """Add the workers of a snapshot of an index. Returns them, sorted by source and rank, without carried ranks.
 
         Other threads can query and apply meanwhile; they find each of these workers with all of its blocks or not at all. Their
         streams continue after the sequence numbers in the snapshot: deliver nothing of them before. They are accepted even if

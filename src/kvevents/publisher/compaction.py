@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
+from itertools import chain
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -28,6 +29,8 @@ Encode: TypeAlias = Callable[[Any], bytes]
 """Encodes a batch."""
 EventTuple: TypeAlias = tuple[Any, ...]
 """An event as `_native.Compactor.events` returns it: its kind, its block hashes, then the other fields of that kind."""
+RankEvents: TypeAlias = tuple[int | None, list[EventTuple]]
+"""The events of one rank; None if payloads have not stated a rank."""
 InvalidReason: TypeAlias = Literal["batches", "payloads", "digests"]
 """Why a history is unknown: batches were never seen, payloads cannot be read, or hashes cannot be represented as numbers."""
 
@@ -41,7 +44,7 @@ class _NativeCompactor(Protocol):
 
     def apply(self, payload: bytes, own: bool = False) -> None: ...
     def apply_many(self, batches: list[SequencedPayload]) -> None: ...
-    def events(self) -> list[EventTuple] | None: ...
+    def events(self) -> list[RankEvents] | None: ...
     def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
     def mark_partial(self) -> None: ...
     def invalidate(self, reason: str) -> None: ...
@@ -59,9 +62,10 @@ class _NativeCompactor(Protocol):
 class Compactor:
     """Takes the payloads of one stream, oldest first, and keeps only what is still live.
 
-    `events` returns its state as a clear followed by stores that rebuild every chain: a consumer that applies them knows the
-    same as one that saw every batch, and is at least as uncertain of copies that might not exist. Blocks of groups of unknown
-    kinds are stored without tokens. Stores whose lengths disagree are left out.
+    `events` returns its state as stores that rebuild every chain after a clear: a consumer that applies them knows the same as
+    one that saw every batch, and is at least as uncertain of copies that might not exist. Blocks of groups of unknown kinds
+    are stored without tokens. Stores whose lengths disagree are left out. If payloads state several ranks, each rank has a
+    state of its own, as in an index.
     """
 
     def __init__(self, native: _NativeCompactor) -> None:
@@ -88,8 +92,8 @@ class Compactor:
         if partial:
             self.mark_gap()
 
-    def events(self) -> list[EventTuple] | None:
-        """Return events that rebuild the state; None if the history is unavailable, or if no order of events can express it.
+    def events(self) -> list[RankEvents] | None:
+        """Return the events of each rank after a clear; None if the history is unavailable, or no order can express it.
 
         The latter needs equal hashes under different parents, stored repeatedly; it ends when they are removed.
         """
@@ -225,7 +229,10 @@ def _clears_everything(payload: bytes) -> bool:
 # --- snapshots ---------------------------------------------------------------------------------------------------------------
 
 MAX_SNAPSHOT_PARTS: Final = 16
-"""Batches of one snapshot. At 32 MiB each they hold some six million blocks of 16 tokens; all are in memory at once."""
+"""Batches of one snapshot of one rank. At 32 MiB each they hold some six million blocks of 16 tokens; all are in memory at
+once. Each further rank adds one, for at most `MAX_RANKS` ranks."""
+MAX_RANKS: Final = 64
+"""Ranks of one stream, as in the native compactor."""
 _EVENTS_PER_PART: Final = 8
 """An event that would fill more than this fraction of a part is split, so that parts can be filled evenly."""
 _FIXED_EVENT_BYTES: Final = 400
@@ -234,40 +241,53 @@ _ARRAY_HEADER_BYTES: Final = 16
 """Bytes by which the array headers of a batch may grow with its content."""
 _NOT_LAST_PART: Final = "its snapshot is several batches, of which this is not the last one"
 
-_EncodeEvents = Callable[[list[KVEvent]], bytes]
+_EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
+"""Encodes a batch of a rank."""
+_Group = tuple[int | None, list[KVEvent]]
+"""The rank and the events of a part."""
 
 
 def encode_snapshot(
-    events: list[EventTuple], ts: float, rank: int | None, encode: Encode, limit: int, incarnation: int = 0
+    ranks: list[RankEvents], ts: float, rank: int | None, encode: Encode, limit: int, incarnation: int = 0
 ) -> list[bytes] | None:
     """Return the payloads of a snapshot, each of at most `limit` bytes. The first one begins with a clear.
 
-    Nearly always there is one. `incarnation` is the sender's, as in its heartbeats. Returns None if more than
-    `MAX_SNAPSHOT_PARTS` would be needed, or if a single block takes more than a payload holds.
+    Nearly always there is one. Several ranks have a part each, or more, after one that clears all of them. `rank` is that of a
+    single one which payloads have not stated. `incarnation` is the sender's, as in its heartbeats. Returns None if one rank
+    would need more than `MAX_SNAPSHOT_PARTS`, or if a single block takes more than a payload holds.
     """
 
-    def encode_events(found: list[KVEvent]) -> bytes:
+    def encode_events(rank: int | None, found: list[KVEvent]) -> bytes:
         return encode(KVEventBatch(ts, found, rank))
 
-    if sum(map(_max_size, events)) + _FIXED_EVENT_BYTES <= limit:
-        return [encode_events([AllBlocksCleared(), *map(_to_event, events)])]
-    parts = _join(_group(events, encode_events, limit), encode_events, incarnation)
+    clear: list[KVEvent] = [AllBlocksCleared()]
+    if len(ranks) == 1:
+        ((stated, events),) = ranks
+        rank = rank if stated is None else stated
+        if sum(map(_max_size, events)) + _FIXED_EVENT_BYTES <= limit:
+            return [encode_events(rank, [*clear, *map(_to_event, events)])]
+        groups = _group(rank, clear, events, encode_events, limit)
+    else:
+        each = (_group(rank, [], events, encode_events, limit) for rank, events in ranks)
+        groups = chain([(None, clear)], chain.from_iterable(each))
+    parts = _join(groups, encode_events, MAX_SNAPSHOT_PARTS - 1 + len(ranks), incarnation)
     return parts if parts is not None and all(len(part) <= limit for part in parts) else None
 
 
-def _join(groups: Iterable[list[KVEvent]], encode_events: _EncodeEvents, incarnation: int) -> list[bytes] | None:
+def _join(groups: Iterable[_Group], encode_events: _EncodeEvents, max_parts: int, incarnation: int) -> list[bytes] | None:
     """Encode each group as a part. If there are several, append the digest after each part, and whether it is the last."""
     tracker = DigestTracker.create()
     parts: list[bytes] = []
-    pending: list[KVEvent] = []
-    for number, group in enumerate(groups):
-        if number == MAX_SNAPSHOT_PARTS:
+    pending: _Group | None = None
+    for number, (rank, group) in enumerate(groups):
+        if number == max_parts:
             return None
-        if pending:
-            parts.append(encode_events([*pending, _part_heartbeat("DEGRADED", tracker, incarnation)]))
-        tracker.apply([(number, encode_events(group))])
-        pending = group
-    return [*parts, encode_events([*pending, _part_heartbeat("EXACT", tracker, incarnation)] if parts else pending)]
+        if pending is not None:
+            parts.append(encode_events(pending[0], [*pending[1], _part_heartbeat("DEGRADED", tracker, incarnation)]))
+        tracker.apply([(number, encode_events(rank, group))])
+        pending = rank, group
+    rank, group = pending or (None, [])
+    return [*parts, encode_events(rank, [*group, _part_heartbeat("EXACT", tracker, incarnation)] if parts else group)]
 
 
 def _part_heartbeat(trust: str, tracker: DigestTracker, incarnation: int) -> BlockRemoved:
@@ -275,23 +295,24 @@ def _part_heartbeat(trust: str, tracker: DigestTracker, incarnation: int) -> Blo
     return BlockRemoved([], heartbeat=Heartbeat(tracker.digest(), MAX_HEARTBEAT, trust, reason, incarnation))
 
 
-def _group(events: list[EventTuple], encode_events: _EncodeEvents, limit: int) -> Iterator[list[KVEvent]]:
+def _group(
+    rank: int | None, first: list[KVEvent], events: list[EventTuple], encode_events: _EncodeEvents, limit: int
+) -> Iterator[_Group]:
     """Yield groups of events that each fill a part. Large events are split, since encoding one would block the process."""
-    clear = AllBlocksCleared()
-    group: list[KVEvent] = [clear]
-    bare = len(encode_events([]))
+    group, least = list(first), len(first)
+    bare = len(encode_events(rank, []))
     longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
-    empty = bare + _ARRAY_HEADER_BYTES + len(encode_events([BlockRemoved([], heartbeat=longest)])) - bare
-    size = empty + len(encode_events([clear])) - bare
+    empty = _ARRAY_HEADER_BYTES + len(encode_events(rank, [BlockRemoved([], heartbeat=longest)]))
+    size = empty + len(encode_events(rank, group)) - bare
     for piece in (piece for event in events for piece in _split(event, limit // _EVENTS_PER_PART)):
         event = _to_event(piece)
-        added = len(encode_events([event])) - bare
-        if size + added > limit and len(group) > 1:
-            yield group
-            group, size = [], empty
+        added = len(encode_events(rank, [event])) - bare
+        if size + added > limit and len(group) > least:
+            yield rank, group
+            group, least, size = [], 0, empty
         group.append(event)
         size += added
-    yield group
+    yield rank, group
 
 
 def _max_size(event: EventTuple) -> int:

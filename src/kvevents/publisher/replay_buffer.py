@@ -36,10 +36,11 @@ from typing import Final, NamedTuple, Self
 
 from kvevents.events import KVEventBatch
 from kvevents.publisher.compaction import (
+    MAX_RANKS,
     MAX_SNAPSHOT_PARTS,
     Compactor,
     Encode,
-    EventTuple,
+    RankEvents,
     SequencedPayload,
     encode_snapshot,
 )
@@ -159,7 +160,7 @@ class _SnapshotInput(NamedTuple):
     last_seq: int
     last_payload: bytes
     missing: int | None
-    events: list[EventTuple] | None
+    events: list[RankEvents] | None
     """None if no new snapshot is needed, or the history is unavailable."""
     recently_evicted: list[SequencedPayload]
 
@@ -192,13 +193,12 @@ class ReplayBuffer:
         self._has_thread = self._is_stopped = False
         self._compaction_failed = False
         self._encode = encode
-        self._rank: int | None = None
         self.incarnation = 0
         """The sender's incarnation, as in its heartbeats; the parts of a snapshot carry it too."""
         self._last_evicted: SequencedPayload = (-1, b"")
         self._missing: int | None = None
         """The newest evicted number that was never sent, since the stream was last cleared."""
-        self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS)
+        self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS + MAX_RANKS)
         self._snapshot: _Snapshot | None = None
         self._snapshot_failure: str | None = None
         """Why the last snapshot could not be built."""
@@ -366,7 +366,7 @@ class ReplayBuffer:
         batches = snapshot.batches if start <= snapshot.latest_start else []
         return batches + [batch for batch in evicted if batch[0] > snapshot.last_seq and batch[0] >= start]
 
-    def _refresh_snapshot(self, source: _SnapshotInput, events: list[EventTuple]) -> None:
+    def _refresh_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> None:
         built = self._build_snapshot(source, events)
         self._snapshot_failure = built if isinstance(built, str) else None
         with self._history_lock:
@@ -376,12 +376,10 @@ class ReplayBuffer:
         if not isinstance(built, str) and not overlaps:
             self._snapshot = built
 
-    def _build_snapshot(self, source: _SnapshotInput, events: list[EventTuple]) -> _Snapshot | str:
+    def _build_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> _Snapshot | str:
         """Return the snapshot, or the reason why it cannot be built."""
         batch = decode_batch(source.last_payload).batch
-        rank = self._rank if batch.data_parallel_rank is None else batch.data_parallel_rank
-        encode = self._encode
-        limit = self._settings.max_payload_bytes
+        encode, rank, limit = self._encode, batch.data_parallel_rank, self._settings.max_payload_bytes
         parts = None if encode is None else encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
         if parts is None or encode is None:
             return "oversized"
@@ -421,16 +419,13 @@ class ReplayBuffer:
         payloads: Sequence[bytes],
         partial: bool,
         batches: Sequence[SequencedPayload] = (),
-        *,
-        rank: int | None = None,
     ) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory` and the batches after it.
 
-        Without a history, `last_seq` is -1. `rank` is the rank of snapshots until a batch with a rank leaves this buffer.
-        No consumer may hold undelivered batches up to `last_seq` from an earlier connection.
+        Without a history, `last_seq` is -1. No consumer may hold undelivered batches up to `last_seq` from an earlier
+        connection.
         """
         with self._history_lock:
-            self._rank = rank
             if payloads:
                 self._last_evicted = (last_seq, payloads[-1])
                 # The missing number is not recorded, and does not matter: no consumer holds any of these batches.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -31,7 +32,7 @@ from kvevents.relay.output_sequencer import (
     encode_payloads,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
-from kvevents.relay.transform import PassThrough, Transform, expressible_placement
+from kvevents.relay.transform import BlocksKey, PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, UpstreamBlocks, Upstreams, resume_point
 from kvevents.settings import build_decoder_now
 from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
@@ -65,8 +66,8 @@ class Ownership(msgspec.Struct, frozen=True):
 
     number: int = -1
     """The last number of the stream that it covers."""
-    blocks: list[tuple[int, Any]] = []
-    """Ordinals of upstreams, each with a piece of `UpstreamBlocks.dump`."""
+    blocks: list[tuple[BlocksKey, Any]] = []
+    """Upstreams and ranks, each with a piece of `UpstreamBlocks.dump`."""
 
 
 # --- writing
@@ -171,12 +172,12 @@ class CheckpointWriter:
         return history is None or history.batches > 0
 
 
-def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
+def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[BlocksKey, UpstreamBlocks]) -> list[bytes]:
     """Return a snapshot for the journal.
 
     It has the state of the buffer's history, and which upstream owns which blocks as of `number`.
     """
-    ownership = [Ownership(number), *(Ownership(number, [(at, piece)]) for at, each in blocks.items() for piece in each.dump())]
+    ownership = [Ownership(number), *(Ownership(number, [(key, each)]) for key, own in blocks.items() for each in own.dump())]
     payloads = [] if history is None else history.payloads
     return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(each) for each in ownership)]
 
@@ -193,7 +194,7 @@ class Restored(NamedTuple):
     """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
     """The newest batch of each upstream that was sent before."""
-    blocks: Mapping[int, UpstreamBlocks] = {}
+    blocks: Mapping[BlocksKey, UpstreamBlocks] = {}
     was_resumed: bool = False
     """Whether the relay continues the incarnation of an earlier process."""
     reason: str = "new incarnation: there is no journal"
@@ -343,13 +344,13 @@ def _apply_journal(
     state: IndexedStream,
     received: Mapping[int, IndexedStream],
     newest: _NewestForwarded,
-) -> dict[int, UpstreamBlocks]:
+) -> dict[BlocksKey, UpstreamBlocks]:
     """Apply the journal to the buffer and to all streams, in parallel: native code applies without the interpreter lock."""
     recovered, parts = usable.recovered, usable.parts
     streams = [state, *received.values()]
     with ThreadPoolExecutor(max(1, len(streams))) as pool:
         applying = [pool.submit(stream.apply, parts) for stream in streams]
-        buffer.restore(recovered.snapshot_number, parts, recovered.partial, rank=settings.upstreams[0].rank)
+        buffer.restore(recovered.snapshot_number, parts, recovered.partial)
         batches = recovered.batches()
         while chunk := list(islice(batches, _BATCHES_PER_READ)):
             _wait_for(applying)
@@ -363,8 +364,9 @@ def _apply_journal(
     blocks = _restore_ownership(settings, recovered, usable.ownership)
     # Each stream has the blocks of all upstreams now, and keeps those of its own.
     for at, stream in received.items():
-        others = [event for other, each in blocks.items() if other != at for event in each.removals()]
-        stream.apply(encode_payloads(KVEventBatch(0.0, others), None))
+        for (other, rank), each in blocks.items():
+            if other != at:
+                stream.apply(encode_payloads(KVEventBatch(0.0, each.removals(), rank), None))
     return blocks
 
 
@@ -373,13 +375,14 @@ def _wait_for(applying: list[Future[dict[int, ApplyResult]]]) -> None:
         each.result()
 
 
-def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[int, UpstreamBlocks]:
+def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[BlocksKey, UpstreamBlocks]:
     """Restore which upstream owns which blocks. Retractions are recorded with the ordinal of their upstream, too."""
     fields = expressible_placement(settings.resolved_dialect)
-    blocks = {at: UpstreamBlocks(fields) for at in range(len(settings.upstreams))}
-    for at, piece in ownership.blocks:
-        blocks[at].load(piece)
+    blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
+    for key, piece in ownership.blocks:
+        blocks[key].load(piece)
     for batch in recovered.batches():
         if batch.number > ownership.number and batch.upstream != OWN_UPSTREAM:
-            blocks[batch.upstream % RETRACTION_OFFSET].apply(decode_batch(batch.payload).batch.events)
-    return blocks
+            sent = decode_batch(batch.payload).batch
+            blocks[batch.upstream % RETRACTION_OFFSET, sent.data_parallel_rank or 0].apply(sent.events)
+    return dict(blocks)

@@ -193,11 +193,11 @@ class IndexedStream:
         """Return whether the stream is what an attestation says; None if that is unknown. See `Heartbeat.attestation`."""
         if not any(each.source == self._name for each in self._index.workers()):
             return attestation == 0
-        return self._index._compare(self._name, 0, None, attestation)[1]  # noqa: SLF001 - as below
+        return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - as below
 
-    def key_of(self, block_hash: int) -> int | None:
-        """Return the block key of a resident block; None if it is not resident, or an orphan."""
-        return self._index._key_of(self._name, 0, block_hash)  # noqa: SLF001 - the only user
+    def key_of(self, rank: int | None, block_hash: int) -> int | None:
+        """Return the block key of a resident block of a rank; None if it is not resident, or an orphan."""
+        return self._index._key_of(self._name, 0, rank, block_hash)  # noqa: SLF001 - the only user
 
     @property
     def blocks(self) -> int:
@@ -264,8 +264,8 @@ class OutputSequencer:
             digest = sha256(newest.payload).digest()
             self._journal.set_origin(ordinal, Origin(newest.incarnation, newest.seq, digest))
 
-    def send_events(self, events: Iterable[KVEvent], rank: int | None = 0) -> None:
-        """Send a batch of the relay's own."""
+    def send_events(self, events: Iterable[KVEvent], rank: int | None = None) -> None:
+        """Send a batch of the relay's own: of one rank, or of all ranks."""
         self.encoder.observe_newest()
         self.send_payloads([self.encoder.encode(KVEventBatch(time.time(), list(events), rank))])
 
@@ -275,13 +275,13 @@ class OutputSequencer:
         zeros = [0] * len(payloads)
         self._append_and_send([upstream] * len(payloads), zeros, zeros, payloads)
 
-    def send_heartbeat(self, trust: Trust, rank: int | None = 0, attestation: int | None = None) -> None:
+    def send_heartbeat(self, trust: Trust, attestation: int | None = None) -> None:
         """Send a heartbeat with the digest of what consumers hold, and with an attestation of it if there is one."""
         self.heartbeats += 1
         reason = trust.reason[:_MAX_REASON]
         incarnation = self._event_server.incarnation
         heartbeat = Heartbeat(self.state.digest(), self._heartbeat, trust.name, reason, incarnation, attestation)
-        self.send_events([BlockRemoved([], heartbeat=heartbeat)], rank)
+        self.send_events([BlockRemoved([], heartbeat=heartbeat)])
         self.batches_since_heartbeat = 0
 
     def skip_number(self) -> None:
@@ -292,10 +292,10 @@ class OutputSequencer:
         self.skipped_numbers += 1
         self._is_newest_unseen = True
 
-    def flush_skipped(self, rank: int | None = 0) -> None:
+    def flush_skipped(self) -> None:
         """Send an empty batch if the newest number was skipped, so that consumers notice."""
         if self._is_newest_unseen:
-            self.send_events([], rank)
+            self.send_events([])
 
     def _send(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> None:
         incarnations, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
@@ -341,12 +341,9 @@ class HeartbeatSchedule:
     changes. Both are in seconds.
     """
 
-    def __init__(
-        self, sequencer: OutputSequencer, buffer: ReplayBuffer, rank: int, *, heartbeat: float, trust_interval: float
-    ) -> None:
+    def __init__(self, sequencer: OutputSequencer, buffer: ReplayBuffer, *, heartbeat: float, trust_interval: float) -> None:
         self._sequencer: Final = sequencer
         self._buffer: Final = buffer
-        self._rank: Final = rank
         self._heartbeat: Final = heartbeat
         self._trust_interval: Final = min(heartbeat, trust_interval)
         self._sent_at = -math.inf
@@ -367,12 +364,12 @@ class HeartbeatSchedule:
     def send(self, trust: Trust) -> None:
         """Send a heartbeat, due or not."""
         self._sent = trust
-        self._sequencer.send_heartbeat(trust, self._rank)
+        self._sequencer.send_heartbeat(trust)
 
     def send_attested(self, trust: Trust, attestation: int, now: float) -> None:
         """Send a heartbeat, due or not, with an attestation of everything that was sent before it."""
         self._sent, self._sent_at = trust, now
-        self._sequencer.send_heartbeat(trust, self._rank, attestation)
+        self._sequencer.send_heartbeat(trust, attestation)
 
     @property
     def is_repeat_due(self) -> bool:

@@ -7,7 +7,9 @@ bytes under the same numbers. Batches that leave the replay buffer are compacted
 starts late receives first.
 
 - A *reset* of an upstream removes what it stored: by a clear in the relay's stream, or by removals if several upstreams share
-  it. Numbers continue.
+  it, in batches of its ranks. Numbers continue.
+- A *rank* stays in the payloads, and consumers keep the blocks of each rank apart. The relay's own heartbeats and clears have
+  none, which means all ranks.
 - A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even one that knows nothing
   of relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
   buffer twice, and one is enough until the stream is cleared.
@@ -41,7 +43,7 @@ from typing import Final, NamedTuple, Self, cast
 
 from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
-from kvevents.events import AllBlocksCleared, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.event_server import EventServer
@@ -99,7 +101,6 @@ class Relay:
         self.settings: Final = settings
         self.limits: Final = limits or RelayLimits()
         self._clock: Final = clock
-        self._rank: Final = settings.upstreams[0].rank
         self._is_shared: Final = len(settings.upstreams) > 1
         self._run_limit: Final = max(1, settings.buffer_steps // 2)
         """Most batches that are sent without a heartbeat in between, so that the replay buffer always holds a heartbeat."""
@@ -166,7 +167,6 @@ class Relay:
         self._heartbeats = HeartbeatSchedule(
             self._sequencer,
             self._buffer,
-            self._rank,
             heartbeat=settings.heartbeat,
             trust_interval=limits.trust_interval,
         )
@@ -288,7 +288,7 @@ class Relay:
         self._event_server.poll()
         self._clear_if_empty()
         self._heartbeats.send_if_due(self.trust(), now)
-        self._sequencer.flush_skipped(self._rank)
+        self._sequencer.flush_skipped()
         self._checkpoints.run_due(self._last_turn.upstreams, now)
 
     def _update_last_turn(self) -> None:
@@ -303,7 +303,12 @@ class Relay:
         payloads = [delivery.payload for delivery in deliveries if isinstance(delivery, RawBatch)]
         if payloads:
             self._encoder.observe(payloads)
-        self._sequencer.send_events([AllBlocksCleared()], self._rank)
+        self._sequencer.send_events([AllBlocksCleared()])
+        ranks = {source.rank for source in self.settings.upstreams}
+        if len(ranks) > 1:
+            # Consumers then know each rank by its own number from its first batch on.
+            for rank in sorted(ranks):
+                self._sequencer.send_events([BlockRemoved([])], rank)
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
         """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""
@@ -359,14 +364,13 @@ class Relay:
         self._resets_ahead -= 1
         log.warning("%s rank %d: %s; removing the blocks that it stored", reset.source, reset.rank, reset.reason)
         self._checkpoints.record_reset(ordinal, reset)
-        events = self._transform.retract(ordinal)
         self._has_skipped = False
-        if events:
-            self._send_retraction(ordinal, reset.rank, events)
+        for rank, events in self._transform.retract(ordinal).items():
+            self._send_retraction(ordinal, rank, events)
         self._encoder.restart_detection()
         self._checkpoints.request()  # written when everything received with the reset has been sent
 
-    def _send_retraction(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
+    def _send_retraction(self, ordinal: int, rank: int | None, events: list[KVEvent]) -> None:
         if self._is_shared:
             payloads = encode_payloads(
                 KVEventBatch(time.time(), events, rank), self.settings.resolved_dialect, self.limits.max_payload_bytes
@@ -418,7 +422,7 @@ class Relay:
             return
         if not any(map(len, self._transform.blocks().values())) and self._upstreams.trust() == Trust.EXACT:
             self._has_gaps = False
-            self._sequencer.send_events(clear_of_all_tiers(), self._rank)
+            self._sequencer.send_events(clear_of_all_tiers())
 
     # --- the end
 

@@ -102,6 +102,9 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         names = [(source.label, source.rank) for source in self.upstreams]
         if len(set(names)) < len(names):
             raise ConfigError("two upstreams have the same name and rank; name them, or give their ranks")
+        dialect = self.resolved_dialect
+        if dialect is not None and not dialect.has_rank and len({source.rank for source in self.upstreams}) > 1:
+            raise ConfigError(f"{dialect} has no field for the rank, so consumers would mix the ranks; run one relay for each")
 
     @property
     def changes_payloads(self) -> bool:

@@ -13,8 +13,19 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import MEDIUM_CPU, MEDIUM_DISK, TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import (
+    ATTESTATION_MASK,
+    MEDIUM_CPU,
+    MEDIUM_DISK,
+    TIERS,
+    AllBlocksCleared,
+    BlockStored,
+    Heartbeat,
+    KVEvent,
+    KVEventBatch,
+)
 from kvevents.index import PrefixIndex, tier_of
+from kvevents.publisher.compaction import MAX_RANKS
 from kvevents.relay.output_sequencer import (
     IndexedStream,
     OutputSequencer,
@@ -26,11 +37,14 @@ from kvevents.relay.output_sequencer import (
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.upstreams import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.stream import BatchReport, RawBatch
-from kvevents.wire import Rejected, decode_batch
+from kvevents.wire import Rejected, decode_batch, encode_batch
+from kvevents.wire.decode import rank_of
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import scope_of
 
 ReportFinding: TypeAlias = Callable[[RawBatch, BatchReport], None]
+BlocksKey: TypeAlias = tuple[int, int]
+"""The ordinal of an upstream, and a rank that its batches state."""
 
 
 class PassThrough:
@@ -50,11 +64,11 @@ class PassThrough:
                 if outcome.report is not None:
                     self._report(run[at], outcome.report)
 
-    def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
+    def retract(self, ordinal: int) -> dict[int | None, list[KVEvent]]:  # noqa: ARG002 - there is one upstream
         """See `Transform.retract`."""
-        return clear_of_all_tiers()
+        return {None: clear_of_all_tiers()}
 
-    def blocks(self) -> dict[int, UpstreamBlocks]:
+    def blocks(self) -> dict[BlocksKey, UpstreamBlocks]:
         """See `Transform.blocks`."""
         return {}
 
@@ -90,7 +104,7 @@ class Transform:
         limits: RelayLimits,
         sequencer: OutputSequencer,
         received: Mapping[int, IndexedStream],
-        blocks: Mapping[int, UpstreamBlocks],
+        blocks: Mapping[BlocksKey, UpstreamBlocks],
         report: ReportFinding,
         write_checkpoint: Callable[[], None],
         *,
@@ -103,12 +117,11 @@ class Transform:
         self._report: Final = report
         self._is_shared: Final = len(settings.upstreams) > 1
         self._received: Final = received
-        fields = expressible_placement(settings.resolved_dialect)
         self._transforms: Final = {
             at: BatchTransform(
                 settings.resolved_dialect,
                 limits,
-                blocks.get(at, UpstreamBlocks(fields)) if self._is_shared else None,
+                {rank: each for (ordinal, rank), each in blocks.items() if ordinal == at} if self._is_shared else None,
                 _redactor(settings, received.get(at)),
                 omits_blocks=was_resumed and settings.resolved_dialect is not None,
             )
@@ -121,21 +134,22 @@ class Transform:
         for batch in batches:
             self._forward(ordinal, batch)
 
-    def retract(self, ordinal: int) -> list[KVEvent]:
-        """Forget an upstream's blocks, and return the events that remove them downstream; none if it holds none."""
+    def retract(self, ordinal: int) -> dict[int | None, list[KVEvent]]:
+        """Forget an upstream's blocks, and return the events that remove them downstream by rank; none if it holds none."""
         if ordinal in self._received:
             self._received[ordinal].reset()
         return self._transforms[ordinal].retract()
 
-    def blocks(self) -> dict[int, UpstreamBlocks]:
-        """Return the blocks of each upstream by ordinal, if upstreams share the stream."""
-        return {at: each.blocks for at, each in self._transforms.items() if each.blocks is not None}
+    def blocks(self) -> dict[BlocksKey, UpstreamBlocks]:
+        """Return the blocks of each upstream and rank, if upstreams share the stream."""
+        transforms = self._transforms.items()
+        return {(at, rank): blocks for at, each in transforms for rank, blocks in (each.blocks or {}).items()}
 
     def _forward(self, ordinal: int, batch: RawBatch) -> None:
         received = self._received.get(ordinal)
         agrees = None
         if received is not None:
-            applied = received.apply([batch.payload]).get(0)
+            applied = received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
             # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         transformed = self._transforms[ordinal](batch)
@@ -159,7 +173,17 @@ class Transform:
         if transform.omits_blocks:
             return None
         blocks, attestation = transform.blocks, heartbeat.attestation
-        return self._sequencer.state.attests(attestation) if blocks is None else blocks.digest == attestation
+        if blocks is None:
+            return self._sequencer.state.attests(attestation)
+        return sum(each.digest for each in blocks.values()) & ATTESTATION_MASK == attestation
+
+
+def _with_rank(batch: RawBatch) -> bytes:
+    """Return the payload with the rank under which it is sent if it states none."""
+    if rank_of(batch.payload) is not None:
+        return batch.payload
+    events = decode_batch(batch.payload).batch
+    return encode_batch(msgspec.structs.replace(events, data_parallel_rank=batch.rank), None)
 
 
 _NO_FINDINGS: Final = BatchReport()
@@ -182,14 +206,14 @@ class TransformedBatch(NamedTuple):
 class BatchTransform:
     """Changes the batches of one upstream. Call it with each batch, in order.
 
-    With `blocks` the upstream shares the stream with others. With a `redactor` tokens are removed.
+    With `blocks`, by rank, the upstream shares the stream with others. With a `redactor` tokens are removed.
     """
 
     def __init__(
         self,
         dialect: Dialect | None,
         limits: RelayLimits,
-        blocks: UpstreamBlocks | None = None,
+        blocks: dict[int, UpstreamBlocks] | None = None,
         redactor: Redactor | None = None,
         *,
         omits_blocks: bool = False,
@@ -221,25 +245,49 @@ class BatchTransform:
             expressible = self._expressible_namespaces(events)
             self.omits_blocks |= len(expressible) < len(events)
             events = expressible
+        rank, payloads = batch.data_parallel_rank, list[bytes]()
         if self.blocks is not None:
-            events = self.blocks.apply(events)
+            if rank is None:
+                rank = delivery.rank
+                payloads = self._clear_other_ranks(self.blocks, rank, batch.ts, events, rejected)
+            events = self._own(self.blocks, rank, events, rejected)
         if self._redactor is not None:
-            events = self._redactor(events)
-        if self.blocks is not None and len(self.blocks) > self._limits.max_upstream_blocks:
-            events += self.blocks.clear()
-            message = f"an upstream has more than {self._limits.max_upstream_blocks} blocks: all of them are removed"
-            rejected.append(Rejected("more", message))
-        payloads: list[bytes] = []
-        if events or heartbeat is None:
-            rank = delivery.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
-            payloads = self._encode(KVEventBatch(batch.ts, events, rank), rejected)
+            events = self._redactor(rank, events)
+        if events or (heartbeat is None and not payloads):
+            payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
         self.omits_blocks |= any(each.loses_events for each in rejected)
         return TransformedBatch(payloads, cleared, heartbeat, tuple(rejected))
 
-    def retract(self) -> list[KVEvent]:
+    def retract(self) -> dict[int | None, list[KVEvent]]:
         """See `Transform.retract`."""
         self.omits_blocks = False
-        return clear_of_all_tiers() if self.blocks is None else self.blocks.clear()
+        if self.blocks is None:
+            return {None: clear_of_all_tiers()}
+        return {rank: events for rank, each in self.blocks.items() if (events := each.clear())}
+
+    def _own(
+        self, blocks: dict[int, UpstreamBlocks], rank: int, events: list[KVEvent], rejected: list[Rejected]
+    ) -> list[KVEvent]:
+        """Record the events of a rank, and return them for the shared stream; none of more ranks than a stream has."""
+        if rank not in blocks and len(blocks) >= MAX_RANKS:
+            rejected.append(Rejected("more", f"an upstream has more than {MAX_RANKS} ranks"))
+            return []
+        own = blocks.setdefault(rank, UpstreamBlocks(self._scopes))
+        events = own.apply(events)
+        if sum(map(len, blocks.values())) > self._limits.max_upstream_blocks:
+            events += own.clear()
+            message = f"an upstream has more than {self._limits.max_upstream_blocks} blocks: those of rank {rank} are removed"
+            rejected.append(Rejected("more", message))
+        return events
+
+    def _clear_other_ranks(
+        self, blocks: dict[int, UpstreamBlocks], rank: int, ts: float, events: list[KVEvent], rejected: list[Rejected]
+    ) -> list[bytes]:
+        """Return payloads for the clears of a batch without a rank, which concern all ranks, except those for `rank`."""
+        clears = [event for event in events if isinstance(event, AllBlocksCleared)]
+        removals = {other: own.apply(clears) for other, own in blocks.items() if other != rank}
+        batches = (KVEventBatch(ts, removed, other) for other, removed in removals.items() if removed)
+        return [payload for batch in batches for payload in self._encode(batch, rejected)]
 
     def _is_misplaced(self, event: KVEvent) -> bool:
         """Return whether consumers have the blocks of an event in another group or tier, which the dialect cannot express."""
@@ -349,25 +397,25 @@ _PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _PLACEMENT_FI
 class Redactor:
     """Replaces the tokens of stores with keys, and removes everything else that reveals a prompt.
 
-    `key` returns the key for a block hash; see `hash_redactor` and `drop_redactor`.
+    `key` returns the key for a rank's block hash; see `hash_redactor` and `drop_redactor`.
     """
 
-    def __init__(self, key: Callable[[int], int]) -> None:
+    def __init__(self, key: Callable[[int | None, int], int]) -> None:
         self.has_salted_prompts = False
         """Whether a prompt had a salt. Only its first block has it."""
         self._key = key
 
-    def __call__(self, events: list[KVEvent]) -> list[KVEvent]:
-        """Return the same events without tokens."""
-        return [self._redact(event) if isinstance(event, BlockStored) else _without_details(event) for event in events]
+    def __call__(self, rank: int | None, events: list[KVEvent]) -> list[KVEvent]:
+        """Return the same events of a rank without tokens."""
+        return [self._redact(rank, event) if isinstance(event, BlockStored) else _without_details(event) for event in events]
 
-    def _redact(self, event: BlockStored) -> BlockStored:
+    def _redact(self, rank: int | None, event: BlockStored) -> BlockStored:
         self.has_salted_prompts = self.has_salted_prompts or _is_salted(event)
         removed = dict.fromkeys(_PROMPT_FIELDS)
         # A store with neither tokens nor keys announces another copy of known blocks, and must stay without keys. A store with
         # keys comes from another relay, and gets keys again.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
-        keys = list(map(self._key, event.block_hashes)) if has_content else None
+        keys = [self._key(rank, each) for each in event.block_hashes] if has_content else None
         return msgspec.structs.replace(event, token_ids=[], block_keys=keys, **removed)
 
 
@@ -377,8 +425,8 @@ def hash_redactor(received: IndexedStream) -> Redactor:
     An orphan has no block key yet, and gets a placeholder.
     """
 
-    def key(block_hash: int) -> int:
-        known = received.key_of(block_hash)
+    def key(rank: int | None, block_hash: int) -> int:
+        known = received.key_of(rank, block_hash)
         return placeholder_key(block_hash) if known is None else known
 
     return Redactor(key)
@@ -386,7 +434,7 @@ def hash_redactor(received: IndexedStream) -> Redactor:
 
 def drop_redactor() -> Redactor:
     """Return a redactor whose keys are placeholders: no prompt matches them, and a block is found by its hash only."""
-    return Redactor(placeholder_key)
+    return Redactor(lambda _, block_hash: placeholder_key(block_hash))
 
 
 def placeholder_key(block_hash: int) -> int:

@@ -185,7 +185,7 @@ def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]
 
 
 def _table(fleet: Fleet) -> Mapping[str, Any]:
-    members = list(fleet.members.values())
+    members = list(fleet.workers.values())
     models = {member.registration.scope[:3] for member in members}
     bases: dict[tuple[str, str, str], set[str]] = {}
     for scope in {*(member.registration.scope for member in members), *fleet.adapters}:

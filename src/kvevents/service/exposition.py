@@ -249,9 +249,11 @@ def _write_sources(page: MetricsPage, service: Service) -> None:
     page.gauge("kvevents_sources", "Sources by trust state.", {labels(state=state): states[state] for state in STATES})
     page.gauge("kvevents_source_state", "1 for the current trust state of the source, 0 for the others.", _states(sources))
     page.gauge("kvevents_source_reason", "1 for each reason why the source is not EXACT.", _reasons(sources))
+    # A stream is one source, whose blocks can be those of several ranks.
+    workers = {_worker_labels(member): member for member in list(service.fleet.workers.values())}
     for name, text, read in _GAUGES:
-        page.gauge(f"kvevents_source_{name}", text, {label_text: read(member) for label_text, member in sources.items()})
-    evicted = {label_text: member.info.evicted for label_text, member in sources.items() if member.info is not None}
+        page.gauge(f"kvevents_source_{name}", text, {label_text: read(member) for label_text, member in workers.items()})
+    evicted = {label_text: member.info.evicted for label_text, member in workers.items() if member.info is not None}
     page.counter(
         "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
     )

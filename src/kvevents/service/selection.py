@@ -82,7 +82,7 @@ class CandidateCache:
         version = (self._fleet.version, self._fleet.state_version, adapters)
         view = self._view
         if view.version != version:
-            self._view = view = _View(version, list(self._fleet.members.values()), adapters)
+            self._view = view = _View(version, list(self._fleet.workers.values()), adapters)
         return view
 
 

@@ -163,9 +163,10 @@ class Service:
         except SnapshotError as error:
             self._report_lost(f"{error}; started from the streams alone")
         # A stream without a checkpoint is followed from its beginning.
-        for info in self.index.workers():
-            if (info.source, info.rank) not in self._checkpoints:
-                self.index.remove_worker((info.source, info.rank))
+        infos = self.index.workers()
+        carried = {(info.source, rank) for info in infos for rank in info.carried_ranks}
+        for key in {(info.source, info.rank) for info in infos} - carried - self._checkpoints.keys():
+            self.index.remove_worker(key)
         if self._checkpoints:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
@@ -228,9 +229,9 @@ class Service:
             raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
     def members(self) -> Mapping[Key, Member]:
-        """Return the members of the fleet."""
+        """Return the members of the fleet, with the other ranks that their streams carry."""
         self.data_plane.publish()  # the answer must not be newer than the table of queries
-        return dict(self.fleet.members)
+        return dict(self.fleet.workers)
 
     # --- state
 
@@ -330,7 +331,7 @@ class Service:
         stats, answers = self.index.stats(), self.data_plane.counts().answers
         tiers: Counter[str] = Counter()
         blocks = 0
-        for info in [member.info for member in members if member.info is not None]:
+        for info in [worker.info for worker in list(self.fleet.workers.values()) if worker.info is not None]:
             blocks += info.blocks  # from the same refresh as its tiers
             tiers.update(info.tiers)
         return StatsAnswer(

@@ -218,7 +218,8 @@ class Deliverer:
 
     def _take_report(self, delivery: RawBatch, report: BatchReport, *, is_connected: bool) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
-        if report.cleared:
+        # Of several ranks, a clear with a rank is not of all.
+        if report.cleared and not (self._states_ranks and rank_of(delivery.payload) is not None):
             self.ledger.clear(seq)
         if any(rejected.loses_events for rejected in report.rejected):
             self.ledger.reject(seq)

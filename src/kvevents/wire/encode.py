@@ -205,12 +205,12 @@ def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any
 # --- events for the index ---------------------------------------------------------------------------------------------------
 
 
-def encode_events(events: Iterable[KVEvent]) -> bytes:
-    """Encode what an index needs of events, as a payload of the newest form.
+def encode_events(events: Iterable[KVEvent], rank: int | None = None) -> bytes:
+    """Encode what an index needs of the events of a rank, as a payload of the newest form.
 
     Raise `TypeError`, `ValueError` or `OverflowError` for events that are not as `kvevents.events` declares them.
     """
-    return _ENCODER.encode((0.0, [_event_fields(event) for event in events]))
+    return _ENCODER.encode((0.0, [_event_fields(event) for event in events], rank))
 
 
 def scope_of(event: AllBlocksCleared) -> dict[str, Any]:

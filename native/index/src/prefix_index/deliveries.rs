@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::Index;
+use super::registry::Rank;
 use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
-use crate::stream::{Estimate, Stream};
+use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::sync::yielding_lock::Writer;
 use crate::wire::decode::{Heartbeat, Rejected, normalise, normalise_whole};
 use crate::wire::scan::{Event, Kind, Schema, Scratch, scan};
@@ -66,13 +67,25 @@ impl ApplyResult {
 
 /// Buffers that are kept from one batch to the next, to avoid allocations.
 #[derive(Default)]
-struct Room {
+pub(super) struct Room {
     scratch: Scratch,
     work: Work,
 }
 
 thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
+}
+
+/// What was read of a batch besides its events.
+#[derive(Default)]
+pub(super) struct Beside {
+    /// See `Scratch::stated_rank`.
+    pub(super) stated: Option<i64>,
+    /// Whether it stores or removes blocks.
+    pub(super) has_blocks: bool,
+    /// Whether it has events that cannot be read.
+    pub(super) loses_events: bool,
+    heartbeat: Option<Heartbeat>,
 }
 
 /// Blocks of a batch up to which it is applied by `try_batch`: some tens of microseconds.
@@ -82,63 +95,36 @@ impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let stream = (source, rank);
-        let applied = self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {});
+        let applied = self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut Beside::default());
         applied.unwrap_or_else(|| self.apply_decoded(stream, incarnation, seq, payload))
     }
 
     /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read.
     pub fn events(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<ApplyResult> {
-        let apply =
-            |payload: &[u8]| self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {});
+        let (stream, schema) = ((source, rank), &self.normalised);
+        let apply = |payload: &[u8]| self.apply_scanned(schema, stream, incarnation, seq, payload, &mut Beside::default());
         apply(payload).or_else(|| apply(&normalise_whole(payload, &self.normalised)?))
-    }
-
-    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
-    /// None as well if the stream is unknown, or if the heartbeat has no such value.
-    pub fn compare(
-        &self,
-        source: &str,
-        rank: i64,
-        digest: Option<&str>,
-        attestation: Option<u64>,
-    ) -> (Option<bool>, Option<bool>) {
-        let is_limited = self.limits.memory.is_some();
-        let Some(stream) = self.stream(source, rank) else {
-            return (None, None);
-        };
-        let mut stream = stream.lock();
-        let agrees = digest.and_then(|digest| stream.agrees(digest, is_limited));
-        let attest = |attestation| stream.attest(&mut self.shared_lock.write(), attestation, is_limited);
-        (agrees, attestation.and_then(attest))
     }
 
     #[cold]
     fn apply_decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let read = normalise(payload, self.schema.limits());
-        let is_limited = self.limits.memory.is_some();
-        let (mut agrees, mut attested) = (None, None);
-        let loses_events = read.rejected.iter().any(Rejected::loses_events);
-        let mut compare = |stream: &mut Stream, shared: &mut SharedState| {
-            stream.evidence.is_whole &= !loses_events;
-            let Some(beat) = &read.heartbeat else { return };
-            agrees = beat.digest.as_deref().and_then(|digest| stream.agrees(digest, is_limited));
-            attested = beat
-                .attestation
-                .and_then(|attestation| stream.attest(shared, attestation, is_limited));
+        let mut beside = Beside {
+            heartbeat: read.heartbeat,
+            loses_events: read.rejected.iter().any(Rejected::loses_events),
+            ..Beside::default()
         };
-        let applied = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let applied = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut beside);
         let ApplyResult { outcome, report } = applied.expect("normalised events are what the scanner reads");
         let found = BatchReport {
-            heartbeat: read.heartbeat,
+            heartbeat: beside.heartbeat,
             rejected: read.rejected,
-            agrees,
-            attested,
-            estimate: report.and_then(|report| report.estimate),
+            ..report.map_or_else(BatchReport::default, |report| *report)
         };
         ApplyResult::new(outcome, found)
     }
 
-    /// Applies a payload that the scanner reads by a schema, and then calls `then`. Returns None and changes nothing for other payloads.
+    /// Applies a payload that the scanner reads by a schema. Returns None and changes nothing for other payloads.
     fn apply_scanned(
         &self,
         schema: &Schema,
@@ -146,23 +132,36 @@ impl Index {
         incarnation: i64,
         seq: i64,
         payload: &[u8],
-        then: &mut dyn FnMut(&mut Stream, &mut SharedState),
+        beside: &mut Beside,
     ) -> Option<ApplyResult> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, schema, &mut room.scratch).is_none() {
                 room.scratch.shrink();
                 return None;
             }
-            let mut found = BatchReport::default();
-            let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
-                let outcome = room.apply(payload, stream, writer, seq);
+            (beside.stated, beside.has_blocks) = (room.scratch.stated_rank(), !room.scratch.hashes.is_empty());
+            let (mut found, mut is_of_stream) = (BatchReport::default(), false);
+            let mut outcome = self.delivery(source, rank, incarnation, |stream, writer| {
+                is_of_stream = stream.stated_ranks.admit(beside.stated);
+                if !is_of_stream {
+                    return Outcome::Applied(false);
+                }
+                let outcome = room.apply(payload, stream, writer, seq, |_| true);
                 if matches!(outcome, Outcome::Applied(_)) {
-                    then(stream, writer);
+                    stream.evidence.is_whole &= !beside.loses_events;
                     found.estimate = stream.take_new_estimate();
                 }
                 outcome
             });
+            if outcome == Outcome::Applied(false) && !is_of_stream {
+                let position = (incarnation, seq);
+                (outcome, found.estimate) = self.apply_by_rank(room, (source, rank), position, payload, beside);
+            }
             room.shrink();
+            if let (Outcome::Applied(_), Some(beat)) = (outcome, &beside.heartbeat) {
+                let (digest, attestation) = (beat.digest.as_deref(), beat.attestation);
+                (found.agrees, found.attested) = self.compare(source, rank, beside.stated, digest, attestation);
+            }
             Some(ApplyResult::new(outcome, found))
         })
     }
@@ -177,9 +176,17 @@ impl Index {
             if !room.is_quick() || self.overlay.try_lock()?.expects(source, rank) {
                 return None;
             }
-            let stream = self.registry.try_read()?.find(source, rank).cloned()?;
+            let stream = {
+                let registry = self.registry.try_read()?;
+                registry
+                    .find_rank(source, rank)
+                    .filter(|rank| rank.carrier.is_none())?
+                    .stream
+                    .clone()
+            };
             let mut stream = stream.try_lock()?;
             if stream.gone
+                || !stream.stated_ranks.admit(room.scratch.stated_rank())
                 || incarnation != stream.incarnation
                 || !stream.waiting.is_empty()
                 || stream.has_collisions()
@@ -190,7 +197,7 @@ impl Index {
             let mut writer = self.shared_lock.try_write()?;
             writer.keep_locked();
             let outcome = self.applied(&mut stream, &mut writer, |stream, writer| {
-                room.apply(payload, stream, writer, seq)
+                room.apply(payload, stream, writer, seq, |_| true)
             });
             room.shrink();
             let found = BatchReport {
@@ -203,7 +210,7 @@ impl Index {
 
     /// Records that batches up to `last` are lost.
     pub fn gap(&self, source: &str, rank: i64, incarnation: i64, last: i64) -> Outcome {
-        self.delivery(source, rank, incarnation, |stream, _| {
+        let outcome = self.delivery(source, rank, incarnation, |stream, _| {
             if last <= stream.last {
                 return Outcome::Duplicate;
             }
@@ -211,7 +218,12 @@ impl Index {
             stream.evidence.is_whole = false;
             stream.last = last;
             Outcome::Applied(false)
-        })
+        });
+        if outcome == Outcome::Applied(false) {
+            let streams = self.streams_of(source, rank);
+            streams.iter().for_each(|(_, stream)| stream.lock().evidence.is_whole = false);
+        }
+        outcome
     }
 
     /// Removes all blocks of a stream; `incarnation` begins.
@@ -221,6 +233,7 @@ impl Index {
             Outcome::Applied(false)
         });
         if outcome != Outcome::Void {
+            self.end_carried(source, rank);
             self.overlay.lock().forget(source, Some(rank));
         }
         outcome
@@ -234,9 +247,16 @@ impl Index {
         apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
     ) -> Outcome {
         loop {
-            let found = self.registry.read().find(source, rank).cloned();
+            let found = self.registry.read().find_rank(source, rank).cloned();
             let stream: Arc<Mutex<Stream>> = match found {
-                Some(stream) => stream,
+                Some(Rank {
+                    stream, carrier: None, ..
+                }) => stream,
+                // Another stream carries the rank, which has a stream of its own now.
+                Some(_) => {
+                    self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
+                    continue;
+                }
                 None => match self.get_or_create(source, rank, incarnation) {
                     Ok(stream) => stream,
                     Err(outcome) => return outcome,
@@ -253,23 +273,40 @@ impl Index {
                 stream.counters.void += 1;
                 return Outcome::Void;
             }
-            stream.stored = self.overlay.lock().expects(source, rank).then(Vec::new);
-            let mut writer = self.shared_lock.write();
-            let is_new = incarnation > stream.incarnation;
-            if is_new {
-                stream.begin_incarnation(&mut writer, incarnation);
-            }
-            let outcome = self.applied(&mut stream, &mut writer, apply);
-            drop(writer);
-            if let Some(stored) = stream.stored.take() {
-                let mut overlay = self.overlay.lock();
-                if is_new || outcome == Outcome::Applied(true) {
-                    overlay.forget(source, Some(rank));
-                }
-                overlay.confirm(source, rank, &stored);
+            let ends_ranks = incarnation > stream.incarnation && stream.stated_ranks == StatedRanks::Several;
+            let outcome = self.apply_to(&mut stream, (source, rank), incarnation, apply);
+            drop(stream);
+            if ends_ranks {
+                self.end_carried(source, rank);
             }
             return outcome;
         }
+    }
+
+    /// Applies something to a stream, and confirms the decisions for its worker.
+    pub(super) fn apply_to(
+        &self,
+        stream: &mut Stream,
+        (source, rank): (&str, i64),
+        incarnation: i64,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
+    ) -> Outcome {
+        stream.stored = self.overlay.lock().expects(source, rank).then(Vec::new);
+        let mut writer = self.shared_lock.write();
+        let is_new = incarnation > stream.incarnation;
+        if is_new {
+            stream.begin_incarnation(&mut writer, incarnation);
+        }
+        let outcome = self.applied(stream, &mut writer, apply);
+        drop(writer);
+        if let Some(stored) = stream.stored.take() {
+            let mut overlay = self.overlay.lock();
+            if is_new || outcome == Outcome::Applied(true) {
+                overlay.forget(source, Some(rank));
+            }
+            overlay.confirm(source, rank, &stored);
+        }
+        outcome
     }
 
     fn applied(
@@ -293,7 +330,15 @@ impl Index {
 }
 
 impl Room {
-    fn apply(&mut self, payload: &[u8], stream: &mut Stream, writer: &mut Writer<'_, SharedState>, seq: i64) -> Outcome {
+    /// Applies the events that are meant.
+    pub(super) fn apply(
+        &mut self,
+        payload: &[u8],
+        stream: &mut Stream,
+        writer: &mut Writer<'_, SharedState>,
+        seq: i64,
+        is_meant: impl Fn(&Event) -> bool,
+    ) -> Outcome {
         if seq <= stream.last {
             stream.counters.duplicates += 1;
             return Outcome::Duplicate;
@@ -305,7 +350,7 @@ impl Room {
         let read = Read { payload, scratch };
         stream.grant(payload.len());
         let mut cleared = false;
-        for event in &scratch.events {
+        for event in scratch.events.iter().filter(|event| is_meant(event)) {
             cleared |= stream.apply_event(writer, &read, event, work);
         }
         stream.mark_fresh_uncertain(writer);

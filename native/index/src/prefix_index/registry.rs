@@ -20,22 +20,30 @@ use crate::sync::yielding_lock::YieldingRwLock;
 pub(crate) struct Rank {
     pub(crate) rank: i64,
     pub(crate) stream: Arc<Mutex<Stream>>,
+    /// The rank of the stream in which its batches arrive; None for its own. See `ranks`.
+    pub(crate) carrier: Option<i64>,
     number: u32,
     /// Its incarnation.
     incarnation: Arc<AtomicI64>,
 }
 
 impl Rank {
-    fn new(rank: i64, stream: Arc<Mutex<Stream>>) -> Self {
+    pub(super) fn new(rank: i64, stream: Arc<Mutex<Stream>>, carrier: Option<i64>) -> Self {
         let locked = stream.lock();
         let (number, incarnation) = (locked.number, locked.published_incarnation.clone());
         drop(locked);
         Self {
             rank,
             stream,
+            carrier,
             number,
             incarnation,
         }
+    }
+
+    /// Whether its batches arrive in the stream of this rank.
+    pub(crate) fn is_of(&self, stream: i64) -> bool {
+        self.rank == stream || self.carrier == Some(stream)
     }
 }
 
@@ -48,6 +56,8 @@ pub struct ImportedStream {
     pub number: u32,
     /// Itself.
     pub stream: Arc<Mutex<Stream>>,
+    /// The rank of the stream in which its batches arrive; None for its own.
+    pub carrier: Option<i64>,
 }
 
 impl ImportedStream {
@@ -63,7 +73,12 @@ impl ImportedStream {
         let worker = Arc::new(worker);
         let stream = register(shared, number, worker.clone(), incarnation, model, drafts);
         shared.show(number, false);
-        Self { worker, number, stream }
+        Self {
+            worker,
+            number,
+            stream,
+            carrier: None,
+        }
     }
 
     /// Removes it with all of its blocks.
@@ -75,7 +90,7 @@ impl ImportedStream {
 }
 
 /// Creates a stream without blocks, which joins the shared part under a free number.
-fn register(
+pub(super) fn register(
     shared: &mut SharedState,
     number: u32,
     worker: Arc<Worker>,
@@ -122,15 +137,18 @@ impl Registry {
     }
 
     #[inline]
+    pub(crate) fn find_rank(&self, source: &str, rank: i64) -> Option<&Rank> {
+        self.streams.get(source)?.iter().find(|other| other.rank == rank)
+    }
+
     pub(crate) fn find(&self, source: &str, rank: i64) -> Option<&Arc<Mutex<Stream>>> {
-        let ranks = self.streams.get(source)?;
-        ranks.iter().find(|other| other.rank == rank).map(|found| &found.stream)
+        self.find_rank(source, rank).map(|found| &found.stream)
     }
 
     /// Adds a stream of a snapshot, whose worker is not registered.
     pub(crate) fn enter(&mut self, imported: &ImportedStream) {
         let Worker { source, rank } = &*imported.worker;
-        let rank = Rank::new(*rank, imported.stream.clone());
+        let rank = Rank::new(*rank, imported.stream.clone(), imported.carrier);
         self.streams.entry(source.clone()).or_default().push(rank);
     }
 
@@ -166,7 +184,7 @@ impl Index {
             .streams
             .entry(source.into())
             .or_default()
-            .push(Rank::new(rank, stream.clone()));
+            .push(Rank::new(rank, stream.clone(), None));
         Ok(stream)
     }
 
@@ -226,15 +244,20 @@ impl Index {
         registry.fenced.iter().filter_map(fence).collect()
     }
 
-    /// Removes a worker, or all ranks of a source, with its decisions. Deliveries of its incarnation are void from now on. Returns the
-    /// number of its blocks.
+    /// Removes a worker with the other ranks of its stream, or all ranks of a source, with the decisions for them. Deliveries of its
+    /// incarnation are void from now on. Returns the number of the blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
+        let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.is_of(rank)));
+        self.overlay.lock().forget(source, rank);
+        blocks
+    }
+
+    /// Removes ranks of a source, with the decisions for them. Deliveries to streams of their own are void from now on.
+    pub(super) fn remove_ranks(&self, source: &str, is_meant: impl Fn(&Rank) -> bool) -> usize {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
         let ranks = registry.streams.remove(source).unwrap_or_default();
-        let (removed, remaining): (Vec<_>, Vec<_>) = ranks
-            .into_iter()
-            .partition(|other| rank.is_none_or(|rank| rank == other.rank));
+        let (removed, remaining): (Vec<_>, Vec<_>) = ranks.into_iter().partition(is_meant);
         if !remaining.is_empty() {
             registry.streams.insert(source.into(), remaining);
         }
@@ -242,7 +265,7 @@ impl Index {
             source: source.into(),
             rank: rank.rank,
         };
-        for rank in &removed {
+        for rank in removed.iter().filter(|rank| rank.carrier.is_none()) {
             let incarnation = rank.incarnation.load(Ordering::Relaxed);
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
@@ -259,7 +282,9 @@ impl Index {
             }
             stream.gone = true;
             // It may have begun another incarnation meanwhile.
-            if let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank)) {
+            if rank.carrier.is_none()
+                && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
+            {
                 *fence = stream.incarnation.max(*fence);
             }
             blocks += stream.blocks;
@@ -267,8 +292,8 @@ impl Index {
             stream.leave_index(&mut writer);
             drop(writer);
             self.ended.lock().add(&stream.counters);
+            self.overlay.lock().forget(source, Some(rank.rank));
         }
-        self.overlay.lock().forget(source, rank);
         blocks
     }
 

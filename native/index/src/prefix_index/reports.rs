@@ -40,6 +40,8 @@ pub struct Info {
     pub sizes: Vec<u32>,
     /// Why answers for its prompts are estimates; None if they are not.
     pub estimate: Option<Estimate>,
+    /// The other ranks whose batches arrive in its stream.
+    pub carried_ranks: Vec<i64>,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
@@ -79,9 +81,11 @@ impl Index {
     }
 
     fn info_of(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
+        let carried_ranks = self.carried_ranks(&worker);
         let stream = stream.lock();
         (!stream.gone).then(|| Info {
             model,
+            carried_ranks,
             worker: Arc::new(worker),
             blocks: stream.blocks,
             incarnation: stream.incarnation,
@@ -152,9 +156,16 @@ impl Index {
         (found, placements)
     }
 
-    /// The key of the block with this hash in a stream.
-    pub fn key_of(&self, source: &str, rank: i64, hash: u64) -> Option<u64> {
-        let stream = self.stream(source, rank)?;
+    /// The key of the block with this hash in a stream, of the rank that its batch has `stated`.
+    pub fn key_of(&self, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> Option<u64> {
+        let stream = {
+            let registry = self.registry.read();
+            let carried = stated.and_then(|stated| registry.find_rank(source, stated));
+            let carried = carried.filter(|carried| carried.carrier == Some(rank));
+            carried
+                .map(|carried| carried.stream.clone())
+                .or_else(|| registry.find(source, rank).cloned())?
+        };
         let stream = stream.lock();
         let shared = self.shared_lock.read();
         stream.newest(&shared, hash).map(|number| shared.records.key(number))

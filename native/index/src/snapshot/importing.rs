@@ -96,7 +96,7 @@ impl Index {
 
     // --- absorbing
 
-    /// Adds the contents of a snapshot, or nothing if it fails. Returns the added workers.
+    /// Adds the contents of a snapshot, or nothing if it fails. Returns the added workers that have streams of their own.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
         // Replacing the shared part now would leave these streams in one that is dropped.
         let _whole = self.replacing.read_recursive();
@@ -109,7 +109,8 @@ impl Index {
             part.streams.iter().for_each(|imported| self.discard(imported));
             return Err(failure);
         }
-        Ok(part.streams.into_iter().map(|imported| imported.worker).collect())
+        let own = part.streams.into_iter().filter(|imported| imported.carrier.is_none());
+        Ok(own.map(|imported| imported.worker).collect())
     }
 
     /// Lets a stream of a snapshot join the shared part. Deliveries and lookups find it only after `register_imported`.

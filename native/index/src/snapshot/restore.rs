@@ -3,7 +3,7 @@
 //! Other threads can read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while
 //! bytes are read: those can come from Python, and another thread can hold the GIL while it waits for the shared part.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::sync::atomic::Ordering;
 
@@ -25,13 +25,13 @@ use crate::prefix_index::{ImportedStream, Index};
 use crate::store::members::Worker;
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::pending::{Content, Waiting};
-use crate::stream::{Evidence, Stream};
+use crate::stream::{Evidence, StatedRanks, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
-    WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Blocks that are read, and then placed under one lock of the shared part: about a tenth of a millisecond, and readers can run in between.
@@ -103,8 +103,23 @@ impl<'a, R: Read> Restoring<'a, R> {
                 other => return Err(unexpected(other)),
             }
         }
+        self.discard_orphaned_ranks();
         publish_imported(self.shared_lock, self.part);
         Ok(())
+    }
+
+    /// Discards ranks whose carrier was removed after they were written.
+    fn discard_orphaned_ranks(&mut self) {
+        let workers: HashSet<Worker> = self.part.streams.iter().map(|imported| (*imported.worker).clone()).collect();
+        let (complete, orphaned): (Vec<_>, Vec<_>) = self.part.streams.drain(..).partition(|imported| {
+            let carrier = |rank| Worker {
+                rank,
+                ..(*imported.worker).clone()
+            };
+            imported.carrier.is_none_or(|rank| workers.contains(&carrier(rank)))
+        });
+        self.part.streams = complete;
+        orphaned.iter().for_each(|imported| imported.leave(self.shared_lock));
     }
 
     fn placement(&mut self) -> Result<(), Failure> {
@@ -155,13 +170,21 @@ impl<'a, R: Read> Restoring<'a, R> {
             return Err(bad("its workers are not sorted"));
         }
         let incarnation = self.from.signed()?;
-        let imported = match self.index {
+        let carrier = self.from.option(FrameReader::signed)?;
+        let mut imported = match self.index {
             Some(index) => index.import(worker, incarnation)?,
             None => self.join(worker, incarnation)?,
         };
+        imported.carrier = carrier;
         // From here on the owner of the part removes it again if anything fails.
         self.part.streams.push(imported.clone());
         let mut stream = imported.stream.lock();
+        stream.stated_ranks = match self.from.byte()? {
+            NO_RANK => StatedRanks::None,
+            ONE_RANK => StatedRanks::One(self.from.signed()?),
+            SEVERAL_RANKS => StatedRanks::Several,
+            other => return Err(bad(format!("unknown kind of stated ranks {other}"))),
+        };
         stream.last = self.from.signed()?;
         let has_attested = self.from.byte()? != 0;
         let mut unkept = Vec::new();
@@ -451,11 +474,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         if let Ok(at) = streams.binary_search_by(|other| (*other.worker).cmp(&worker))
             && streams[at].stream.lock().incarnation <= incarnation
         {
-            let imported = streams.remove(at);
-            match self.index {
-                Some(index) => index.discard(&imported),
-                None => imported.leave(self.shared_lock),
-            }
+            streams.remove(at).leave(self.shared_lock);
         }
         self.part.fences.push((worker, incarnation));
         Ok(())

@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::iter::Peekable;
+use std::sync::Arc;
 
 use crate::groups::GroupKind;
 use crate::groups::engine_hash::EngineHash;
@@ -14,13 +15,13 @@ use crate::holders::placements::Placement;
 use crate::prefix_index::Index;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
-use crate::stream::Stream;
 use crate::stream::pending::Waiting;
+use crate::stream::{StatedRanks, Stream};
 
 use super::frames::FrameWriter;
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
-    WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Bytes for which the shared part is locked at once: some 4,000 blocks.
@@ -30,9 +31,14 @@ const LEAST_WINDOW: usize = 1 << 16;
 /// Numbers of a list that are written between two checks for a complete frame.
 const PIECE: usize = 1 << 14;
 
-/// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given.
+/// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given, with the other ranks of
+/// their streams.
 pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
-    let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker));
+    let is_carried_by_one = |worker: &Worker, workers: &HashSet<Worker>| {
+        let carrier = |rank| Worker { rank, ..worker.clone() };
+        index.carrier(worker).is_some_and(|rank| workers.contains(&carrier(rank)))
+    };
+    let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker) || is_carried_by_one(worker, workers));
     let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
     let out = FrameWriter::new(out)?;
     let mut saving = Saving {
@@ -46,10 +52,20 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
         records: Vec::new(),
     };
     for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| meant(worker)) {
-        let stream = stream.lock();
-        if !stream.gone {
-            saving.stream(&worker, &stream)?;
+        let carrier = index.carrier(&worker);
+        let locked = stream.lock();
+        if locked.gone {
+            continue;
         }
+        if index
+            .stream(&worker.source, worker.rank)
+            .is_none_or(|now| !Arc::ptr_eq(&now, &stream))
+        {
+            return Err(io::Error::other(
+                "a stream has begun to state several ranks meanwhile; write the snapshot again",
+            ));
+        }
+        saving.stream(&worker, carrier, &locked)?;
     }
     // After the streams: a worker that is removed from now on is not known to be, one that was removed meanwhile is.
     for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
@@ -107,13 +123,22 @@ impl<W: Write> Saving<'_, W> {
         self.out.signed(worker.rank);
     }
 
-    fn stream(&mut self, worker: &Worker, stream: &Stream) -> io::Result<()> {
+    fn stream(&mut self, worker: &Worker, carrier: Option<i64>, stream: &Stream) -> io::Result<()> {
         self.new_placements(stream);
         self.contexts.clear();
         self.last = None;
         self.out.byte(STREAM);
         self.worker(worker);
         self.out.signed(stream.incarnation);
+        self.out.option(carrier, FrameWriter::signed);
+        match stream.stated_ranks {
+            StatedRanks::None => self.out.byte(NO_RANK),
+            StatedRanks::One(rank) => {
+                self.out.byte(ONE_RANK);
+                self.out.signed(rank);
+            }
+            StatedRanks::Several => self.out.byte(SEVERAL_RANKS),
+        }
         self.out.signed(stream.last);
         self.out.byte(stream.has_attested().into());
         self.out.count(stream.unkept().len() as u64);

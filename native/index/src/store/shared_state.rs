@@ -11,7 +11,7 @@ use crate::limits::Limits;
 use crate::memory::hasher::Secret;
 use crate::memory::table::{Hashes, Table, TableHash};
 use crate::step_counter;
-use crate::store::members::{Member, Model};
+use crate::store::members::{Member, Model, Worker};
 use crate::store::read_view::{Owner, View};
 use crate::store::records::{Records, Row};
 use crate::sync::yielding_lock::Publish;
@@ -381,6 +381,11 @@ impl SharedState {
         self.view.change().join(number, member);
     }
 
+    /// Changes the worker of a stream.
+    pub fn rename(&mut self, number: u32, worker: Arc<Worker>) {
+        self.view.change().rename(number, worker);
+    }
+
     /// Assigns streams to the models that `model_of` returns for their sources; for other sources nothing changes.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         self.view.change().relabel(model_of);
@@ -468,6 +473,14 @@ impl View {
         self.members[at] = Some(member);
         self.label(number, model);
         set_bit(&mut self.visible, number, true);
+    }
+
+    fn rename(&mut self, number: u32, worker: Arc<Worker>) {
+        let at = number as usize;
+        Arc::make_mut(&mut self.names)[at] = Some(worker.clone());
+        if let Some(member) = &mut self.members[at] {
+            member.worker = worker;
+        }
     }
 
     /// Assigns a stream to a model.

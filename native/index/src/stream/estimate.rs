@@ -188,6 +188,11 @@ impl Stream {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
     }
 
+    /// The estimate that `take_new_estimate` has returned last.
+    pub fn reported_estimate(&self) -> Option<Estimate> {
+        self.reported
+    }
+
     /// Returns the estimate if it has changed since the last call.
     pub fn take_new_estimate(&mut self) -> Option<Option<Estimate>> {
         let now = self.estimate().map(Estimate::rounded);

@@ -252,7 +252,7 @@ pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
         }
     });
     Normalised {
-        payload: normaliser.finish(),
+        payload: normaliser.finish(batch.rank),
         rejected: batch.rejected,
         heartbeat,
         has_digests,

@@ -234,6 +234,12 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// The rank that the events are about. None if they state none: their clears then concern all ranks of their stream.
+    #[inline]
+    pub fn stated_rank(&self) -> Option<i64> {
+        self.rank.filter(|_| !self.events.is_empty())
+    }
+
     /// Removes the contents, and keeps the memory.
     pub fn clear(&mut self) {
         self.hashes.clear();

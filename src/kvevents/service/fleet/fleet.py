@@ -6,16 +6,18 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
+
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import GapView, Media
 from kvevents.errors import UnknownSourceError
-from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
+from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, WorkerInfo, keys_from_local_hashes
 from kvevents.routing import LoadSettings
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
@@ -25,7 +27,7 @@ from kvevents.service.fleet.registration import Key, Registration, Scope, check_
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import Subscriber
+from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.wire import Rejected, decode_batch
 from kvevents.zeromq.keys import Curve
 
@@ -68,6 +70,9 @@ class Fleet(Listener):
         self.index = index
         self.event_bus = EventBus()
         self.members: dict[Key, Member] = {}
+        """The registered members."""
+        self.workers: Mapping[Key, Member] = self.members
+        """The members, and the other ranks that their streams carry."""
         self.counts: dict[tuple[str, str], int] = {}
         """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
@@ -128,6 +133,7 @@ class Fleet(Listener):
             checkpoint = resume(registration.key)
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
+            self._collect_workers()
             self._scopes.add(registration.scope)
             self.version += 1
             self.revision.advance()
@@ -196,6 +202,7 @@ class Fleet(Listener):
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
+        self._collect_workers()
         self.version += 1
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
@@ -275,7 +282,7 @@ class Fleet(Listener):
 
     def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> None:
         """Add a speculative entry for `seconds`: the worker will hold the prompt. Do nothing if it is not a member."""
-        for member in list(self.members.values()):
+        for member in list(self.workers.values()):
             registration = member.registration
             if (registration.instance, registration.rank) == worker and member.admits(scope):
                 own = registration.scope
@@ -296,7 +303,7 @@ class Fleet(Listener):
 
     def _update_block_sizes(self) -> None:
         found: dict[tuple[str, ...], set[int]] = {}
-        for member in list(self.members.values()):
+        for member in list(self.workers.values()):
             declared = member.registration.block_size
             sizes = member.block_sizes or ([] if declared is None else [declared])
             found.setdefault(member.registration.scope[:3], set()).update(sizes)
@@ -306,7 +313,7 @@ class Fleet(Listener):
             self.revision.advance()
 
     def _rows(self, match: Match) -> list[MemberMatch]:
-        members = self.members
+        members = self.workers
         return [
             MemberMatch(member, gpu, cpu, disk, tokens, certain, is_certain)
             for source, rank, gpu, cpu, disk, tokens, certain, is_certain in match.rows()
@@ -447,6 +454,9 @@ class Fleet(Listener):
             return
         codes = member.trust_status.reason_codes
         former = member.update_trust(trust, now)
+        for each in member.carried:
+            each.status, each.faults = member.status, member.faults
+            self.state_version += each.update_trust(trust, now) is not None
         if former is not None:
             self.state_version += 1
             self._dirty.add(registration.key)
@@ -479,13 +489,42 @@ class Fleet(Listener):
         info, sizes = None, member.block_sizes
         with suppress(UnknownSourceError):  # nothing of it has come yet
             info = self.index.worker(key)
-        member.refresh(status, info, hidden_before=now - self._hide_stale_seconds)
+        hidden_before = now - self._hide_stale_seconds
+        member.refresh(status, info, hidden_before=hidden_before)
+        if (info is not None and info.carried_ranks) or member.carried:
+            self._refresh_carried(member, status, info, hidden_before)
         if member.block_sizes != sizes:
             self._update_block_sizes()
         if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
             self._published_batches[key] = status.counters.delivered
             fields = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
             self._announce(BatchesEvent, member, now, **fields)
+
+    def _refresh_carried(self, member: Member, status: StreamStatus, info: WorkerInfo | None, hidden_before: float) -> None:
+        """Refresh the other ranks that a member's stream carries, and follow changes of these."""
+        name, _ = member.registration.key
+        ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
+        known = {each.registration.rank: each for each in member.carried}
+        if ranks != list(known):
+            for rank in ranks:
+                if rank not in known:
+                    registration = msgspec.structs.replace(member.registration, rank=rank, load=None)
+                    known[rank] = Member(registration, member.origin, self._clock(), self.revision)
+            with self._lock:
+                member.carried = tuple(known[rank] for rank in ranks)
+                self._collect_workers()
+                self.version += 1
+                self.revision.advance()
+        for each in member.carried:
+            with suppress(UnknownSourceError):  # its stream has just ended
+                each.refresh(status, self.index.worker(each.registration.key), hidden_before=hidden_before)
+        self._update_trust(member, self._clock())
+        self._update_block_sizes()
+
+    def _collect_workers(self) -> None:
+        members = list(self.members.values())
+        carried = {each.registration.key: each for member in members for each in member.carried}
+        self.workers = {**carried, **self.members} if carried else self.members
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
         registration = member.registration

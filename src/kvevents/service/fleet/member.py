@@ -46,6 +46,7 @@ class Member:
     """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
 
     __slots__ = (
+        "carried",
         "evicted",
         "faults",
         "gaps",
@@ -76,6 +77,8 @@ class Member:
         self.instance = registration.instance
         self.worker = registration.instance, registration.rank
         """Instance and rank, which are unique within a tenant and group."""
+        self.carried: tuple[Member, ...] = ()
+        """The other ranks that its stream carries. They share its trust, and are not registered themselves."""
         self.is_hidden = False
         """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
         self.origin = origin

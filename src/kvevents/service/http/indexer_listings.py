@@ -144,7 +144,7 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling
     key, which for a root block is the hash of its tokens. Other clients wait while one reads its dump.
     """
-    total = sum(member.blocks for member in list(service.fleet.members.values()))
+    total = sum(member.blocks for member in list(service.fleet.workers.values()))
     limit = service.settings.limits.max_dump_blocks
     if total > limit:
         raise TooMuchError(
@@ -158,7 +158,7 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
 
 async def _pieces(service: Service) -> AsyncIterator[bytes]:
     groups: dict[str, list[tuple[Key, Member]]] = {}
-    for key, member in sorted(service.fleet.members.items()):
+    for key, member in sorted(service.fleet.workers.items()):
         registration = member.registration
         groups.setdefault(f"{registration.model}:{registration.group}", []).append((key, member))
     before = b"{"

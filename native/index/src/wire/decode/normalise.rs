@@ -16,7 +16,7 @@ fn signed(value: i128) -> i128 {
 pub fn normalised(events: &[Event]) -> Vec<u8> {
     let mut normaliser = Normaliser::default();
     events.iter().for_each(|event| normaliser.add(event));
-    normaliser.finish()
+    normaliser.finish(None)
 }
 
 /// Writes a payload in this form, one event after the other.
@@ -42,11 +42,15 @@ impl Normaliser {
         }
     }
 
-    pub fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self, rank: Option<i128>) -> Vec<u8> {
         if self.count == 0 {
             return vec![0x92, 0x00, 0x90];
         }
         self.out[BEGINNING.len() - 4..BEGINNING.len()].copy_from_slice(&self.count.to_be_bytes());
+        if let Some(rank) = rank {
+            self.out[0] = 0x93;
+            write_integer(signed(rank), &mut self.out);
+        }
         self.out
     }
 }

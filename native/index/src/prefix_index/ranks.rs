@@ -1,0 +1,253 @@
+//! Streams whose payloads state several ranks, such as that of a relay. Each rank has a stream of its own here: that of the first one is
+//! known by the rank of the stream as delivered, its carrier, until a second one is stated; from then on each is known by its own rank.
+//!
+//! A batch with a rank concerns that rank alone, one without a rank all ranks.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::Index;
+use super::deliveries::{Beside, Outcome, Room};
+use super::registry::{Rank, Registry, register};
+use crate::store::members::Worker;
+use crate::stream::{Estimate, StatedRanks, Stream};
+use crate::wire::scan::{Event, Kind};
+
+/// Ranks that a stream can carry, as a service can register them.
+const RANGE: std::ops::Range<i64> = 0..1 << 32;
+
+/// Why the blocks of a batch are refused.
+const TOO_MANY: &str = "too-many-ranks";
+const ANOTHER_STREAM: &str = "rank-of-another-stream";
+const NO_RANK: &str = "no-rank";
+
+impl Registry {
+    /// The ranks whose batches arrive in a stream, with its own.
+    fn ranks_of(&self, source: &str, stream: i64) -> impl Iterator<Item = &Rank> {
+        let ranks = self.streams.get(source).map_or(&[][..], Vec::as_slice);
+        ranks.iter().filter(move |rank| rank.is_of(stream))
+    }
+}
+
+impl Index {
+    /// The other ranks whose batches arrive in the stream of a worker.
+    pub(super) fn carried_ranks(&self, worker: &Worker) -> Vec<i64> {
+        let registry = self.registry.read();
+        let ranks = registry.ranks_of(&worker.source, worker.rank).map(|rank| rank.rank);
+        ranks.filter(|&rank| rank != worker.rank).collect()
+    }
+
+    /// The rank of the stream in which the batches of a worker arrive, if it is another one.
+    pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
+        self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
+    }
+
+    /// A stream and those of the other ranks that it carries.
+    pub(super) fn streams_of(&self, source: &str, rank: i64) -> Vec<(i64, Arc<Mutex<Stream>>)> {
+        let registry = self.registry.read();
+        let ranks = registry.ranks_of(source, rank);
+        ranks.map(|rank| (rank.rank, rank.stream.clone())).collect()
+    }
+
+    /// The digest of a stream with all ranks that it carries; None if it is unknown.
+    pub fn digest(&self, source: &str, rank: i64) -> Option<u128> {
+        let streams = self.streams_of(source, rank);
+        let sum = |sum: u128, (_, stream): &(i64, Arc<Mutex<Stream>>)| sum.wrapping_add(stream.lock().tally.digest);
+        (!streams.is_empty()).then(|| streams.iter().fold(0, sum))
+    }
+
+    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
+    /// None as well if the stream is unknown, or if the heartbeat has no such value. A digest is of all ranks, an attestation of the rank
+    /// that its batch has `stated`.
+    pub fn compare(
+        &self,
+        source: &str,
+        rank: i64,
+        stated: Option<i64>,
+        digest: Option<&str>,
+        attestation: Option<u64>,
+    ) -> (Option<bool>, Option<bool>) {
+        let is_limited = self.limits.memory.is_some();
+        let streams = self.streams_of(source, rank);
+        let agrees = digest.zip(self.digest(source, rank)).and_then(|(digest, own)| {
+            let mut locked = streams.iter().map(|(_, stream)| stream.lock());
+            if format!("{own:032x}") == digest {
+                locked.for_each(|mut stream| stream.note_complete());
+                return Some(true);
+            }
+            let is_explained = is_limited && locked.any(|stream| stream.lacks_refused_blocks());
+            (!is_explained).then_some(false)
+        });
+        let attested = match &streams[..] {
+            [(_, stream)] => Some(stream),
+            several => several
+                .iter()
+                .find(|(rank, _)| Some(*rank) == stated)
+                .map(|(_, stream)| stream),
+        };
+        let attest = |(attestation, stream): (u64, &Arc<Mutex<Stream>>)| {
+            stream.lock().attest(&mut self.shared_lock.write(), attestation, is_limited)
+        };
+        (agrees, attestation.zip(attested).and_then(attest))
+    }
+
+    /// Removes the other ranks that a stream carries, whose incarnation has ended.
+    pub(super) fn end_carried(&self, source: &str, rank: i64) {
+        self.remove_ranks(source, |other| other.carrier == Some(rank));
+    }
+
+    /// Applies a scanned batch of a stream that carries several ranks, or does from this batch on. Returns the outcome and the new estimate.
+    #[cold]
+    pub(super) fn apply_by_rank(
+        &self,
+        room: &mut Room,
+        (source, rank): (&str, i64),
+        (incarnation, seq): (i64, i64),
+        payload: &[u8],
+        beside: &Beside,
+    ) -> (Outcome, Option<Option<Estimate>>) {
+        if let Err(outcome) = self.separate(source, rank) {
+            return (outcome, None);
+        }
+        let Some(own) = self.stream(source, rank) else {
+            return (Outcome::Void, None);
+        };
+        let mut apply_to = |rank: i64, stream: &Arc<Mutex<Stream>>, is_meant: fn(&Event) -> bool| {
+            let mut stream = stream.lock();
+            if stream.gone {
+                return Outcome::Void;
+            }
+            self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
+                let outcome = room.apply(payload, stream, writer, seq, is_meant);
+                stream.evidence.is_whole &= !(beside.loses_events && matches!(outcome, Outcome::Applied(_)));
+                outcome
+            })
+        };
+        let outcome = match beside.stated {
+            Some(stated) => match self.stream_of_rank(source, rank, stated, (incarnation, seq)) {
+                // What is cleared is this rank alone.
+                Ok(stream) => match apply_to(stated, &stream, |_| true) {
+                    Outcome::Applied(_) => Outcome::Applied(false),
+                    other => other,
+                },
+                Err(reason) => {
+                    own.lock().set_aside(reason);
+                    Outcome::Applied(false)
+                }
+            },
+            None => {
+                let is_clear = |event: &Event| event.kind == Kind::Cleared;
+                let streams = self.streams_of(source, rank);
+                let outcomes: Vec<_> = streams
+                    .iter()
+                    .map(|(rank, stream)| apply_to(*rank, stream, is_clear))
+                    .collect();
+                if beside.has_blocks {
+                    own.lock().set_aside(NO_RANK);
+                }
+                let applied = outcomes.iter().find(|outcome| matches!(outcome, Outcome::Applied(_)));
+                applied.or(outcomes.first()).copied().unwrap_or(Outcome::Void)
+            }
+        };
+        let mut locked = own.lock();
+        locked.last = locked.last.max(seq);
+        drop(locked);
+        (outcome, self.new_estimate_of_ranks(source, rank))
+    }
+
+    /// Gives each rank of a stream a stream of its own: the blocks so far are of the rank that it has stated.
+    fn separate(&self, source: &str, rank: i64) -> Result<(), Outcome> {
+        let _whole = self.replacing.read_recursive();
+        let found = self.stream(source, rank).ok_or(Outcome::Void)?;
+        let mut stream = found.lock();
+        if stream.gone {
+            return Err(Outcome::Void);
+        }
+        let StatedRanks::One(stated) = stream.stated_ranks else {
+            return Ok(());
+        };
+        if stated == rank {
+            stream.stated_ranks = StatedRanks::Several;
+            return Ok(());
+        }
+        // As in `remove`, the registry is locked after a stream: `replacing` excludes who locks a stream after the registry.
+        let mut registry = self.registry.write();
+        if registry.find(source, stated).is_some() || !RANGE.contains(&stated) {
+            drop(registry);
+            stream.clear_all(&mut self.shared_lock.write());
+            stream.set_aside(ANOTHER_STREAM);
+            stream.stated_ranks = StatedRanks::Several;
+            return Ok(());
+        }
+        let (model, drafts) = (registry.labels.get(source).cloned(), registry.drafts.get(source).cloned());
+        let worker = |rank| {
+            let source = source.to_owned();
+            Arc::new(Worker { source, rank })
+        };
+        let mut writer = self.shared_lock.write();
+        let number = writer.vacancy().ok_or(Outcome::Full)?;
+        writer.rename(stream.number, worker(stated));
+        let own = register(&mut writer, number, worker(rank), stream.incarnation, model, drafts);
+        drop(writer);
+        let mut fresh = own.lock();
+        (fresh.last, fresh.stated_ranks) = (stream.last, StatedRanks::Several);
+        fresh.evidence.is_whole = stream.evidence.is_whole;
+        drop(fresh);
+        let ranks = registry.streams.entry(source.into()).or_default();
+        if let Some(known) = ranks.iter_mut().find(|known| known.rank == rank) {
+            (known.rank, known.carrier) = (stated, Some(rank));
+        }
+        ranks.push(Rank::new(rank, own, None));
+        drop(registry);
+        self.overlay.lock().forget(source, Some(rank));
+        Ok(())
+    }
+
+    /// Returns or creates the stream of a rank that a stream states.
+    fn stream_of_rank(
+        &self,
+        source: &str,
+        carrier: i64,
+        rank: i64,
+        (incarnation, seq): (i64, i64),
+    ) -> Result<Arc<Mutex<Stream>>, &'static str> {
+        let is_whole = self.stream(source, carrier).is_some_and(|own| own.lock().evidence.is_whole);
+        let mut registry = self.registry.write();
+        if let Some(known) = registry.find_rank(source, rank) {
+            let is_carried = rank == carrier || known.carrier == Some(carrier);
+            return if is_carried {
+                Ok(known.stream.clone())
+            } else {
+                Err(ANOTHER_STREAM)
+            };
+        }
+        let mut writer = self.shared_lock.write();
+        let is_full = registry.ranks_of(source, carrier).count() > self.limits.ranks || !RANGE.contains(&rank);
+        let number = writer.vacancy().filter(|_| !is_full).ok_or(TOO_MANY)?;
+        let (model, drafts) = (registry.labels.get(source).cloned(), registry.drafts.get(source).cloned());
+        let worker = Worker {
+            source: source.into(),
+            rank,
+        };
+        let stream = register(&mut writer, number, Arc::new(worker), incarnation, model, drafts);
+        drop(writer);
+        let mut fresh = stream.lock();
+        (fresh.last, fresh.evidence.is_whole) = (seq - 1, is_whole);
+        drop(fresh);
+        let ranks = registry.streams.entry(source.into()).or_default();
+        ranks.push(Rank::new(rank, stream.clone(), Some(carrier)));
+        Ok(stream)
+    }
+
+    /// Returns the estimate of a stream that carries several ranks, if that of one of them has changed.
+    fn new_estimate_of_ranks(&self, source: &str, rank: i64) -> Option<Option<Estimate>> {
+        let (mut has_changed, mut found) = (false, None);
+        for (_, stream) in self.streams_of(source, rank) {
+            let mut stream = stream.lock();
+            has_changed |= stream.take_new_estimate().is_some();
+            found = found.or(stream.reported_estimate());
+        }
+        has_changed.then_some(found)
+    }
+}

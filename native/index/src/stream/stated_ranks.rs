@@ -1,0 +1,29 @@
+//! The data-parallel ranks that the payloads of one stream state.
+
+/// The ranks that the payloads of a stream have stated since its incarnation began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StatedRanks {
+    /// None so far.
+    #[default]
+    None,
+    /// One, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
+    One(i64),
+    /// Several, each of which has a stream of its own.
+    Several,
+}
+
+impl StatedRanks {
+    /// Records the rank of a batch, if it states one. Returns whether the batch concerns this one stream.
+    #[inline]
+    pub fn admit(&mut self, stated: Option<i64>) -> bool {
+        match (*self, stated) {
+            (Self::Several, _) => false,
+            (Self::None, Some(rank)) => {
+                *self = Self::One(rank);
+                true
+            }
+            (Self::One(known), Some(rank)) => known == rank,
+            (_, None) => true,
+        }
+    }
+}
