@@ -10,13 +10,12 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.endpoints import validate_endpoint
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.settings import build_decoder_now, check_counts, check_heartbeat, convert
 from kvevents.wire.dialects import resolve_dialect
 from kvevents.zeromq.keys import Curve
 
-_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
 
 
@@ -59,9 +58,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)
         check_counts(buffer_steps=self.buffer_steps, hwm=self.hwm, max_queue_size=self.max_queue_size)
-        _check_endpoint("endpoint", self.endpoint)
+        validate_endpoint(self.endpoint)
         if self.replay_endpoint is not None:
-            _check_endpoint("replay_endpoint", self.replay_endpoint)
+            validate_endpoint(self.replay_endpoint, "replay_endpoint")
         try:
             resolve_dialect(self.dialect)
         except UnknownDialectError as error:
@@ -101,14 +100,3 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def from_cli(cls, text: str) -> Self:
         """Call `from_json`; this is its name in SGLang."""
         return cls.from_json(text)
-
-
-def _check_endpoint(name: str, endpoint: str) -> None:
-    transport, separator, address = endpoint.partition("://")
-    if not separator or not address or transport not in _TRANSPORTS:
-        raise ConfigError(f"{name} is {endpoint!r}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
-    if transport != "tcp":
-        return
-    found = split_tcp(endpoint)
-    if found is None or found[1] > MAX_PORT:
-        raise ConfigError(f"{name} is {endpoint!r}; expected a port from 0 to {MAX_PORT}")

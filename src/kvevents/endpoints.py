@@ -8,6 +8,7 @@ from typing import Final
 from kvevents.errors import ConfigError
 
 MAX_PORT: Final = 65535
+_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
@@ -35,18 +36,18 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
-def validate_endpoint(endpoint: str) -> None:
-    """Raise `ConfigError` for an endpoint that no ZeroMQ socket can connect or bind to."""
+def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:
+    """Raise `ConfigError`, with the name of the setting, for an endpoint that no ZeroMQ socket can connect or bind to."""
     transport, separator, address = endpoint.partition("://")
-    if not separator or not address:
-        expected = "tcp://HOST:PORT, ipc://PATH or inproc://NAME"
-        raise ConfigError(f"invalid endpoint {endpoint!r}: it has no transport; expected {expected}")
     if transport in {"http", "https"}:
-        raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with the engine's port of KV events")
+        raise ConfigError(f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT with the engine's port of KV events")
+    if not separator or not address or transport not in _TRANSPORTS:
+        problem = "has no transport" if not separator else "has another transport, or no address"
+        raise ConfigError(f"invalid {name} {endpoint!r}: it {problem}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
     # ZeroMQ also accepts a source address: tcp://FROM;HOST:PORT.
     found = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
     if transport == "tcp" and (found is None or found[1] > MAX_PORT):
-        raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
+        raise ConfigError(f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
 
 
 def validate_port(endpoint: str) -> None:

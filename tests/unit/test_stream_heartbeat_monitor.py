@@ -62,7 +62,7 @@ def test_alternating_incarnations_are_bounded(steps: list[tuple[int, bool]]) -> 
         assert is_other == (known is not None and incarnation != known)
         if is_other:
             in_a_row += 1
-            assert monitor.allow_new_incarnation() == (in_a_row <= LIMITS.max_consecutive_resyncs)
+            assert monitor.incarnations.allow_resync(0) == (in_a_row <= LIMITS.max_consecutive_resyncs)
         elif known is not None and live:
             in_a_row = 0
         known = incarnation

@@ -80,9 +80,7 @@ class AnswerReader:
 
     def verify(self) -> None:
         """Request from the first fingerprint, to verify the publisher after a reconnect."""
-        first = self._deliverer.chain.first
-        if first is not None:
-            self._open(ReplayFetch(Purpose.VERIFY, first.seq, first))
+        self._open(self._from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
         """Request from what is unconfirmed, so that the answer shows whether it is of the same publisher."""

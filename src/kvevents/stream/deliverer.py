@@ -233,7 +233,7 @@ class Deliverer:
         monitor = self.heartbeats
         if monitor.is_other_incarnation(heartbeat, live=live):
             self.ledger.add(DegradedReason.IDENTITY, seq - 1)
-            if monitor.allow_new_incarnation():
+            if monitor.incarnations.allow_resync(seq):
                 self.restart_reason = f"publisher restarted: it is of another incarnation at number {seq} than before"
         if monitor.receive(seq, heartbeat, live=live):
             self.ledger.discard(DegradedReason.SENDER)

@@ -350,7 +350,8 @@ class HeartbeatMonitor:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
-        self._new_incarnations_in_a_row = 0
+        self.incarnations = MismatchCounter(limits.max_consecutive_resyncs)
+        """Whether heartbeats are of the incarnation of the one before."""
         self.digests = MismatchCounter(limits.max_consecutive_resyncs)
         """Whether heartbeats' digests are those of the delivered state."""
         self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
@@ -370,8 +371,6 @@ class HeartbeatMonitor:
         self.replayed_at = 0.0
         """When replay last brought something new on this connection."""
 
-    # --- what heartbeats say
-
     def receive(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the heartbeat of batch `seq`. Return False if a newer one is known."""
         if live:
@@ -389,7 +388,7 @@ class HeartbeatMonitor:
         known, self._incarnation = self._incarnation, heartbeat.incarnation
         if known is None or known == heartbeat.incarnation:
             if live and known is not None:
-                self._new_incarnations_in_a_row = 0
+                self.incarnations.match(0, live=True)
             return False
         return True
 
@@ -410,10 +409,3 @@ class HeartbeatMonitor:
         missed = self._limits.max_missed_heartbeats
         interval = "" if self.max_silence is None else f" of {self.max_silence / missed:g} s"
         return f"silent: nothing was received for {missed:g} times the heartbeat interval{interval}"
-
-    # --- starting over
-
-    def allow_new_incarnation(self) -> bool:
-        """Count a heartbeat of another incarnation. Return False if two incarnations alternate."""
-        self._new_incarnations_in_a_row += 1
-        return self._new_incarnations_in_a_row <= self._limits.max_consecutive_resyncs
