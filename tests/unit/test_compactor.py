@@ -94,7 +94,10 @@ def check_equal(one: PrefixIndex, other: PrefixIndex, prompts: Sequence[Prompt])
     assert one.digest(WORKER) == other.digest(WORKER)
     assert count_orphans(one) == count_orphans(other)
     for tokens, scope in prompts:
-        assert tokens_by_level(one.match(tokens, namespace(scope))) == tokens_by_level(other.match(tokens, namespace(scope)))
+        first, second = (index.match(tokens, namespace(scope)) for index in (one, other))
+        assert tokens_by_level(first) == tokens_by_level(second)
+        if one.worker(WORKER).estimate == other.worker(WORKER).estimate:
+            assert all(late.certain <= early.certain for early, late in zip(first, second, strict=True)), "not more certain"
 
 
 def check_cuts(

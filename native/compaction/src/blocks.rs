@@ -1,6 +1,6 @@
 //! The blocks of a stream as a tree: those with copies, and their ancestors without copies, whose tokens are needed to announce them.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use hashbrown::HashTable;
 
@@ -8,6 +8,8 @@ use super::hash_table;
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::limits::BLOCKS_PER_HASH;
 use kvevents_index::memory::hasher::Secret;
+use kvevents_index::store::replaced_loras::ReplacedLoras;
+use kvevents_index::stream::MAX_LORAS;
 
 use super::announcements::Removable;
 use super::arena::{Arena, Record};
@@ -74,6 +76,10 @@ pub struct Blocks {
     /// Blocks and announcements whose copies might not exist, by the rules of an index: a copy was removed and others are left, or
     /// `State::end_payload` has detected it.
     uncertain: HashSet<(u32, u8)>,
+    /// Blocks of LoRAs that were stored on the device, by key. Some of those that are outdated are not in it.
+    of_loras: HashTable<u32>,
+    /// Which of them might be of weights that were replaced, by the rules of an index.
+    loras: ReplacedLoras,
     secret: Secret,
 }
 
@@ -93,6 +99,11 @@ fn live_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
 fn dead_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
     let Record { hash, key, .. } = *arena.get(number);
     secret.place(hash ^ key.rotate_left(32))
+}
+
+/// The LoRA's part of the seed; None without a LoRA.
+fn lora_of(context: Context) -> Option<u64> {
+    (context.lora != 0 && !context.is_keyed()).then_some(context.lora)
 }
 
 impl Blocks {
@@ -131,6 +142,8 @@ impl Blocks {
             + self.same_hash_len * 8
             + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
             + self.uncertain.capacity() * (size_of::<(u32, u8)>() + 1)
+            + self.of_loras.allocation_size()
+            + self.loras.bytes()
     }
 
     /// One more than the highest number in use, or more.
@@ -361,6 +374,93 @@ impl Blocks {
         record.attributes = self.attributes.replace_copies(record.attributes, copies);
     }
 
+    // --- LoRAs
+
+    /// Notes whether a block of a LoRA that was stored, and perhaps was known, belongs to the weights that are loaded now, as an index does
+    /// (`Stream::note_lora`). `parent` is a block or `ROOT`, and `on_device` are the announcements on its placement if that is on the device. Returns false if too many LoRAs
+    /// were replaced.
+    pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
+        let Some(lora) = lora_of(self.attributes(number).context) else {
+            return true;
+        };
+        let is_outdated = |number: u32| self.loras.is_outdated(lora, number);
+        let is_late = if parent == ROOT {
+            is_known && is_outdated(number)
+        } else {
+            is_outdated(parent)
+        };
+        let is_current = on_device.is_some() || (parent != ROOT && !is_outdated(parent));
+        let is_change = on_device.is_some_and(|together| self.list_of_lora(number, lora, together) && !is_known || is_late);
+        if is_change {
+            if self.loras.len() >= MAX_LORAS && !self.loras.contains(lora) {
+                return false;
+            }
+            self.loras.replace(lora);
+        }
+        if is_current {
+            self.loras.store(lora, number);
+        }
+        true
+    }
+
+    /// Lists a block of a LoRA by its key, and forgets the listed ones with that key that are outdated. Returns whether another one has a copy
+    /// in these announcements.
+    fn list_of_lora(&mut self, number: u32, lora: u64, announcements: u64) -> bool {
+        let (key, context) = (self.get(number).key, self.attributes(number).context);
+        let (mut is_listed, mut has_twin, mut outdated) = (false, false, Vec::new());
+        for &other in self.of_loras.iter_hash(self.secret.place(key)) {
+            if other == number {
+                is_listed = true;
+                continue;
+            }
+            self.looks += 1;
+            let attributes = self.attributes(other);
+            if self.get(other).key == key && attributes.context == context {
+                if self.loras.is_outdated(lora, other) {
+                    outdated.push(other);
+                }
+                has_twin |= attributes.copies & announcements != 0 && !self.loras.is_outdated(lora, other);
+            }
+        }
+        outdated.into_iter().for_each(|other| self.unlist_of_lora(other));
+        if !is_listed {
+            let (arena, secret) = (&self.arena, self.secret);
+            let place = |&other: &u32| secret.place(arena.get(other).key);
+            hash_table::reserve(&mut self.of_loras, 1, place);
+            self.of_loras.insert_unique(place(&number), number, place);
+        }
+        has_twin
+    }
+
+    fn unlist_of_lora(&mut self, number: u32) {
+        let (arena, secret) = (&self.arena, self.secret);
+        let place = |&other: &u32| secret.place(arena.get(other).key);
+        if let Ok(found) = self.of_loras.find_entry(place(&number), |&other| other == number) {
+            found.remove();
+            hash_table::shrink(&mut self.of_loras, place);
+        }
+    }
+
+    /// Whether a block might be of weights of a LoRA that were replaced.
+    pub fn is_outdated(&self, number: u32) -> bool {
+        lora_of(self.attributes(number).context).is_some_and(|lora| self.loras.is_outdated(lora, number))
+    }
+
+    /// The replaced LoRAs that have outdated blocks, each with one of these, independent of the history.
+    pub fn replaced_loras(&self) -> BTreeMap<u64, u32> {
+        let mut found = BTreeMap::new();
+        if !self.loras.is_empty() {
+            let order = |number: u32| (self.get(number).hash, self.get(number).key);
+            for &number in self.live.iter().filter(|&&number| self.is_outdated(number)) {
+                let first = found.entry(self.attributes(number).context.lora).or_insert(number);
+                if order(number) < order(*first) {
+                    *first = number;
+                }
+            }
+        }
+        found
+    }
+
     // --- removals
 
     /// Removes one copy from the oldest block of `hash` that has one on the placement; one at the exact location if there is one. Returns
@@ -441,6 +541,13 @@ impl Blocks {
         if let Ok(found) = self.live.find_entry(secret.place(hash), |&other| other == number) {
             found.remove();
             hash_table::shrink(&mut self.live, |&other| live_place(arena, secret, other));
+        }
+        if let Some(lora) = lora_of(self.attributes(number).context) {
+            self.unlist_of_lora(number);
+            self.loras.remove(lora, number);
+        }
+        if self.live.is_empty() {
+            self.loras = ReplacedLoras::default();
         }
         if let Some(list) = self.same_hash.get_mut(&hash) {
             self.looks += list.len();

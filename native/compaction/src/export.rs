@@ -6,11 +6,14 @@
 //! had a copy, which the last events remove again; among twins they come first, since a removal takes the oldest. For some artificial
 //! histories no order is right. So if there are twins, or pending blocks that would not wait again, the events are applied to an empty
 //! state, and nothing is exported if the result differs.
+//!
+//! Of a replaced LoRA the outdated blocks come first, then a sign that its weights were replaced, and then the blocks that were stored since.
+//! If no such order rebuilds the state, all its blocks come before the sign: then a consumer is sure of none of them.
 
 mod order;
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
@@ -22,7 +25,7 @@ use super::event::{ExportedEvent, Namespace, Store, encode_extra_keys, join_extr
 use super::group_rules::{GroupRule, GroupRules, Rule, rule_of};
 use super::state::{Content, State};
 
-use order::{Runs, Twins};
+use order::{Phases, Runs, Twins};
 
 /// Calls `emit` with the events that rebuild `state` after a clear. None if events cannot rebuild it.
 pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> {
@@ -34,13 +37,24 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     let is_known = |item: &Waiting<Content<'static>>| {
         !state.announcements.is_on_device(item.placement as u8) && state.blocks.find(item.hash).is_some()
     };
-    if twins.is_empty() && !state.waiting.iter().any(is_known) {
-        Exporter::new(state, &mut emit).run(&twins);
+    let loras = state.blocks.replaced_loras();
+    if twins.is_empty() && loras.is_empty() && !state.waiting.iter().any(is_known) {
+        Exporter::new(state, &mut emit).run(&twins, &Phases::default());
         return Some(());
     }
-    let mut events = Vec::new();
-    Exporter::new(state, &mut |event| events.push(event)).run(&twins);
-    rebuilds(&events, state).then(|| events.into_iter().for_each(emit))
+    let events = |phases: &Phases| {
+        let mut events = Vec::new();
+        Exporter::new(state, &mut |event| events.push(event)).run(&twins, phases);
+        let rebuilt = rebuilt(&events, state)?;
+        (phases.later.is_empty() || outdated(&rebuilt) == outdated(state)).then_some(events)
+    };
+    let mut phases = Phases::new(&state.blocks, loras);
+    let events = events(&phases).or_else(|| {
+        phases.later.clear();
+        events(&phases)
+    })?;
+    events.into_iter().for_each(emit);
+    Some(())
 }
 
 /// A medium of each level.
@@ -80,7 +94,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    fn run(mut self, twins: &Twins) {
+    fn run(mut self, twins: &Twins, phases: &Phases) {
         // The clear before these events names no tier, and does not say what is left on these levels.
         let lower = if self.needs_unkeyed_root { LOWER_LEVEL } else { 0 };
         let levels = self.state.announcements.levels() | self.state.cleared_levels | lower;
@@ -89,8 +103,23 @@ impl<'a> Exporter<'a> {
             (self.emit)(ExportedEvent::Cleared(MEDIA[level]));
         }
         self.export_unkept();
+        let mut later = Vec::new();
         for run in Runs::new(&self.state.blocks, twins) {
-            self.export_run(&run, twins.contain(self.state.blocks.get(run[0]).hash));
+            for part in run.chunk_by(|one, other| phases.later.contains(one) == phases.later.contains(other)) {
+                if phases.later.contains(&part[0]) {
+                    later.push(part.to_vec());
+                } else {
+                    self.export_run(part, twins.contain(self.state.blocks.get(part[0]).hash));
+                }
+            }
+        }
+        for &example in phases.loras.values() {
+            self.export_lora_change(example);
+        }
+        // A store after an outdated block is a sign too, and must not come after other blocks of the present weights.
+        later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
+        for part in later {
+            self.export_run(&part, twins.contain(self.state.blocks.get(part[0]).hash));
         }
         self.remove_surplus();
         self.export_waiting();
@@ -107,26 +136,48 @@ impl<'a> Exporter<'a> {
 
     /// Announces a first block on `medium`, and removes it again.
     fn export_evidence(&mut self, medium: &'static str, extra_keys: Option<Cow<'static, [u8]>>) {
-        let hash = self.unused_hash();
+        let hash = self.unused_hash(0);
+        let store = Store {
+            hashes: vec![hash].into(),
+            extra_keys,
+            ..self.first_block(medium)
+        };
+        let location = store.location.clone();
+        self.export_store(store);
+        (self.emit)(ExportedEvent::Removed(vec![hash], location));
+    }
+
+    /// Announces a first block of the LoRA of another block under two hashes, and removes it again.
+    fn export_lora_change(&mut self, example: u32) {
+        let first = self.unused_hash(0);
+        let hashes = vec![first, self.unused_hash(first)];
+        let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
+        let mut store = self.first_block("GPU");
+        (store.namespace.lora_id, store.namespace.lora_name) = (lora_id, lora_name);
+        for &hash in &hashes {
+            let hashes = vec![hash].into();
+            self.export_store(Store { hashes, ..store.clone() });
+        }
+        (self.emit)(ExportedEvent::Removed(hashes, store.location));
+    }
+
+    /// A first block without a hash, of a group with full attention.
+    fn first_block(&self, medium: &'static str) -> Store<'static> {
         let is_dense = |known: &&GroupRule| known.rule == Rule::Dense;
         let dense = self.state.group_rules.iter().filter(is_dense).min_by_key(|known| known.group);
         let example = dense.map_or_else(Store::default, |known| known.example.clone());
         let block_size = example.block_size.max(1);
         let mut store = Store {
-            hashes: vec![hash].into(),
             tokens: vec![0; block_size as usize * (1 + usize::from(example.pairs))].into(),
             block_size,
             pairs: example.pairs,
             kind: example.kind,
-            extra_keys,
             ..Store::default()
         };
         store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
         // Where the engine names groups all stores do.
         store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
-        let location = store.location.clone();
-        self.export_store(store);
-        (self.emit)(ExportedEvent::Removed(vec![hash], location));
+        store
     }
 
     fn export_store(&mut self, mut store: Store<'static>) {
@@ -304,7 +355,7 @@ impl<'a> Exporter<'a> {
                 continue;
             }
             // Only a store can announce a rule, so a block is stored and removed again.
-            let hash = self.unused_hash();
+            let hash = self.unused_hash(0);
             store.hashes = vec![hash].into();
             if let Some(keys) = &mut store.keys {
                 *keys = vec![0].into();
@@ -317,9 +368,12 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    fn unused_hash(&self) -> u64 {
-        let is_unused = |hash: &u64| self.state.blocks.find(*hash).is_none() && !self.state.waiting.names(*hash);
-        (1..).find(is_unused).unwrap_or(0)
+    /// A hash above `after` that no block has, and for which none waits.
+    fn unused_hash(&self, after: u64) -> u64 {
+        let blocks = &self.state.blocks;
+        let is_dead = |hash: u64| blocks.iter_dead().any(|number| blocks.get(number).hash == hash);
+        let is_unused = |&hash: &u64| blocks.find(hash).is_none() && !self.state.waiting.names(hash) && !is_dead(hash);
+        (after + 1..).find(is_unused).unwrap_or(0)
     }
 }
 
@@ -353,8 +407,8 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 
 // --- twins
 
-/// Whether these events, after a clear, lead to the state that a consumer would have.
-fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
+/// The state that these events lead to after a clear; None if it differs from the state that a consumer would have.
+fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     let mut rebuilt = State::default();
     rebuilt.copied_levels = state.copied_levels;
     let applied = events.iter().try_for_each(|event| match event {
@@ -363,10 +417,20 @@ fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
         ExportedEvent::Cleared(medium) => rebuilt.clear(Some(medium.as_bytes()), None),
     });
     let waiting = |state: &State| -> Vec<(u64, u64)> { state.waiting.iter().map(|item| (item.hash, item.awaited)).collect() };
-    applied.is_ok()
+    let is_same = applied.is_ok()
         && copies_of(&rebuilt) == copies_of(state)
         && twin_keys(&rebuilt.blocks) == twin_keys(&state.blocks)
-        && waiting(&rebuilt) == waiting(state)
+        && waiting(&rebuilt) == waiting(state);
+    is_same.then_some(rebuilt)
+}
+
+/// Hashes and keys of the blocks that might be of weights of a LoRA that were replaced.
+pub(super) fn outdated(state: &State) -> BTreeSet<(u64, u64)> {
+    let blocks = &state.blocks;
+    let numbers = (blocks.numbers()).filter(|&number| blocks.attributes(number).copies != 0 && blocks.is_outdated(number));
+    numbers
+        .map(|number| (blocks.get(number).hash, blocks.get(number).key))
+        .collect()
 }
 
 /// Hash, key and context of a block, and digest and group of a placement.

@@ -9,6 +9,8 @@ mod event;
 mod export;
 mod group_rules;
 mod hash_table;
+#[cfg(test)]
+mod lora_tests;
 mod state;
 #[cfg(test)]
 mod tests;

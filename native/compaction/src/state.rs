@@ -371,7 +371,8 @@ impl State {
             salt: content.salt.or(above.map(|(_, salt)| salt)).unwrap_or(0),
         };
         let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
-        self.blocks.store(&NewBlock {
+        let live = self.blocks.live();
+        let stored = self.blocks.store(&NewBlock {
             hash,
             key: above.map_or(local, |(key, _)| keys::chained(key, local)),
             parent,
@@ -380,7 +381,15 @@ impl State {
             tokens: &content.tokens,
             announcement,
             single: self.single(announcement),
-        })
+        });
+        if let (Stored::New(number) | Stored::Known(number), true) = (stored, context.lora != 0) {
+            let together = self.announcements.on_placement_of(announcement);
+            let on_device = self.announcements.is_on_device(announcement).then_some(together);
+            if !self.blocks.note_lora(number, parent, self.blocks.live() == live, on_device) {
+                return Stored::Refused;
+            }
+        }
+        stored
     }
 
     fn wait(&mut self, hash: u64, announcement: u8, awaited: u64, content: Option<Content<'static>>) {

@@ -23,7 +23,7 @@ pub struct Limits {
     pub groups: usize,
     /// Most schemes by which one incarnation of a stream may divide prompts, since each of them needs another search: an engine has one.
     pub block_sizes: usize,
-    /// Records with one key: streams that hold a block under two hashes at once need one for each.
+    /// Records with one key that lookups find, if streams hold so many under different hashes; a few of each stream are always found.
     pub records_per_key: usize,
     /// Blocks of one stream with one hash: engines that hash pages without their prefix have some.
     pub blocks_per_hash: usize,

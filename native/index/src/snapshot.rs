@@ -16,9 +16,9 @@
 //! ```text
 //! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
 //! STREAM   source, rank, incarnation, the rank of the stream that carries it?, stated ranks, last number, whether it attests, sums of groups of unknown kinds, what it has
-//! shown about its completeness, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
+//! shown about its completeness, replaced LoRAs, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
-//!   RUN      how many, u16; which kind; context; its placements, each with the least and the most copies; then hash and word of every block
+//!   RUN      how many, u16; which kind; context; whether outdated; its placements, each with the least and the most copies; then hash and word of every block
 //!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
 //!   WAITING  hash, placement, awaited, content?            in the order in which they came
 //!   DONE     how many blocks, digest

@@ -4,4 +4,5 @@ pub mod members;
 pub mod overlay;
 pub mod read_view;
 pub mod records;
+pub mod replaced_loras;
 pub mod shared_state;

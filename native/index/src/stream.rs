@@ -4,6 +4,7 @@ mod collisions;
 mod counters;
 mod estimate;
 mod group_lookups;
+mod lora_changes;
 pub mod pending;
 mod placing;
 mod removal;
@@ -21,6 +22,7 @@ use parking_lot::RwLock;
 use self::collisions::Collisions;
 pub use self::counters::Counters;
 pub use self::estimate::{Estimate, Evidence};
+pub use self::lora_changes::MAX_LORAS;
 pub use self::removal::RemovalTarget;
 pub use self::stated_ranks::StatedRanks;
 use self::tally::{CopyMarks, Tally};
@@ -132,6 +134,8 @@ pub struct Stream {
     foreign: HashTable<Foreign>,
     collisions: Collisions,
     copies: CopyTable,
+    /// Bytes of what is known about its replaced LoRAs, which lookups read; 0 without any.
+    lora_bytes: usize,
     /// Whether its sender attests its engine's cache: then every store is a new copy.
     has_attested: bool,
     /// Blocks with full attention that the current batch has announced again; kept for hybrid models only.
@@ -195,6 +199,7 @@ impl Stream {
             foreign: HashTable::new(),
             collisions: Collisions::default(),
             copies: CopyTable::default(),
+            lora_bytes: 0,
             has_attested: false,
             repeated: Vec::new(),
             fresh: Vec::new(),
@@ -284,6 +289,7 @@ impl Stream {
             + self.foreign.allocation_size()
             + self.collisions.bytes()
             + self.copies.bytes()
+            + self.lora_bytes
             + self.waiting.bytes()
             + self.group_cache.as_ref().map_or(0, |cache| cache.read().bytes())
             + self.sample.as_ref().map_or(0, Sample::bytes)

@@ -153,8 +153,8 @@ class WorkerMatch(Struct, frozen=True, kw_only=True):
     tokens: int
     """Tokens of the longest prefix on any tiers."""
     certain: int
-    """How many of them the worker certainly holds: fewer if some of its blocks were announced several times and removed less
-    often, or are only expected. `trust` is not EXACT then, with the code `uncertain-copies`."""
+    """How many of them the worker certainly holds: fewer if some of its blocks might be gone, are of former weights of a LoRA,
+    or are only expected. `trust` is not EXACT then, with the code `uncertain-copies`."""
     tiers: dict[str, int]
     """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus

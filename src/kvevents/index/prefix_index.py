@@ -35,7 +35,7 @@ class IndexLimits:
     max_block_sizes: int = 16
     """Block sizes of one incarnation of a stream: each needs another search for every prompt. An engine has one."""
     max_records_per_key: int = 16
-    """Records of one block key. A stream that holds a block under two hashes at once needs two."""
+    """Records of one block key that lookups find, and a few of each stream: it holds one for each hash of a block."""
     max_blocks_per_hash: int = 1_024
     """Blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64

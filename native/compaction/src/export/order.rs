@@ -1,6 +1,6 @@
 //! Divides blocks into runs, and determines the order in which runs are exported.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::blocks::{Blocks, ROOT, bits};
 
@@ -40,6 +40,42 @@ impl Twins {
     /// Whether several blocks have this hash.
     pub fn contain(&self, hash: u64) -> bool {
         self.0.contains_key(&hash)
+    }
+}
+
+/// The order of the blocks of replaced LoRAs.
+#[derive(Default)]
+pub struct Phases {
+    /// Those LoRAs, each with an outdated block.
+    pub loras: BTreeMap<u64, u32>,
+    /// Blocks that come after the signs that LoRAs were replaced: those of the present weights, and the dead ancestors of these.
+    pub later: HashSet<u32>,
+}
+
+impl Phases {
+    /// Creates it for all blocks.
+    pub fn new(blocks: &Blocks, loras: BTreeMap<u64, u32>) -> Self {
+        let mut later = HashSet::new();
+        let is_current = |number: u32| {
+            let attributes = blocks.attributes(number);
+            attributes.copies != 0 && loras.contains_key(&attributes.context.lora) && !blocks.is_outdated(number)
+        };
+        for number in blocks.numbers().filter(|&number| is_current(number)) {
+            let mut at = number;
+            while later.insert(at) {
+                at = blocks.get(at).parent;
+                if at == ROOT || blocks.attributes(at).copies != 0 {
+                    break;
+                }
+            }
+        }
+        Self { loras, later }
+    }
+
+    /// Whether a block comes after one that might be outdated.
+    pub fn is_after_outdated(&self, blocks: &Blocks, number: u32) -> bool {
+        let parent = blocks.get(number).parent;
+        parent != ROOT && !self.later.contains(&parent)
     }
 }
 

@@ -405,7 +405,7 @@ impl Stream {
         for at in start..end {
             let block = blocks.next(self, shared, at);
             let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
-            if let Some(before) = parent.filter(|_| is_new && !is_awaited) {
+            if let Some(before) = parent.filter(|_| is_new && !is_awaited && !self.has_replaced_loras()) {
                 let position = self.position_of(block.mixed_hash);
                 if !self.knows(shared, block.hash, position) && !shared.is_listed(&block) {
                     if open.used == open.stretch.length {
@@ -432,6 +432,9 @@ impl Stream {
             let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
                 return Pause::TooManyEqual;
             };
+            if (placed.has_twin || self.has_replaced_loras()) && !self.note_lora(shared, &placed, chain.placement, *parent) {
+                return Pause::TooManyEqual;
+            }
             if chain.locals.is_some() {
                 (*parent, is_new) = (Some(placed.number), placed.is_new);
             }
@@ -564,6 +567,9 @@ impl Stream {
         let placed = self.place(writer, &block, placement, Some(parent));
         writer.contexts.release(number);
         let placed = placed.ok_or("too-many-alike")?;
+        if (placed.has_twin || self.has_replaced_loras()) && !self.note_lora(writer, &placed, placement, Some(parent)) {
+            return Err("too-many-alike");
+        }
         Ok(placed.is_unknown.then_some(placed.number))
     }
 }

@@ -278,10 +278,8 @@ impl Index {
                     if !goes_on {
                         let before = hits.len();
                         room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
-                        if view.has_uncertain_copies {
-                            room.walk
-                                .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
-                        }
+                        room.walk
+                            .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
                     }
                 }
                 if !room.walk.is_sound(&view) {
@@ -355,9 +353,7 @@ impl Index {
                         let tokens = keys.len() * scheme.size as usize;
                         let length = PromptLength { tokens, longest: tokens };
                         room.walk.hits(&view, scheme, length, streams, &mut hits);
-                        if view.has_uncertain_copies {
-                            room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
-                        }
+                        room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
                     }
                 }
                 if !room.walk.is_sound(&view) {

@@ -11,6 +11,7 @@ use crate::groups::search;
 use crate::holders::holder_sets::{EMPTY, Word};
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Scheme};
+use crate::store::members::Member;
 use crate::store::read_view::View;
 use crate::store::records::{Memory, Records, chunk_of};
 use crate::store::shared_state::set_bit;
@@ -81,6 +82,9 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
+    /// Positions of blocks of which some stream holds several on one placement, under different hashes, and these streams as bits.
+    twins: Vec<usize>,
+    with_twins: Vec<u64>,
     seen: ReadVersions,
     alive: Vec<u64>,
     now: Vec<u64>,
@@ -232,6 +236,8 @@ impl Walk {
         self.steps.clear();
         self.together.clear();
         self.rows.clear();
+        self.twins.clear();
+        self.with_twins.clear();
     }
 
     /// Notes the records of the block before `end`, of which `found` has them.
@@ -251,12 +257,25 @@ impl Walk {
         let holders = match self.found[..] {
             [number] => Holders::Set(set(&mut self.seen, number)),
             _ => {
-                let mut words: Vec<Word> = Vec::new();
+                let (mut words, mut twins): (Vec<Word>, Vec<Word>) = Default::default();
                 for &number in &self.found {
                     for word in view.words(set(&mut self.seen, number)) {
                         match words.iter_mut().find(|known| known.at == word.at) {
-                            Some(known) => known.bits |= word.bits,
+                            Some(known) => {
+                                let bits = known.bits & word.bits;
+                                known.bits |= word.bits;
+                                twins.extend((bits != 0).then_some(Word { at: word.at, bits }));
+                            }
                             None => words.push(*word),
+                        }
+                    }
+                }
+                if !twins.is_empty() {
+                    self.twins.push(end - 1);
+                    self.with_twins.resize(view.visible.len(), 0);
+                    for word in twins {
+                        if let Some(streams) = self.with_twins.get_mut(word.word()) {
+                            *streams |= word.bits;
                         }
                     }
                 }
@@ -310,18 +329,24 @@ impl Walk {
         }
     }
 
-    /// Returns the certain part of each of these hits whose stream has blocks that might be gone.
+    /// Returns the certain part of each of these hits whose stream has blocks that might be gone, or that might not be those of the prompt.
     pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
+        if !view.has_uncertain_copies && self.twins.is_empty() {
+            return;
+        }
         for hit in hits {
-            let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
-            if view.uncertain.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
+            let has = |streams: &[u64]| {
+                let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
+                streams.get(word).is_some_and(|bits| bits >> bit & 1 == 1)
+            };
+            if has(&view.uncertain) || has(&self.with_twins) {
                 let tokens = self.certain_tokens(view, scheme, prompt, hit);
                 out.push(Hit { tokens, ..*hit });
             }
         }
     }
 
-    /// Returns the certain part of one hit: the same lookup without the copies that might be gone.
+    /// Returns the certain part of one hit: the same lookup without the copies that might be gone, or of another block.
     #[cold]
     fn certain_tokens(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hit: &Hit) -> [u32; LEVELS] {
         let Some(member) = view.members[hit.stream as usize].as_ref() else {
@@ -331,13 +356,7 @@ impl Walk {
             None => (hit.tokens[LEVELS - 1] / scheme.size) as usize,
             Some(_) => self.steps.last().map_or(0, |step| step.end),
         };
-        let mut places = BTreeSet::new();
-        for row in self.rows.iter().filter(|row| row.start < blocks) {
-            let behind = row.number + (row.end.min(blocks) - row.start) as u32;
-            let uncertain = member.uncertain.range((row.number, 0)..(behind, 0));
-            let found = uncertain.map(|(number, _)| row.start + (number - row.number) as usize);
-            places.extend(found.take(MAX_UNCERTAIN * LEVELS));
-        }
+        let places = self.doubtful_places(view, member, blocks);
         if places.is_empty() {
             return hit.tokens;
         }
@@ -352,20 +371,40 @@ impl Walk {
         found.first().map_or([0; LEVELS], |found| found.tokens)
     }
 
+    /// Positions, among the first blocks, of those that a stream might not hold.
+    fn doubtful_places(&self, view: &View, member: &Member, blocks: usize) -> BTreeSet<usize> {
+        let mut places: BTreeSet<usize> = self.twins.iter().copied().filter(|&place| place < blocks).collect();
+        for row in self.rows.iter().filter(|row| row.start < blocks) {
+            let behind = row.number + (row.end.min(blocks) - row.start) as u32;
+            let place = |number: u32| row.start + (number - row.number) as usize;
+            let uncertain = member.uncertain.range((row.number, 0)..(behind, 0));
+            let found = uncertain.map(|(number, _)| place(*number));
+            places.extend(found.take(MAX_UNCERTAIN * LEVELS));
+            if let Some(lora) = replaced_lora(view, member, row.number) {
+                let outdated = (row.number..behind).filter(|&number| member.loras.is_outdated(lora, number));
+                places.extend(outdated.map(place));
+            }
+        }
+        places
+    }
+
     /// Steps in which a stream holds nothing of blocks at these places but the copies that are certain.
     fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
         let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_UNCERTAIN)), 0);
-        let mut looked = 0;
+        let mut doubtful = 0;
         for &Step { end, holders } in steps {
             for &place in places.range(start..end) {
-                if looked == MAX_UNCERTAIN {
+                let Some(words) = self.certain_holders(view, stream, place) else {
+                    continue;
+                };
+                if doubtful == MAX_UNCERTAIN {
                     return certain;
                 }
-                looked += 1;
+                doubtful += 1;
                 if start < place {
                     certain.push(Step { end: place, holders });
                 }
-                self.together.push(self.certain_holders(view, stream, place));
+                self.together.push(words);
                 let holders = Holders::Together(self.together.len() - 1);
                 certain.push(Step { end: place + 1, holders });
                 start = place + 1;
@@ -378,21 +417,43 @@ impl Walk {
         certain
     }
 
-    /// The placements on which a stream certainly holds the block at a position.
-    fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Vec<Word> {
-        let mut words: Vec<Word> = Vec::new();
-        let uncertain = view.members[stream as usize].as_ref().map(|member| &member.uncertain);
+    /// The placements on which a stream certainly holds the block at a position; None if these are all on which it might hold it.
+    fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Option<Vec<Word>> {
+        let member = view.members[stream as usize].as_ref()?;
         let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
-        for number in self.rows.iter().filter_map(|row| row.record(place)) {
+        // A row of one block is there for each of several records; only the last one can go on.
+        let end = self.rows.partition_point(|row| row.start <= place);
+        let first = self.rows[..end].last().map_or(place, |row| row.start);
+        let rows = self.rows[..end].iter().rev().take_while(|row| row.start == first);
+        let (mut certain, mut possible): (Vec<Word>, Vec<(Word, u32)>) = Default::default();
+        for number in rows.filter_map(|row| row.record(place)) {
             let Some(chunk) = view.chunk(number) else { continue };
+            let lora = replaced_lora(view, member, number);
+            let is_outdated = lora.is_some_and(|lora| member.loras.is_outdated(lora, number));
             for word in view.words(chunk.set(number)) {
-                let is_uncertain = || uncertain.is_some_and(|uncertain| uncertain.contains(&(number, word.placement() as u16)));
-                if word.word() == at && word.bits & bit != 0 && !is_uncertain() {
-                    words.push(Word { at: word.at, bits: bit });
+                if word.word() != at || word.bits & bit == 0 {
+                    continue;
                 }
+                let is_uncertain = is_outdated || member.uncertain.contains(&(number, word.placement() as u16));
+                if !is_uncertain {
+                    certain.push(Word { at: word.at, bits: bit });
+                }
+                // Of twins without a LoRA no one is known to be the block of the prompt.
+                let context = if lora.is_some() { u32::MAX } else { chunk.context(number) };
+                possible.push((*word, context));
             }
         }
-        words
+        let is_twin = |at: u32| {
+            let mut contexts = possible
+                .iter()
+                .filter(|(word, context)| word.at == at && *context != u32::MAX);
+            contexts
+                .next()
+                .is_some_and(|(_, first)| contexts.any(|(_, other)| other == first))
+        };
+        certain.retain(|word| !is_twin(word.at));
+        let is_certain = |(word, _): &(Word, u32)| certain.iter().any(|certain| certain.at == word.at);
+        (!possible.iter().all(is_certain)).then_some(certain)
     }
 
     /// Streams whose blocks are all of one kind.
@@ -561,6 +622,15 @@ struct GroupStep {
     end: usize,
     /// The lowest level of each group; above all levels if it does not hold them.
     lowest: Vec<u8>,
+}
+
+/// The LoRA of a block, if the stream has replaced it.
+fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
+    if member.loras.is_empty() {
+        return None;
+    }
+    let context = view.contexts.get(view.chunk(number)?.context(number))?;
+    (!context.is_keyed() && member.loras.contains(context.lora)).then_some(context.lora)
 }
 
 /// Shortens the hits from `first` on to so many tokens.

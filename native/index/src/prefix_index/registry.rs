@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::{Index, Outcome};
 use crate::memory::hasher::Secret;
 use crate::store::members::{Member, Worker};
+use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::sync::yielding_lock::YieldingRwLock;
@@ -108,6 +109,7 @@ pub(super) fn register(
         schemes: Vec::new(),
         blocks: AtomicUsize::new(0),
         uncertain: BTreeSet::new(),
+        loras: ReplacedLoras::default(),
     };
     shared.join(number, member);
     stream

@@ -25,7 +25,7 @@ use crate::prefix_index::{ImportedStream, Index};
 use crate::store::members::Worker;
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::pending::{Content, Waiting};
-use crate::stream::{Evidence, StatedRanks, Stream};
+use crate::stream::{Evidence, MAX_LORAS, StatedRanks, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
@@ -193,6 +193,10 @@ impl<'a, R: Read> Restoring<'a, R> {
         }
         stream.put_attested(has_attested, unkept);
         stream.evidence = Evidence::from_parts(self.from.byte()?, self.from.byte()?, self.from.count()?);
+        for _ in 0..self.from.below(MAX_LORAS as u64 + 1, "number of replaced LoRAs")? {
+            let lora = self.from.fixed()?;
+            stream.put_replaced_lora(&mut self.shared_lock.write(), lora);
+        }
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
         let salts = self.groups(&mut stream)?;
@@ -349,6 +353,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
         let kind = self.from.byte()?;
         let context = self.context_named()?;
+        self.room.is_outdated = self.from.byte()? != 0;
         self.room.placements.clear();
         for _ in 0..self
             .from
@@ -422,7 +427,11 @@ impl<'a, R: Read> Restoring<'a, R> {
                 }
                 let parent = room.parent.filter(|_| *is_linked && !keyed);
                 let number = stream.put(shared, block, &room.placements, parent);
-                room.parent = Some(number.ok_or_else(|| bad("a block is repeated or missing"))?);
+                let number = number.ok_or_else(|| bad("a block is repeated or missing"))?;
+                if stream.has_replaced_loras() && !room.is_outdated {
+                    stream.put_current(shared, number);
+                }
+                room.parent = Some(number);
             }
             writer.spend(few.len());
         }
@@ -530,6 +539,8 @@ struct RunRoom {
     before: Option<u64>,
     /// Number of its record.
     parent: Option<u32>,
+    /// Whether they might be of weights of a LoRA that were replaced.
+    is_outdated: bool,
     /// Whether the memory limit has no room for more blocks of the stream.
     is_refused: bool,
     /// Blocks of the stream that were refused, and their part of its digest.

@@ -112,6 +112,8 @@ struct Run {
     kind: Option<u8>,
     context: u32,
     set: u32,
+    /// Whether they might be of weights of a LoRA that were replaced.
+    is_outdated: bool,
     /// Placements, and the copies on each.
     placements: Vec<(u16, Copies)>,
     other: Vec<(u16, Copies)>,
@@ -149,6 +151,10 @@ impl<W: Write> Saving<'_, W> {
         self.out.byte(stream.evidence.to_bits());
         self.out.byte(stream.evidence.unknown_levels);
         self.out.count(stream.evidence.set_aside);
+        let mut loras = stream.replaced_loras(&self.index.shared_lock.read());
+        loras.sort_unstable();
+        self.out.count(loras.len() as u64);
+        loras.into_iter().for_each(|lora| self.out.fixed(lora));
         self.groups(stream);
         self.blocks(stream)?;
         self.several(stream)?;
@@ -288,7 +294,9 @@ impl<W: Write> Saving<'_, W> {
             Some(_) => is_linked,
             None => true,
         };
-        let continues = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
+        let is_outdated = stream.is_outdated(shared, number);
+        let is_alike = self.run.context == context && self.run.is_outdated == is_outdated;
+        let continues = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && is_alike;
         if !(continues && self.run.set == set && stream.is_single()) {
             let held = shared
                 .sets
@@ -297,7 +305,7 @@ impl<W: Write> Saving<'_, W> {
             self.run.other.clear();
             self.run.other.extend(held);
             if !(continues && self.run.other == self.run.placements) {
-                self.begin_run(shared, context);
+                self.begin_run(shared, context, is_outdated);
             }
             self.run.set = set;
         }
@@ -317,15 +325,16 @@ impl<W: Write> Saving<'_, W> {
         });
     }
 
-    fn begin_run(&mut self, shared: &SharedState, context: u32) {
+    fn begin_run(&mut self, shared: &SharedState, context: u32, is_outdated: bool) {
         self.end_run();
         let number = self.context(shared, context);
         let run = &mut self.run;
         std::mem::swap(&mut run.placements, &mut run.other);
         self.out.byte(RUN);
-        (run.context, run.at) = (context, self.out.buffer.len());
+        (run.context, run.is_outdated, run.at) = (context, is_outdated, self.out.buffer.len());
         self.out.buffer.extend_from_slice(&[0, 0, KEYS]);
         self.out.count(number);
+        self.out.byte(is_outdated.into());
         self.out.count(run.placements.len() as u64);
         for &(placement, copies) in &run.placements {
             self.out.count(self.placements[&placement]);

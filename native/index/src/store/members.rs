@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicUsize;
 
 use crate::groups::cache::GroupLookup;
 use crate::keys::Scheme;
+use crate::store::replaced_loras::ReplacedLoras;
 
 /// The engine and rank of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,6 +35,8 @@ pub struct Member {
     pub blocks: AtomicUsize,
     /// Records that it holds on a placement, but which might be gone there (`crate::holders::copies`).
     pub uncertain: BTreeSet<(u32, u16)>,
+    /// LoRAs of which it holds blocks that might be of other weights than those that are loaded.
+    pub loras: ReplacedLoras,
 }
 
 /// The streams of a model.

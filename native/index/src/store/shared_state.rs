@@ -1,6 +1,6 @@
 //! The state that all streams share: records of blocks, found by key, and the holders of each.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::groups::cache::GroupLookup;
@@ -14,6 +14,7 @@ use crate::step_counter;
 use crate::store::members::{Member, Model, Worker};
 use crate::store::read_view::{Owner, View};
 use crate::store::records::{Records, Row};
+use crate::store::replaced_loras::ReplacedLoras;
 use crate::sync::yielding_lock::Publish;
 
 /// Places of records in the tables of heads and of keys.
@@ -65,6 +66,17 @@ pub struct Block {
     pub mixed_hash: TableHash,
 }
 
+/// The record by which a stream holds a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Holding {
+    /// Its number.
+    pub number: u32,
+    /// Whether no stream held it before.
+    pub is_new: bool,
+    /// Whether the stream holds another block with the same key, under another hash.
+    pub has_twin: bool,
+}
+
 /// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
 #[derive(Debug)]
 pub struct SharedState {
@@ -76,6 +88,10 @@ pub struct SharedState {
     pub sets: Sets,
     /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
+    /// Records that lookups do not find since too many have their key and context, by these, each once for each of its holders.
+    unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
+    /// Number of these holders.
+    unlisted_holders: usize,
     /// Heap bytes of all streams, maintained only with a memory limit.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
@@ -97,6 +113,8 @@ impl SharedState {
             records: Records::default(),
             sets: Sets::new(secret),
             contexts: Contexts::new(secret),
+            unlisted: HashMap::new(),
+            unlisted_holders: 0,
             streams_bytes: 0,
             secret,
             limits,
@@ -110,6 +128,7 @@ impl SharedState {
             + self.view.keyed.bytes()
             + self.sets.bytes()
             + self.contexts.bytes()
+            + self.unlisted_holders * UNLISTED_BYTES
             + self.view.members.len() * MEMBER_BYTES
     }
 
@@ -150,8 +169,8 @@ impl SharedState {
             && records.context(number) == context
     }
 
-    /// Adds a stream to the holders of a block, which it does not hold yet. Returns the number of the record, and whether it is new.
-    /// `parent` is the record of its parent, if that is known. None if too many records have its key.
+    /// Adds a stream to the holders of a block, which it does not hold yet. `parent` is the record of its parent, if that is known. None if
+    /// all numbers of records are used.
     #[inline]
     pub fn add_holder(
         &mut self,
@@ -160,8 +179,13 @@ impl SharedState {
         placement: u16,
         stream: u32,
         last: &mut Move,
-    ) -> Option<(u32, bool)> {
+    ) -> Option<Holding> {
         let &Block { key, context, keyed, .. } = block;
+        let joined = |number, has_twin| Holding {
+            number,
+            is_new: false,
+            has_twin,
+        };
         if let Some(parent) = parent.filter(|_| !keyed)
             && let Some(next) = self.records.linked_next(parent)
             && self.records.word(next) == block.local
@@ -169,33 +193,119 @@ impl SharedState {
         {
             if !self.sets.knows(self.records.set(next), stream) {
                 self.toggle(next, placement, stream, last);
-                return Some((next, false));
+                return Some(joined(next, false));
             }
             self.list(next);
         }
         let (records, sets) = (&self.records, &self.sets);
-        let (mut same_key, mut is_twin, mut found) = (0, false, None);
+        let (mut same_key, mut is_twin, mut has_twin, mut found) = (0, false, false, None);
         self.table(keyed).for_each_match(block.mixed_key, |number| {
             step_counter::count(1);
             if records.word(number) == key {
                 same_key += 1;
                 if records.context(number) == context {
                     is_twin = true;
-                    if !sets.knows(records.set(number), stream) {
-                        found = Some(number);
+                    if sets.knows(records.set(number), stream) {
+                        has_twin = true;
+                    } else {
+                        found = found.or(Some(number));
                     }
                 }
             }
-            found.is_none()
+            found.is_none_or(|number| records.has_twins(number))
         });
         if let Some(number) = found {
             self.toggle(number, placement, stream, last);
-            return Some((number, false));
+            return Some(joined(number, has_twin));
         }
         if same_key >= self.limits.records_per_key {
-            return None;
+            self.unlist_twin(block);
         }
-        self.add(block, parent.filter(|_| !keyed), is_twin, placement, stream, last)
+        let number = self.add(block, parent.filter(|_| !keyed), is_twin, placement, stream, last)?;
+        Some(Holding {
+            number,
+            is_new: true,
+            has_twin,
+        })
+    }
+
+    /// Hides one of the records that equal a block in key and context from lookups, if there is one of which each holder keeps two others that
+    /// lookups find, and that is of no holder's present LoRA. So a stream keeps a few of them, whatever their number.
+    #[cold]
+    fn unlist_twin(&mut self, block: &Block) {
+        let listed = self.twins_of(block.keyed, block.key, block.context);
+        let lora = self.contexts.get(block.context).lora;
+        let is_surplus = |number: u32, stream: u32| {
+            let is_current = |member: &Member| member.loras.contains(lora) && !member.loras.is_outdated(lora, number);
+            !self.view.members[stream as usize].as_ref().is_some_and(is_current)
+                && self.count_held(&listed, stream) > LEAST_LISTED
+        };
+        let found = listed.iter().copied().find_map(|number| {
+            let holders = self.sets.streams(self.records.set(number));
+            holders
+                .iter()
+                .all(|&stream| is_surplus(number, stream))
+                .then_some((number, holders))
+        });
+        let Some((number, holders)) = found else { return };
+        self.unlist(number, block.context);
+        self.unlisted_holders += holders.len();
+        let unlisted = self.unlisted.entry((block.key, block.context)).or_default();
+        unlisted.extend(holders.into_iter().map(|stream| (stream, number)));
+    }
+
+    /// The records with a key and a context that lookups find.
+    fn twins_of(&self, keyed: bool, key: u64, context: u32) -> Vec<u32> {
+        let mut found = Vec::new();
+        self.for_each_twin(keyed, key, |number| found.push(number));
+        found.retain(|&number| self.records.context(number) == context);
+        found
+    }
+
+    /// How many of some records a stream holds.
+    fn count_held(&self, records: &[u32], stream: u32) -> usize {
+        step_counter::count(records.len());
+        let is_held = |&&number: &&u32| self.sets.knows(self.records.set(number), stream);
+        records.iter().filter(is_held).count()
+    }
+
+    /// Notes that a stream does not hold a block any more: lookups find others with its key instead that they did not find before.
+    #[inline]
+    pub fn leave_twin(&mut self, stream: u32, number: u32) {
+        if self.has_unlisted_twins(number) {
+            self.list_twins(stream, number);
+        }
+    }
+
+    /// Whether lookups might not find some records with the key of a block.
+    #[inline]
+    pub fn has_unlisted_twins(&self, number: u32) -> bool {
+        !self.unlisted.is_empty() && self.records.has_twins(number)
+    }
+
+    #[cold]
+    fn list_twins(&mut self, stream: u32, number: u32) {
+        let (key, context) = (self.records.key(number), self.records.context(number));
+        let Some(mut unlisted) = self.unlisted.remove(&(key, context)) else {
+            return;
+        };
+        let before = unlisted.len();
+        unlisted.remove(&(stream, number));
+        let keyed = self.contexts.get(context).is_keyed();
+        let mut held = self.count_held(&self.twins_of(keyed, key, context), stream);
+        while held < LEAST_LISTED
+            && let Some(&(_, other)) = unlisted.range((stream, 0)..=(stream, u32::MAX)).next()
+        {
+            for holder in self.sets.streams(self.records.set(other)) {
+                unlisted.remove(&(holder, other));
+            }
+            self.insert(keyed, self.mixed(key), other);
+            held += 1;
+        }
+        self.unlisted_holders -= before - unlisted.len();
+        if !unlisted.is_empty() {
+            self.unlisted.insert((key, context), unlisted);
+        }
     }
 
     /// Adds a record that one stream holds.
@@ -207,7 +317,7 @@ impl SharedState {
         placement: u16,
         stream: u32,
         last: &mut Move,
-    ) -> Option<(u32, bool)> {
+    ) -> Option<u32> {
         let &Block {
             hash,
             key,
@@ -230,7 +340,7 @@ impl SharedState {
         if is_twin {
             self.mark_twins(keyed, key, context);
         }
-        Some((number, true))
+        Some(number)
     }
 
     /// Whether a block in the slot after its parent may be linked to it, if it is the only one of its key.
@@ -418,13 +528,31 @@ impl SharedState {
         self.view.change().set_uncertain(stream, (number, placement), is_uncertain);
     }
 
-    /// Marks all of a stream's blocks as certain.
+    /// Marks all of a stream's blocks as certain, and none of its LoRAs as replaced.
     pub fn mark_all_certain(&mut self, stream: u32) {
-        let is_certain = |member: &Member| member.uncertain.is_empty();
+        let is_certain = |member: &Member| member.uncertain.is_empty() && member.loras.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
             let uncertain = self.view.change().mark_all_certain(stream);
             drop(uncertain); // readers do not wait for that
         }
+    }
+
+    /// The replaced LoRAs of a stream.
+    pub fn loras(&self, stream: u32) -> Option<&ReplacedLoras> {
+        self.view.members[stream as usize].as_ref().map(|member| &member.loras)
+    }
+
+    /// Changes the replaced LoRAs of a stream. Returns their bytes.
+    #[cold]
+    pub fn change_loras(&mut self, stream: u32, change: impl FnOnce(&mut ReplacedLoras)) -> usize {
+        let view = &mut *self.view.change();
+        let Some(member) = view.members[stream as usize].as_mut() else {
+            return 0;
+        };
+        change(&mut member.loras);
+        let bytes = member.loras.bytes();
+        view.update_uncertain(stream);
+        bytes
     }
 
     /// Releases the number of a stream, which holds nothing any more.
@@ -556,8 +684,15 @@ impl View {
         } else {
             member.uncertain.remove(&block);
         }
-        let has_uncertain_copies = !member.uncertain.is_empty();
-        self.set_stream_uncertain(stream, has_uncertain_copies);
+        self.update_uncertain(stream);
+    }
+
+    fn update_uncertain(&mut self, stream: u32) {
+        let is_uncertain = |member: &Member| !member.uncertain.is_empty() || !member.loras.is_empty();
+        let is_uncertain = self.members[stream as usize].as_ref().is_some_and(is_uncertain);
+        if is_uncertain != (self.uncertain[stream as usize >> 6] >> (stream & 63) & 1 == 1) {
+            self.set_stream_uncertain(stream, is_uncertain);
+        }
     }
 
     fn set_stream_uncertain(&mut self, stream: u32, is_uncertain: bool) {
@@ -565,11 +700,10 @@ impl View {
         self.has_uncertain_copies = is_uncertain || self.uncertain.iter().any(|&bits| bits != 0);
     }
 
-    fn mark_all_certain(&mut self, stream: u32) -> Option<BTreeSet<(u32, u16)>> {
+    fn mark_all_certain(&mut self, stream: u32) -> Option<(BTreeSet<(u32, u16)>, ReplacedLoras)> {
         self.set_stream_uncertain(stream, false);
-        self.members[stream as usize]
-            .as_mut()
-            .map(|member| std::mem::take(&mut member.uncertain))
+        let take = |member: &mut Member| (std::mem::take(&mut member.uncertain), std::mem::take(&mut member.loras));
+        self.members[stream as usize].as_mut().map(take)
     }
 
     fn leave(&mut self, stream: u32) {
@@ -605,6 +739,11 @@ impl Model {
         }
     }
 }
+
+/// Records with a key of which lookups find at least so many of each holder, if it holds as many: two show that they differ by their hashes alone.
+const LEAST_LISTED: usize = 2;
+/// Approximate bytes of a holder of an unlisted record, with the key.
+const UNLISTED_BYTES: usize = 96;
 
 /// Approximate bytes of a member.
 const MEMBER_BYTES: usize = size_of::<Member>() + 64;

@@ -4,7 +4,7 @@ use super::{Foreign, Stream, is_block};
 use crate::holders::copies::Copies;
 use crate::memory::table::{TableHash, TablePosition};
 use crate::step_counter;
-use crate::store::shared_state::{Block, ByHash, SharedState};
+use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::WORK_PER_HOLD;
 
 /// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
@@ -21,6 +21,10 @@ pub struct Placed {
     pub is_unknown: bool,
     /// Whether no stream held it before.
     pub is_new: bool,
+    /// Whether the stream held it before.
+    pub is_known: bool,
+    /// Whether the stream holds another block with its key, under another hash.
+    pub has_twin: bool,
 }
 
 impl Stream {
@@ -63,13 +67,19 @@ impl Stream {
                 number,
                 is_unknown: false,
                 is_new: false,
+                is_known: true,
+                has_twin: false,
             });
         }
         let limit = shared.limits.blocks_per_hash;
         if known.is_some() && self.collisions.get(hash).is_some_and(|list| list.len() >= limit) {
             return None;
         }
-        let (number, is_new) = shared.add_holder(block, parent, placement, self.number, &mut self.added)?;
+        let Holding {
+            number,
+            is_new,
+            has_twin,
+        } = shared.add_holder(block, parent, placement, self.number, &mut self.added)?;
         self.enter(shared, block, position, number, is_new);
         self.blocks += 1;
         self.count_in(hash, block.key, placement);
@@ -80,6 +90,8 @@ impl Stream {
             number,
             is_unknown: known.is_none(),
             is_new,
+            is_known: false,
+            has_twin,
         })
     }
 

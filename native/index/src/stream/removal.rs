@@ -67,7 +67,7 @@ impl Stream {
             position,
             number,
         } = *target;
-        if !self.collisions.is_empty() {
+        if !self.collisions.is_empty() || self.has_replaced_loras() {
             return false;
         }
         let position = self.table.position_again(position, mixed);
@@ -76,7 +76,7 @@ impl Stream {
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        if !self.copies.is_empty() && self.copies.contains(number, placement) {
+        if (!self.copies.is_empty() && self.copies.contains(number, placement)) || shared.has_unlisted_twins(number) {
             return false;
         }
         let set = shared.records.set(number);
@@ -181,6 +181,8 @@ impl Stream {
         }
         self.collisions.remove(hash, number);
         self.blocks -= 1;
+        self.forget_lora(shared, number);
+        shared.leave_twin(self.number, number);
         shared.sweep(number);
     }
 
@@ -272,6 +274,7 @@ impl Stream {
         writer.show(number, false);
         step_counter::count(self.blocks + self.waiting.len());
         writer.mark_all_certain(number);
+        self.lora_bytes = 0;
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
             let numbers = in_removal_order(self.numbers(), self.blocks, bound);
@@ -284,6 +287,7 @@ impl Stream {
             let set = writer.records.set(record);
             let without = writer.sets.without(set, number);
             writer.records.put_set(record, without);
+            writer.leave_twin(number, record);
             writer.sweep(record);
             writer.spend(1);
         }

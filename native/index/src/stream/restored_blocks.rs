@@ -106,6 +106,7 @@ impl Stream {
             let change = self.copies.set(to, placement, copies);
             self.note(shared, to, placement, change);
         }
+        self.exchange_lora(shared, from, to);
         self.table.remove(mixed, from, &ByHash(&shared.records, shared.secret));
         if shared.records.hash(to) == hash {
             self.table.insert(mixed, to, &ByHash(&shared.records, shared.secret));

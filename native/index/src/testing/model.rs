@@ -17,6 +17,7 @@ use crate::lookup::matching::{PromptLength, Walk};
 use crate::memory::hasher::Secret;
 use crate::store::members::{Member, Worker};
 use crate::store::records::CHUNK;
+use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::{Block, SharedState};
 use crate::sync::atomics::be_the_writer;
 use crate::sync::yielding_lock::Publish;
@@ -50,6 +51,7 @@ impl State {
                 schemes: Vec::new(),
                 blocks: AtomicUsize::new(0),
                 uncertain: BTreeSet::new(),
+                loras: ReplacedLoras::default(),
             };
             shared.join(number, member);
             shared.use_scheme(number, SCHEME);
@@ -104,7 +106,7 @@ impl State {
         let held = self
             .shared
             .add_holder(&block, parent, self.placement, stream, &mut Move::default());
-        held.unwrap().0
+        held.unwrap().number
     }
 
     /// Adds or removes a holder of a block, and the block with its last one.

@@ -311,12 +311,14 @@ class MemberMatch(NamedTuple):
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
 
 
-_UNCERTAIN: Final = "some of these blocks were announced several times and removed less often, so they might be gone"
+_UNCERTAIN: Final = (
+    "some of these blocks might be gone, as they were announced more often than removed, or are of former weights of a LoRA"
+)
 
 
 @lru_cache(maxsize=256)
 def _if_uncertain(status: TrustStatus) -> TrustStatus:
-    """Return the trust in a match that has blocks which might be gone."""
+    """Return the trust in a match that has blocks which might be gone, or of another LoRA."""
     state: TrustState = "DEGRADED" if status.state == "EXACT" else status.state
     reason = f"{status.reason}; {_UNCERTAIN}" if status.reason else _UNCERTAIN
     return TrustStatus(state, reason, (*status.reason_codes, Reason.UNCERTAIN_COPIES))

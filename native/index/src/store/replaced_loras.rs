@@ -1,0 +1,73 @@
+//! LoRAs whose weights were replaced under the same name.
+//!
+//! vLLM hashes the name and the path of a LoRA, and events have the name alone. When a name is loaded from another path, the blocks of the
+//! former weights stay in the cache under the keys of the new ones, and no request finds them. The engine announces nothing if the name
+//! returns to a former path. So only blocks that were stored since the last change certainly match. The stream decides what is a change
+//! (`crate::stream::Stream::note_lora`).
+
+use std::collections::{HashMap, HashSet};
+
+/// Approximate bytes of a LoRA, and of a record.
+const LORA_BYTES: usize = 96;
+const RECORD_BYTES: usize = 8;
+
+/// The replaced LoRAs of one stream, by their part of the seed, each with the records of the blocks that were stored since the last change.
+#[derive(Clone, Debug, Default)]
+pub struct ReplacedLoras {
+    current: HashMap<u64, HashSet<u32>>,
+    records: usize,
+}
+
+impl ReplacedLoras {
+    /// Whether no LoRA was replaced.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.current.is_empty()
+    }
+
+    /// Number of replaced LoRAs.
+    pub fn len(&self) -> usize {
+        self.current.len()
+    }
+
+    /// Their parts of the seed, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
+        self.current.keys().copied()
+    }
+
+    /// Whether a LoRA was replaced.
+    pub fn contains(&self, lora: u64) -> bool {
+        self.current.contains_key(&lora)
+    }
+
+    /// Whether a block of a LoRA might be of weights that were replaced.
+    #[inline]
+    pub fn is_outdated(&self, lora: u64, record: u32) -> bool {
+        self.current.get(&lora).is_some_and(|records| !records.contains(&record))
+    }
+
+    /// Records that a LoRA was replaced: all its blocks so far are outdated.
+    pub fn replace(&mut self, lora: u64) {
+        let former = self.current.insert(lora, HashSet::new());
+        self.records -= former.map_or(0, |records| records.len());
+    }
+
+    /// Records that a block of a replaced LoRA was stored since the last change. Does nothing for other LoRAs.
+    pub fn store(&mut self, lora: u64, record: u32) {
+        if let Some(records) = self.current.get_mut(&lora) {
+            self.records += usize::from(records.insert(record));
+        }
+    }
+
+    /// Removes the record of a block. Returns whether it was not outdated.
+    pub fn remove(&mut self, lora: u64, record: u32) -> bool {
+        let is_removed = (self.current.get_mut(&lora)).is_some_and(|records| records.remove(&record));
+        self.records -= usize::from(is_removed);
+        is_removed
+    }
+
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.current.len() * LORA_BYTES + self.records * RECORD_BYTES
+    }
+}

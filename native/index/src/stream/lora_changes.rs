@@ -1,0 +1,130 @@
+//! Signs that the name of a LoRA has come to mean other weights.
+
+use super::Stream;
+use super::placing::Placed;
+use crate::holders::contexts::Context;
+use crate::step_counter;
+use crate::store::replaced_loras::ReplacedLoras;
+use crate::store::shared_state::SharedState;
+
+/// Most replaced LoRAs of one stream: an engine has some dozens of adapters.
+pub const MAX_LORAS: usize = 4_096;
+
+impl Stream {
+    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now. It shows that they were replaced if it is on
+    /// the device, and
+    ///
+    /// - the stream holds the same block of the present weights under another hash on the same placement, or
+    /// - it follows an outdated block, or is an outdated first block that is announced again: the name has returned to a former path, or a
+    ///   request that began with the former weights goes on. Events do not say which.
+    ///
+    /// Copies on other tiers are no sign, since they can be made long after their blocks were computed. Returns false if too many LoRAs
+    /// were replaced.
+    #[cold]
+    pub fn note_lora(&mut self, shared: &mut SharedState, placed: &Placed, placement: u16, parent: Option<u32>) -> bool {
+        let Some(lora) = lora_of(shared, placed.number) else {
+            return true;
+        };
+        let Some(loras) = shared.loras(self.number) else { return true };
+        let is_outdated = |number: u32| loras.is_outdated(lora, number);
+        let (is_full, is_on_device) = (
+            loras.len() >= MAX_LORAS && !loras.contains(lora),
+            self.is_on_device(placement),
+        );
+        let is_late = parent.map_or(placed.is_known && is_outdated(placed.number), is_outdated);
+        let is_change = is_on_device
+            && (is_late || placed.has_twin && self.has_current_twin(shared, loras, lora, placed.number, placement));
+        if is_change && is_full {
+            return false;
+        }
+        if is_change || loras.contains(lora) {
+            let is_current = is_on_device || parent.is_some_and(|parent| !is_outdated(parent));
+            self.lora_bytes = shared.change_loras(self.number, |loras| {
+                if is_change {
+                    loras.replace(lora);
+                }
+                if is_current {
+                    loras.store(lora, placed.number);
+                }
+            });
+        }
+        true
+    }
+
+    /// Whether the stream holds another block with the key of a block on a placement, which is not outdated.
+    fn has_current_twin(&self, shared: &SharedState, loras: &ReplacedLoras, lora: u64, number: u32, placement: u16) -> bool {
+        let (mut is_held, context) = (false, shared.records.context(number));
+        shared.for_each_twin(false, shared.records.key(number), |other| {
+            step_counter::count(1);
+            is_held |= other != number
+                && shared.records.context(other) == context
+                && shared.sets.holds(shared.records.set(other), placement, self.number)
+                && !loras.is_outdated(lora, other);
+        });
+        is_held
+    }
+
+    /// Whether blocks might be of weights of a LoRA that were replaced.
+    #[inline]
+    pub fn has_replaced_loras(&self) -> bool {
+        self.lora_bytes > 0
+    }
+
+    /// Forgets a block that the stream does not hold any more; without blocks no LoRA is replaced.
+    pub(super) fn forget_lora(&mut self, shared: &mut SharedState, number: u32) {
+        if !self.has_replaced_loras() {
+            return;
+        }
+        let (lora, is_last) = (lora_of(shared, number), self.blocks == 0);
+        self.lora_bytes = shared.change_loras(self.number, |loras| {
+            if is_last {
+                *loras = ReplacedLoras::default();
+            } else if let Some(lora) = lora {
+                loras.remove(lora, number);
+            }
+        });
+    }
+
+    /// Moves what is known of a record of a LoRA's block to another record of the same block.
+    pub(super) fn exchange_lora(&mut self, shared: &mut SharedState, from: u32, to: u32) {
+        if self.has_replaced_loras()
+            && let Some(lora) = lora_of(shared, from)
+        {
+            shared.change_loras(self.number, |loras| {
+                if loras.remove(lora, from) {
+                    loras.store(lora, to);
+                }
+            });
+        }
+    }
+
+    /// The replaced LoRAs, in no order.
+    pub fn replaced_loras(&self, shared: &SharedState) -> Vec<u64> {
+        shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
+    }
+
+    /// Restores that a LoRA was replaced.
+    pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
+        self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));
+    }
+
+    /// Restores that a block was stored since its LoRA was replaced, if it was.
+    pub fn put_current(&mut self, shared: &mut SharedState, number: u32) {
+        if let Some(lora) = lora_of(shared, number) {
+            self.lora_bytes = shared.change_loras(self.number, |loras| loras.store(lora, number));
+        }
+    }
+
+    /// Whether a block might be of weights that were replaced.
+    pub fn is_outdated(&self, shared: &SharedState, number: u32) -> bool {
+        self.has_replaced_loras()
+            && lora_of(shared, number)
+                .is_some_and(|lora| shared.loras(self.number).is_some_and(|loras| loras.is_outdated(lora, number)))
+    }
+}
+
+/// The LoRA's part of the seed of a block; None without a LoRA.
+fn lora_of(shared: &SharedState, number: u32) -> Option<u64> {
+    let context: &Context = shared.contexts.get(shared.records.context(number));
+    (context.lora != 0 && !context.is_keyed()).then_some(context.lora)
+}
