@@ -142,3 +142,15 @@ def test_an_upstream_of_several_ranks_is_relayed_as_such(tmp_path: Path, setting
 def test_a_dialect_without_ranks_is_refused(scenario: World) -> None:
     with pytest.raises(ConfigError, match="has no field for the rank"):
         scenario.settings(dialect="vllm-0.9.0")
+
+
+def test_a_dialect_without_ranks_leaves_out_a_second_one(tmp_path: Path) -> None:
+    """Consumers would mix them, and see that something is missing instead."""
+    with world(tmp_path / "journal") as scenario:
+        scenario.begin(dialect="vllm-0.9.0")
+        consumer = scenario.consumer()
+        for rank in (3, 5):
+            scenario.upstream.engine.publish_payload(encode_batch(KVEventBatch(0.0, [block(rank)], rank)))
+        scenario.settle()
+        assert {number for number, _ in consumer.held} == {3}
+        assert consumer.trust.name == "DEGRADED"

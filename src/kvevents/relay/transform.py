@@ -226,6 +226,8 @@ class BatchTransform:
         self._limits: Final = limits
         self._redactor: Final = redactor
         self._scopes: Final = expressible_placement(dialect)
+        self._first_rank: int | None = None
+        """The first stated rank, if the dialect has no field for it."""
 
     @property
     def has_salted_prompts(self) -> bool:
@@ -235,7 +237,7 @@ class BatchTransform:
     def __call__(self, delivery: RawBatch) -> TransformedBatch:
         """Return the batch as it is to be sent."""
         found = decode_batch(delivery.payload)
-        batch, rejected = found.batch, list(found.rejected)
+        batch, rejected = self._expressible_rank(found.batch, list(found.rejected))
         heartbeat = last_heartbeat(batch.events)
         events = without_heartbeats(batch.events)
         cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
@@ -279,6 +281,17 @@ class BatchTransform:
             message = f"an upstream has more than {self._limits.max_upstream_blocks} blocks: those of rank {rank} are removed"
             rejected.append(Rejected("more", message))
         return events
+
+    def _expressible_rank(self, batch: KVEventBatch, rejected: list[Rejected]) -> tuple[KVEventBatch, list[Rejected]]:
+        """Leave out the events of a second rank if the dialect has no field for the rank: consumers would mix the ranks."""
+        rank = batch.data_parallel_rank
+        if self._dialect is None or self._dialect.has_rank or rank in {None, self._first_rank}:
+            return batch, rejected
+        if self._first_rank is None:
+            self._first_rank = rank
+            return batch, rejected
+        lost = Rejected("bad-field", f"{self._dialect} has no field for the rank, and this one is not rank {self._first_rank}")
+        return msgspec.structs.replace(batch, events=[]), [*rejected, lost]
 
     def _clear_other_ranks(
         self, blocks: dict[int, UpstreamBlocks], rank: int, ts: float, events: list[KVEvent], rejected: list[Rejected]

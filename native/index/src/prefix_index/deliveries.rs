@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::Index;
-use super::registry::Rank;
 use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
 use crate::stream::{Estimate, StatedRanks, Stream};
@@ -247,11 +246,13 @@ impl Index {
         apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
     ) -> Outcome {
         loop {
-            let found = self.registry.read().find_rank(source, rank).cloned();
+            let found = {
+                let registry = self.registry.read();
+                let found = registry.find_rank(source, rank);
+                found.map(|found| (found.stream.clone(), found.carrier.is_some()))
+            };
             let stream: Arc<Mutex<Stream>> = match found {
-                Some(Rank {
-                    stream, carrier: None, ..
-                }) => stream,
+                Some((stream, false)) => stream,
                 // Another stream carries the rank, which has a stream of its own now.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());

@@ -113,16 +113,19 @@ impl Index {
         let Some(own) = self.stream(source, rank) else {
             return (Outcome::Void, None);
         };
+        let mut has_new_estimate = false;
         let mut apply_to = |rank: i64, stream: &Arc<Mutex<Stream>>, is_meant: fn(&Event) -> bool| {
             let mut stream = stream.lock();
             if stream.gone {
                 return Outcome::Void;
             }
-            self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
+            let outcome = self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
                 let outcome = room.apply(payload, stream, writer, seq, is_meant);
                 stream.evidence.is_whole &= !(beside.loses_events && matches!(outcome, Outcome::Applied(_)));
                 outcome
-            })
+            });
+            has_new_estimate |= stream.take_new_estimate().is_some();
+            outcome
         };
         let outcome = match beside.stated {
             Some(stated) => match self.stream_of_rank(source, rank, stated, (incarnation, seq)) {
@@ -152,8 +155,9 @@ impl Index {
         };
         let mut locked = own.lock();
         locked.last = locked.last.max(seq);
+        has_new_estimate |= locked.take_new_estimate().is_some();
         drop(locked);
-        (outcome, self.new_estimate_of_ranks(source, rank))
+        (outcome, has_new_estimate.then(|| self.reported_estimate(source, rank)))
     }
 
     /// Gives each rank of a stream a stream of its own: the blocks so far are of the rank that it has stated.
@@ -212,15 +216,18 @@ impl Index {
         rank: i64,
         (incarnation, seq): (i64, i64),
     ) -> Result<Arc<Mutex<Stream>>, &'static str> {
+        let known = |registry: &Registry| {
+            let known = registry.find_rank(source, rank)?;
+            let is_carried = rank == carrier || known.carrier == Some(carrier);
+            Some(is_carried.then(|| known.stream.clone()).ok_or(ANOTHER_STREAM))
+        };
+        if let Some(known) = known(&self.registry.read()) {
+            return known;
+        }
         let is_whole = self.stream(source, carrier).is_some_and(|own| own.lock().evidence.is_whole);
         let mut registry = self.registry.write();
-        if let Some(known) = registry.find_rank(source, rank) {
-            let is_carried = rank == carrier || known.carrier == Some(carrier);
-            return if is_carried {
-                Ok(known.stream.clone())
-            } else {
-                Err(ANOTHER_STREAM)
-            };
+        if let Some(known) = known(&registry) {
+            return known;
         }
         let mut writer = self.shared_lock.write();
         let is_full = registry.ranks_of(source, carrier).count() > self.limits.ranks || !RANGE.contains(&rank);
@@ -240,14 +247,9 @@ impl Index {
         Ok(stream)
     }
 
-    /// Returns the estimate of a stream that carries several ranks, if that of one of them has changed.
-    fn new_estimate_of_ranks(&self, source: &str, rank: i64) -> Option<Option<Estimate>> {
-        let (mut has_changed, mut found) = (false, None);
-        for (_, stream) in self.streams_of(source, rank) {
-            let mut stream = stream.lock();
-            has_changed |= stream.take_new_estimate().is_some();
-            found = found.or(stream.reported_estimate());
-        }
-        has_changed.then_some(found)
+    /// The estimate of a stream that carries several ranks: that of the first rank that has one.
+    fn reported_estimate(&self, source: &str, rank: i64) -> Option<Estimate> {
+        let streams = self.streams_of(source, rank);
+        streams.iter().find_map(|(_, stream)| stream.lock().reported_estimate())
     }
 }

@@ -505,7 +505,9 @@ class Fleet(Listener):
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
         known = {each.registration.rank: each for each in member.carried}
-        if ranks != list(known):
+        sizes = [each.block_sizes for each in member.carried]
+        has_changed = ranks != list(known)
+        if has_changed:
             for rank in ranks:
                 if rank not in known:
                     registration = msgspec.structs.replace(member.registration, rank=rank, load=None)
@@ -518,8 +520,10 @@ class Fleet(Listener):
         for each in member.carried:
             with suppress(UnknownSourceError):  # its stream has just ended
                 each.refresh(status, self.index.worker(each.registration.key), hidden_before=hidden_before)
-        self._update_trust(member, self._clock())
-        self._update_block_sizes()
+        if has_changed:
+            self._update_trust(member, self._clock())
+        if sizes != [each.block_sizes for each in member.carried]:
+            self._update_block_sizes()
 
     def _collect_workers(self) -> None:
         members = list(self.members.values())
