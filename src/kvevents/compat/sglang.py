@@ -227,6 +227,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     """`kvevents.publisher.ZmqEventPublisher` with SGLang's parameters, and `dialect`."""
 
     _default_dialect = DEFAULT_SGLANG_DIALECT
+    _may_collide = True
 
     def __init__(  # noqa: PLR0913 - the engine's own parameter list, and ours
         self,
@@ -276,9 +277,6 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         source = {"dp_rank": self._data_parallel_rank, "endpoint": endpoint, "topic": topic, "block_size": block_size}
         replay_endpoint = _replay_endpoint_for_others(self._local_replay_endpoint)
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
-
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
-        """Accept all ports, as SGLang does: ranks on different nodes may use ports that would collide on one node."""
 
 
 def _with_absolute_path(endpoint: str) -> str:

@@ -196,6 +196,8 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     Raises `ConfigError`, a ValueError, for `tcp://*:0` on a node without a known address.
     """
 
+    _may_collide = True
+
     def __init__(
         self,
         data_parallel_rank: int,
@@ -216,9 +218,6 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
         config = super().get_publisher_config()
         return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
-
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
-        """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 
 def resolve_node_endpoint(endpoint: str) -> str:

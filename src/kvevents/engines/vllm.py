@@ -56,6 +56,7 @@ class VllmEventPublisher(EnginePublisher):
     """The publisher inside EngineCore, with vLLM's parameters and the settings of the plugin."""
 
     logger = logger
+    _may_collide = True
 
     def __init__(
         self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
@@ -80,9 +81,6 @@ class VllmEventPublisher(EnginePublisher):
         ours = super().get_publisher_config()
         endpoints = {"endpoint": ours.endpoint, "replay_endpoint": ours.replay_endpoint}
         return _config_class()(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
-
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
-        """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 
 def _dialect_of_release() -> Dialect:

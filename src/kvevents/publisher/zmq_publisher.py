@@ -110,6 +110,8 @@ class ZmqEventPublisher(QueuedPublisher):
                 raise TypeError(f"{cls.__name__} overrides {name}: {sentence}; override publish() or shutdown() instead")
 
     _default_dialect = DEFAULT_DIALECT
+    _may_collide = False
+    """Whether ports of ranks may be equal, as in the engines: ranks may run on different nodes."""
     _published = _heartbeats = 0
     _history_problem: str | None = None
     """Why there was no snapshot of older history when that was last checked."""
@@ -147,7 +149,9 @@ class ZmqEventPublisher(QueuedPublisher):
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds
         """Whether this publisher connects, no consumer has subscribed, and that has not been logged."""
-        self._check_ports(endpoint, replay_endpoint)
+        collision = port_collision(endpoint, replay_endpoint, data_parallel_rank) if self._binds else None
+        if collision is not None and not self._may_collide:
+            raise ConfigError(collision)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
@@ -216,12 +220,6 @@ class ZmqEventPublisher(QueuedPublisher):
         # At least the newest batch is kept: a consumer recognises this publisher by it after a reconnect.
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
-
-    def _check_ports(self, endpoint: str, replay_endpoint: str | None) -> None:
-        """Raise `ConfigError` if a port of this rank is also a port of another rank."""
-        collision = port_collision(endpoint, replay_endpoint, self._data_parallel_rank) if self._binds else None
-        if collision is not None:
-            raise ConfigError(collision)
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
     def compare_waiting(self, seq: int, known: bytes, received: bytes, *, live: bool) -> NextInput:
-        """Compare two messages with one number. `live` says that one of them came live."""
+        """Return a conflict unless two messages with one number are equal. `live` says that one of them came live."""
         if known != received:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
@@ -427,7 +427,7 @@ class AnswerReader:
         return False
 
     def settle(self) -> NextInput:
-        """Return whether live frames have reached the replayed batches, so that the fetch can end early."""
+        """End the fetch early if live frames have reached the replayed batches."""
         order, cross_check, fetch = self._deliverer.order, self._deliverer.cross_check, self.fetch
         is_matching = fetch is not None and fetch.fingerprint is not None
         if not order.is_complete or order.highest_seen != order.last_live or is_matching or order.parts.is_open:
