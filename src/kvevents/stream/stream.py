@@ -67,7 +67,7 @@ class Stream:
 
     def _apply_next(self, next_input: NextInput) -> bool:
         if next_input is not None:
-            self._apply(*next_input)
+            self._apply(next_input[0], *next_input[1:])
         return next_input is not None
 
     # --- observe --------------------------------------------------------------------------------------------------------
