@@ -251,18 +251,18 @@ class MemoryRelay(Relay):
 class World:
     """Upstreams, one relay at a time with the same folder, and consumers, on one clock."""
 
-    def __init__(self, folder: Path | None, stack: ExitStack, count: int = 1, buffer_steps: int = 10_000) -> None:
+    def __init__(self, folder: Path | None, stack: ExitStack, ranks: Sequence[int], buffer_steps: int = 10_000) -> None:
         self.clock = VirtualClock()
+        self.ranks = ranks
+        """The ranks by which the relay follows the upstreams."""
         self.upstreams = [
             Upstream(FakeEngine(self.clock, f"tcp://e:{at}", f"tcp://r:{at}", b"", buffer_steps), self.clock)
-            for at in range(count)
+            for at in range(len(ranks))
         ]
         self._upstream_engines = {each.engine.endpoint: each.engine for each in self.upstreams}
         self.relay_endpoint = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
         self.relay_endpoint.buffer = ReplayBuffer(1)
         self.relay_endpoint.disconnect()
-        self.ranks = [0] * count
-        """The ranks by which the relay follows the upstreams."""
         self.relay: MemoryRelay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
@@ -355,10 +355,12 @@ class World:
 
 
 @contextmanager
-def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000) -> Iterator[World]:
-    """Create a world whose journals have tiny files, and whose relays have no sockets."""
+def world(
+    folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000, *, ranks: Sequence[int] | None = None
+) -> Iterator[World]:
+    """Create a world whose journals have tiny files, and whose relays have no sockets. The upstreams have rank 0 by default."""
     with ExitStack() as stack:
-        yield World(folder, stack, count, buffer_steps)
+        yield World(folder, stack, [0] * count if ranks is None else ranks, buffer_steps)
 
 
 def kill_before(world: World, step: str, after: int = 0) -> None:

@@ -120,6 +120,10 @@ class HistoryRunner:
                 self.assert_agrees(consumer)
 
     def assert_agrees(self, consumer: Consumer) -> None:
+        ranks, upstreams = self.world.ranks, self.world.upstreams
+        if len(set(ranks)) > 1:
+            truth = {rank: each.held for rank, each in zip(ranks, upstreams, strict=True) if each.held}
+            assert consumer.held_by_rank == truth, consumer.trust
         assert self.view(consumer.held) == self.view(self.world.truth), consumer.trust
 
     def view(self, held: Held) -> Counter[Any]:
@@ -205,13 +209,16 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     ),
 }
 
-CONFIGURATIONS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
-    "unchanged": (1, {}),
-    "hashed": (1, {"tokens": "hash"}),
-    "merged": (2, {}),
-    "merged and hashed": (2, {"tokens": "hash"}),
-    "merged, in a dialect without tiers": (2, {"dialect": "vllm-0.9"}),
+CONFIGURATIONS: Final[dict[str, tuple[list[int], dict[str, Any]]]] = {
+    "unchanged": ([0], {}),
+    "hashed": ([0], {"tokens": "hash"}),
+    "merged": ([0, 0], {}),
+    "merged and hashed": ([0, 0], {"tokens": "hash"}),
+    "merged, in a dialect without tiers": ([0, 0], {"dialect": "vllm-0.9"}),
+    "ranks": ([0, 1], {}),
+    "ranks and hashed": ([5, 3], {"tokens": "hash"}),
 }
+"""The ranks of the upstreams, and settings of the relay."""
 
 
 SMALL_BUFFER: Final = 12
@@ -228,10 +235,10 @@ buffer, no reply contains both, and the consumer stays DEGRADED.
 @settings(max_examples=EXAMPLES)
 def test_nothing_is_lost_by_kills_and_restarts_of_a_relay(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
     """If engines answer replay, all early and late consumers are EXACT in the end."""
-    count, options = CONFIGURATIONS[kind]
+    ranks, options = CONFIGURATIONS[kind]
     if "dialect" in options:
         history = [each for each in history if each[0] != "clear scope"]
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as scenario:
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", ranks=ranks) as scenario:
         runner = HistoryRunner(scenario, {"buffer_steps": steps, **options})
         runner.run(history)
         for consumer in runner.consumers:
@@ -244,8 +251,8 @@ def test_nothing_is_lost_by_kills_and_restarts_of_a_relay(kind: str, history: li
 @settings(max_examples=EXAMPLES)
 def test_no_consumer_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
     """Engines lose batches, drop their history and do not answer replay. A consumer with wrong blocks must not be EXACT."""
-    count, options = CONFIGURATIONS[kind]
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as scenario:
+    ranks, options = CONFIGURATIONS[kind]
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", ranks=ranks) as scenario:
         HistoryRunner(scenario, {"buffer_steps": steps, **options}).run(history)
 
 

@@ -19,8 +19,7 @@ RANKS = [4, 0, 9]
 @pytest.fixture(name="scenario")
 def make_scenario(tmp_path: Path) -> Iterator[World]:
     """Three ranks, whose engines state no rank themselves."""
-    with world(tmp_path / "journal", 3) as found:
-        found.ranks = RANKS
+    with world(tmp_path / "journal", ranks=RANKS) as found:
         yield found
 
 

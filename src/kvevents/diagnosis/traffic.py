@@ -304,8 +304,8 @@ def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
     """Check the data-parallel ranks here and on the next ports; None without further ranks."""
     here = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
-        text = f"ranks {here} share this endpoint, so their sequence numbers cannot be distinguished"
-        return fail("ranks", text, "configure one endpoint per rank, as the engines do: port + rank")
+        text = f"ranks {here} share this endpoint, as behind a relay, which numbers their batches as one stream"
+        return ok("ranks", text, "engines that number their own batches need one endpoint per rank: port + rank")
     seen = f"batches have rank {here}" if ranks else "batches have no rank"
     if neighbours:
         text = f"{seen}; the next {plural(neighbours, 'port')} publish too"

@@ -434,7 +434,7 @@ class Fleet(Listener):
         """See `Listener`."""
         self.failure = f"{type(error).__name__}: {error}"
         stale = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
-        for member in list(self.members.values()):
+        for member in list(self.workers.values()):
             member.set_trust(stale, (Reason.FAILED,), self._clock())
         self.state_version += 1
         self.on_change()
