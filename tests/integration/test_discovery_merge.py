@@ -16,9 +16,10 @@ from discovery_cases import ManualClock, await_in_time
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable
-from kvevents.service.discovery.runner import MergedFindings, ProviderRunner, merge_findings
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.discovery.provider import Adapter, DiscoveryFault, Finding, Provider, SourceTable
+from kvevents.service.discovery.runner import EngineDiscovery, MergedFindings, ProviderRunner, merge_findings
+from kvevents.service.fleet.registration import Key, Registration, Scope
+from kvevents.service.settings import EngineSources
 
 
 def registration(instance: str, port: int = 1, *, tenant: str = "default", topic: str = "") -> Registration:
@@ -105,6 +106,45 @@ def test_the_number_of_sources_is_bounded() -> None:
     found = merge_findings([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
     assert sorted(each.instance for each in found.registrations.values()) == ["a", "b", "c"]
     assert found.faults == {"dns x": (DiscoveryFault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
+
+
+@dataclass
+class Target:
+    """What discovery has registered and noted."""
+
+    adapters: frozenset[Scope] = frozenset()
+    follow_errors: dict[Key, str] = field(default_factory=dict)
+    replaced: list[tuple[str, str]] = field(default_factory=list)
+
+    def replace_registrations(self, _origin: str, _registrations: object, _resume: object, /) -> list[str]:
+        return []
+
+    def replace_adapter(self, source: str, lora: str, /) -> None:
+        self.replaced.append((source.rpartition("\x1f")[2], lora))
+
+
+def test_an_adapter_that_an_engine_lists_at_another_path_was_replaced() -> None:
+    """Also if it was not listed in between. Another engine has its own paths; an engine that was removed is forgotten."""
+    target = Target()
+    discovery = EngineDiscovery(EngineSources(), None, target, lambda _: None)
+
+    def find(**paths: str | None) -> list[tuple[str, str]]:
+        target.replaced.clear()
+        findings = [
+            (name, Finding((registration(name),), adapters=(Adapter(Scope("m", lora="one"), path),) if path else ()))
+            for name, path in paths.items()
+        ]
+        discovery._register(merge_findings(findings))
+        assert target.adapters == ({Scope("m", lora="one")} if any(paths.values()) else set())
+        return [*target.replaced]
+
+    assert find(a="/1", b="/2") == []
+    assert find(a="/1", b="/2") == []
+    assert find(a="/2", b="/2") == [("a", "one")]
+    assert find(a=None, b="/2") == []
+    assert find(a="/1", b="/3") == [("a", "one"), ("b", "one")]
+    assert find(b="/3") == []
+    assert find(a="/5", b="/3") == []
 
 
 def test_providers_without_a_finding_are_listed_as_waiting() -> None:

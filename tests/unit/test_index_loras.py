@@ -255,3 +255,42 @@ def test_a_cleared_stream_is_certain_with_another_publisher() -> None:
     feed(blocks(2, 2))
     feed(AllBlocksCleared(), blocks(1, 3))
     assert answer(feed.index) == Answer(6, 6, True)
+
+
+def test_an_engine_lists_another_path() -> None:
+    """Without a store that shows it, nothing that was stored before is certain."""
+    feeds = [Feed(PrefixIndex(), rank=rank) for rank in (0, 1)]
+    feeds[1].index = index = feeds[0].index
+    for feed in feeds:
+        feed(blocks(1), blocks(1, 2, lora="other"))
+    index.replace_lora("a", ADAPTER)
+    index.replace_lora("a", "unknown")
+    index.replace_lora("nowhere", ADAPTER)
+    assert [(found.tokens, found.certain) for found in index.match(TOKENS, Namespace(lora=ADAPTER))] == [(12, 0)] * 2
+    assert answer(index, lora="other") == Answer(4, 4, True)
+    feeds[0](blocks(2))
+    certain = {found.rank: found.certain for found in index.match(TOKENS, Namespace(lora=ADAPTER))}
+    assert certain == {0: 12, 1: 0}
+
+
+def test_a_change_that_blocks_have_shown_is_listed_later() -> None:
+    feed = Feed(PrefixIndex())
+    feed(blocks(1))
+    feed(blocks(2))
+    feed.index.replace_lora("a", ADAPTER)
+    assert answer(feed.index) == Answer(12, 12, True)
+    feed.index.replace_lora("a", ADAPTER)
+    assert answer(feed.index) == Answer(12, 0, False)
+    feed(blocks(3, 2))
+    assert answer(feed.index) == Answer(12, 4, False)
+    feed.index.replace_lora("a", ADAPTER)
+    assert answer(feed.index) == Answer(12, 0, False)
+
+
+def test_without_blocks_nothing_is_replaced() -> None:
+    feed = Feed(PrefixIndex())
+    feed(blocks(1))
+    feed(remove(1))
+    feed.index.replace_lora("a", ADAPTER)
+    feed(blocks(1))
+    assert answer(feed.index) == Answer(12, 12, True)

@@ -17,6 +17,7 @@ use super::matches::{Match, counters};
 use super::refusals::{damaged, of_parent};
 use super::turns::{Signals, Turns};
 use kvevents_index::holders::placements::Placement;
+use kvevents_index::keys;
 use kvevents_index::limits::Limits;
 use kvevents_index::snapshot::{self, Failure};
 use kvevents_index::store::members::Worker;
@@ -473,6 +474,13 @@ impl NativeIndex {
     fn _set_drafts(&self, py: Python<'_>, source: &str, groups: Option<Vec<i64>>) -> PyResult<()> {
         let index = self.index(py)?;
         run_change(index, || py.detach(|| index.set_drafts(source, groups)))
+    }
+
+    fn _replace_lora(&self, py: Python<'_>, source: &str, lora: &str) -> PyResult<()> {
+        let index = self.index(py)?;
+        run_change(index, || {
+            py.detach(|| index.replace_lora(source, keys::lora_name(lora.as_bytes())))
+        })
     }
 
     fn _remove(&self, py: Python<'_>, source: &str, rank: Option<i64>) -> PyResult<usize> {

@@ -272,6 +272,9 @@ class BridgeSubscriptions:
         self._bridge.watch([self._watch(registration) for registration in found.values()])
         return faults
 
+    def replace_adapter(self, _source: str, _lora: str, /) -> None:
+        """Part of `RegistrationTarget`; only an index needs it."""
+
     def _watch(self, registration: Registration) -> Watch:
         source = registration.source()
         if source.curve is None and self._curve is not None:

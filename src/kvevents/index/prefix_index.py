@@ -347,6 +347,14 @@ class PrefixIndex(_native.NativeIndex):
         """
         self._set_drafts(source, None if groups is None else list(groups))
 
+    def replace_lora(self, source: str, lora: str) -> None:
+        """Note that an engine lists another path for a LoRA name.
+
+        Unless its events have shown that since the last call, no block that the ranks of `source` hold of this name is certain
+        any more. Blocks that are stored from now on are.
+        """
+        self._replace_lora(source, lora)
+
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
         """Remove a worker, or all ranks of a source if no rank is given. Returns the number of blocks that it held.
 

@@ -211,21 +211,30 @@ impl Index {
             Some(groups) => registry.drafts.insert(source.into(), groups.clone()),
             None => registry.drafts.remove(source),
         };
-        let streams: Vec<_> = registry
-            .streams
-            .get(source)
-            .into_iter()
-            .flatten()
-            .map(|rank| rank.stream.clone())
-            .collect();
         drop(registry);
+        self.change_ranks(source, |stream, shared| {
+            stream.groups.drafts = groups.clone();
+            stream.use_groups(shared);
+        });
+    }
+
+    /// Applies that an engine lists another path for a LoRA, to all ranks of a source: `Stream::replace_listed_lora`.
+    pub fn replace_lora(&self, source: &str, lora: u64) {
+        self.change_ranks(source, |stream, shared| stream.replace_listed_lora(shared, lora));
+    }
+
+    /// Changes every stream of a source.
+    fn change_ranks(&self, source: &str, change: impl Fn(&mut Stream, &mut SharedState)) {
+        let ranks = |registry: &Registry| -> Vec<_> {
+            let ranks = registry.streams.get(source).into_iter().flatten();
+            ranks.map(|rank| rank.stream.clone()).collect()
+        };
+        let streams = ranks(&self.registry.read());
         for stream in streams {
             let mut stream = stream.lock();
-            if stream.gone {
-                continue;
+            if !stream.gone {
+                change(&mut stream, &mut self.shared_lock.write());
             }
-            stream.groups.drafts = groups.clone();
-            stream.use_groups(&mut self.shared_lock.write());
         }
     }
 

@@ -11,11 +11,20 @@ use std::collections::{HashMap, HashSet};
 const LORA_BYTES: usize = 96;
 const RECORD_BYTES: usize = 8;
 
-/// The replaced LoRAs of one stream, by their part of the seed, each with the records of the blocks that were stored since the last change.
+/// The replaced LoRAs of one stream, by their part of the seed.
 #[derive(Clone, Debug, Default)]
 pub struct ReplacedLoras {
-    current: HashMap<u64, HashSet<u32>>,
+    current: HashMap<u64, Current>,
     records: usize,
+}
+
+/// A replaced LoRA.
+#[derive(Clone, Debug, Default)]
+struct Current {
+    /// Records of the blocks that were stored since the last change.
+    records: HashSet<u32>,
+    /// Whether blocks have shown a change that the engine's list of LoRAs has not shown yet.
+    is_ahead: bool,
 }
 
 impl ReplacedLoras {
@@ -43,25 +52,40 @@ impl ReplacedLoras {
     /// Whether a block of a LoRA might be of weights that were replaced.
     #[inline]
     pub fn is_outdated(&self, lora: u64, record: u32) -> bool {
-        self.current.get(&lora).is_some_and(|records| !records.contains(&record))
+        self.current
+            .get(&lora)
+            .is_some_and(|current| !current.records.contains(&record))
     }
 
-    /// Records that a LoRA was replaced: all its blocks so far are outdated.
+    /// Records that blocks have shown that a LoRA was replaced: all its blocks so far are outdated.
     pub fn replace(&mut self, lora: u64) {
-        let former = self.current.insert(lora, HashSet::new());
-        self.records -= former.map_or(0, |records| records.len());
+        self.begin(lora, true);
+    }
+
+    /// Records that the engine lists another path for a LoRA, unless its blocks have shown that before.
+    pub fn replace_listed(&mut self, lora: u64) {
+        match self.current.get_mut(&lora) {
+            Some(current) if current.is_ahead => current.is_ahead = false,
+            _ => self.begin(lora, false),
+        }
+    }
+
+    fn begin(&mut self, lora: u64, is_ahead: bool) {
+        let records = HashSet::new();
+        let former = self.current.insert(lora, Current { records, is_ahead });
+        self.records -= former.map_or(0, |former| former.records.len());
     }
 
     /// Records that a block of a replaced LoRA was stored since the last change. Does nothing for other LoRAs.
     pub fn store(&mut self, lora: u64, record: u32) {
-        if let Some(records) = self.current.get_mut(&lora) {
-            self.records += usize::from(records.insert(record));
+        if let Some(current) = self.current.get_mut(&lora) {
+            self.records += usize::from(current.records.insert(record));
         }
     }
 
     /// Removes the record of a block. Returns whether it was not outdated.
     pub fn remove(&mut self, lora: u64, record: u32) -> bool {
-        let is_removed = (self.current.get_mut(&lora)).is_some_and(|records| records.remove(&record));
+        let is_removed = (self.current.get_mut(&lora)).is_some_and(|current| current.records.remove(&record));
         self.records -= usize::from(is_removed);
         is_removed
     }

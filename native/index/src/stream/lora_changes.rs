@@ -103,6 +103,15 @@ impl Stream {
         shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
     }
 
+    /// Applies that the engine lists another path for a LoRA. Does nothing if blocks have shown it since the last call, or if too many LoRAs
+    /// were replaced.
+    pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
+        let has_room = |loras: &ReplacedLoras| loras.contains(lora) || loras.len() < MAX_LORAS;
+        if self.blocks > 0 && shared.loras(self.number).is_some_and(has_room) {
+            self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace_listed(lora));
+        }
+    }
+
     /// Restores that a LoRA was replaced.
     pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
         self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));

@@ -40,6 +40,7 @@ from kvevents.routing.load_readings import METRICS_PATH
 from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,
     MAX_RANKS,
+    Adapter,
     BaseUrl,
     DiscoveryFault,
     EngineQueryError,
@@ -224,6 +225,7 @@ def _check_count(count: int) -> None:
 class _Model(Struct):
     id: str
     parent: str | None = None
+    root: str | None = None
 
 
 @build_decoder_now
@@ -236,8 +238,8 @@ class ServedModels(NamedTuple):
 
     base: str | None
     """Name of the base model; None if the engine lists none."""
-    adapters: tuple[str, ...] = ()
-    """Names of the LoRA adapters, which requests name as their model."""
+    adapters: tuple[tuple[str, str | None], ...] = ()
+    """Names of the LoRA adapters, which requests name as their model, each with the path of its weights."""
 
 
 def parse_models(answer: Any) -> ServedModels:
@@ -250,9 +252,8 @@ def parse_models(answer: Any) -> ServedModels:
     except msgspec.ValidationError as error:
         raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
     base = next((model.id for model in models if model.parent is None and model.id), None)
-    return ServedModels(
-        base, tuple(model.id for model in models if model.parent is not None and model.parent == base and model.id)
-    )
+    adapters = (model for model in models if model.parent is not None and model.parent == base and model.id)
+    return ServedModels(base, tuple((model.id, model.root) for model in adapters))
 
 
 class InfoPath(NamedTuple):
@@ -427,7 +428,8 @@ class EngineProvider:
                 registrations.append(self.template.registration(self.label, model, found))
             except ConfigError as error:
                 info.missing[found.rank] = f"cannot be followed: {error}"
-        adapters = [Scope(model, self.template.tenant, self.template.group, name) for name in models.adapters]
+        scope = Scope(model, self.template.tenant, self.template.group)
+        adapters = [Adapter(scope._replace(lora=name), path) for name, path in models.adapters]
         faults = tuple(
             DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
             for rank, reason in sorted(info.missing.items())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Protocol, Self
+from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from kvevents.client.schemas import DEFAULT_GROUP
@@ -35,6 +35,15 @@ class DiscoveryFault:
     """What happened and what to do, for people."""
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that requests name as their model."""
+
+    scope: Scope
+    """Its base model, and its name as `lora`."""
+    path: str | None = None
+    """Where its weights were loaded from; None if the engine does not list it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """All that one provider knows now. A registration that is no longer in it is removed."""
@@ -43,8 +52,8 @@ class Finding:
     faults: tuple[DiscoveryFault, ...] = ()
     providers: tuple[Provider, ...] = ()
     """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
-    adapters: tuple[Scope, ...] = ()
-    """LoRA adapters that requests name as their model: the base model of each, and its name as `lora`."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters of the engine of the registrations."""
 
 
 class Provider(Protocol):

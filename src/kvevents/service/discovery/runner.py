@@ -46,6 +46,8 @@ class MergedFindings:
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests name as their model."""
+    adapter_paths: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Paths of adapters by the name of the engine and that of the adapter."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
@@ -58,11 +60,15 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
     faults: dict[str, tuple[DiscoveryFault, ...]] = {}
     waiting: list[str] = []
     adapters: set[Scope] = set()
+    paths: dict[tuple[str, str], str] = {}
     for name, finding in findings:
         if finding is None:
             waiting.append(name)
             continue
-        adapters.update(finding.adapters)
+        for scope, path in finding.adapters:
+            adapters.add(scope)
+            if path is not None and isinstance(scope.lora, str):
+                paths |= dict.fromkeys(((each.key[0], scope.lora) for each in finding.registrations), path)
         own_faults, ignored = list(finding.faults), 0
         for registration in finding.registrations:
             known = registrations.get(registration.key)
@@ -77,7 +83,7 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
             own_faults.append(_too_many(ignored, "ranks", max_sources))
         if own_faults:
             faults[name] = faults.get(name, ()) + tuple(own_faults)
-    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters))
+    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters), paths)
 
 
 def _conflict(first: Registration, origin: str, other: Registration) -> DiscoveryFault:
@@ -225,6 +231,10 @@ class RegistrationTarget(Protocol):
         """Make `registrations` the only ones of their origin. Return sentences about those that cannot be registered."""
         ...
 
+    def replace_adapter(self, source: str, lora: str, /) -> None:
+        """Note that an engine has loaded a LoRA name from another path."""
+        ...
+
 
 class EngineDiscovery:
     """Runs the providers of a configuration, and registers the engines that they find."""
@@ -242,6 +252,8 @@ class EngineDiscovery:
         self._resume = resume
         self._providers = build_providers(config, watched)
         self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
+        self._adapter_paths: dict[tuple[str, str], str] = {}
+        """The last known path of each adapter, also of those that an engine does not list at present."""
         self._refused: list[str] = []
         self._logged: set[str] = set()
         """Sentences of the faults that the log contains as unresolved."""
@@ -257,12 +269,23 @@ class EngineDiscovery:
         self._found = found
         self._target.adapters = found.adapters
         self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
+        self._compare_paths(found)
         faults = {fault.sentence for each in found.faults.values() for fault in each}
         for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
         for sentence in sorted(self._logged - faults):
             log.info("resolved: %s", sentence)
         self._logged = faults
+
+    def _compare_paths(self, found: MergedFindings) -> None:
+        names = {registration.key[0]: registration.instance for registration in found.registrations.values()}
+        for (source, lora), path in found.adapter_paths.items():
+            before = self._adapter_paths.get((source, lora), path)
+            if path != before:
+                log.info("adapter %s of %s: loaded from %s, before from %s", lora, names.get(source, source), path, before)
+                self._target.replace_adapter(source, lora)
+        known = {key: path for key, path in self._adapter_paths.items() if key[0] in names}
+        self._adapter_paths = known | found.adapter_paths
 
     @property
     def has_completed(self) -> bool:

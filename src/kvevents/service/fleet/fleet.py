@@ -245,6 +245,10 @@ class Fleet(Listener):
                     faults.append(f"{error}; {error.hint}")
         return faults
 
+    def replace_adapter(self, source: str, lora: str) -> None:
+        """Note that an engine has loaded a LoRA name from another path."""
+        self.index.replace_lora(source, lora)
+
     # --- answers
 
     def match(
