@@ -118,6 +118,8 @@ class WorkerInfo(Counters):
     rank: int
     carried_ranks: list[int]
     """The other ranks of this source whose batches arrive in its stream; each of them is a worker too."""
+    is_carrier_only: bool
+    """Whether its payloads state other ranks only: it is no rank of the engine then, and holds no blocks."""
     model: str | None
     incarnation: int
     last_seq: int

@@ -66,10 +66,17 @@ from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.subscriber.multiplexer import Transport
+from kvevents.wire.decode import rank_of
 
 log = logging.getLogger(__name__)
 
 _INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
+
+
+def _rank_offset(batch: RawBatch) -> int:
+    """Return by how much the rank that a payload states is above that of its source."""
+    stated = rank_of(batch.payload)
+    return 0 if stated is None else stated - batch.rank
 
 
 class _LastTurn(NamedTuple):
@@ -306,9 +313,10 @@ class Relay:
         self._sequencer.send_events([AllBlocksCleared()])
         ranks = {source.rank for source in self.settings.upstreams}
         if len(ranks) > 1:
-            # Consumers then know each rank by its own number from its first batch on.
+            # Consumers then know all ranks, by their own numbers. Those of a node can begin above those of its sources.
+            offset = next((_rank_offset(delivery) for delivery in deliveries if isinstance(delivery, RawBatch)), 0)
             for rank in sorted(ranks):
-                self._sequencer.send_events([BlockRemoved([])], rank)
+                self._sequencer.send_events([BlockRemoved([])], rank + offset)
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
         """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""
