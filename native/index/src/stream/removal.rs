@@ -48,6 +48,7 @@ impl Stream {
             }
         }
         self.apply_removals(shared, placement, &mut pending);
+        self.forget_loras_without_blocks(shared);
     }
 
     /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
@@ -67,7 +68,7 @@ impl Stream {
             position,
             number,
         } = *target;
-        if !self.collisions.is_empty() || self.has_replaced_loras() {
+        if !self.collisions.is_empty() {
             return false;
         }
         let position = self.table.position_again(position, mixed);
@@ -76,7 +77,8 @@ impl Stream {
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        if (!self.copies.is_empty() && self.copies.contains(number, placement)) || shared.has_unlisted_twins(number) {
+        let has_copies = !self.copies.is_empty() && self.copies.contains(number, placement);
+        if has_copies || shared.has_unlisted_twins(number) || self.may_be_replaced(shared, shared.records.context(number)) {
             return false;
         }
         let set = shared.records.set(number);
