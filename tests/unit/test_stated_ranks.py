@@ -272,6 +272,8 @@ def test_blocks_without_a_rank_are_refused_among_several_ranks() -> None:
     assert applied.report is not None
     assert applied.report.estimate
     assert consumer.copies == {}
+    reports = [consumer(batch_of(rank, AllBlocksCleared())).report for rank in (0, 1)]
+    assert [report is not None and report.estimate for report in reports] == [applied.report.estimate, ""]
     compactor.extend(list(enumerate(payloads)))
     assert compactor.unavailable_reason == "ranks"
 

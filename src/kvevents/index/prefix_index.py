@@ -165,7 +165,8 @@ MAX_PAYLOAD_EXPANSION: Final = 100
 Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 ESTIMATES: Final = {
-    "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, or a limit was exceeded",
+    "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
+    "their rank is unknown or another stream's",
     "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
     "page-hashes": "its hashes are of pages alone, and some releases with such hashes announce later pages as first ones",
     "inexact-tiers": "what its tiers below the GPU hold is not known: its events there lack salts or tokens, or it was cleared",

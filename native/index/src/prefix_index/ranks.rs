@@ -147,7 +147,12 @@ impl Index {
                     .map(|(rank, stream)| apply_to(*rank, stream, is_clear))
                     .collect();
                 if beside.has_blocks {
-                    own.lock().set_aside(NO_RANK);
+                    // They can be of any rank, so each of them is doubtful until it is cleared.
+                    for (_, stream) in &streams {
+                        let mut stream = stream.lock();
+                        stream.set_aside(NO_RANK);
+                        has_new_estimate |= stream.take_new_estimate().is_some();
+                    }
                 }
                 let applied = outcomes.iter().find(|outcome| matches!(outcome, Outcome::Applied(_)));
                 applied.or(outcomes.first()).copied().unwrap_or(Outcome::Void)
