@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias
 import msgspec
 
 __all__ = [
+    "MEDIUM_ALL",
     "MEDIUM_CPU",
     "MEDIUM_CPU_PINNED",
     "MEDIUM_DISK",
@@ -45,6 +46,8 @@ __all__ = [
 
 MEDIUM_GPU: Final = "GPU"
 """Device memory (vLLM, SGLang)."""
+MEDIUM_ALL: Final = "*"
+"""The medium of a clear of all tiers (`AllBlocksCleared({"medium": "*"})`), which senders of kvevents send."""
 MEDIUM_CPU: Final = "CPU"
 """Host memory (vLLM from 0.27)."""
 MEDIUM_STORAGE: Final = "STORAGE"
@@ -199,7 +202,11 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """The whole prefix cache of the stream was reset."""
+    """The prefix cache of the stream was reset.
+
+    What is on tiers below the GPU might be left, since engines do not say whether those were emptied. A clear is limited by its
+    unknown fields `medium` and `group_idx`.
+    """
 
     unknown_fields: UnknownFields | None = None
 

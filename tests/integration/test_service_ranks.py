@@ -47,9 +47,6 @@ def test_each_rank_of_a_stream_has_its_own_answers(tmp_path: Path) -> None:
             publish(made, 1, stored(FIRST), stored(SECOND))
             wait_for_ranks(service, FIRST, {"1": 64, "2": 64})
             wait_for_ranks(service, SECOND, {"1": 64})
-            select = {"model": "m", "tokens": prompt(5_000), "explain": True}
-            considered = service.post("/v1/select", select).json["considered"]
-            assert {each["rank"] for each in considered} == {1, 2}
             service.exact("pod", 1, blocks=8)
             assert service.exact("pod", 2, blocks=4)["trust"] == service.source("pod")["trust"]
             assert len(service.keys("pod", 1)) == 8

@@ -32,8 +32,7 @@ class AttestingEngine:
         """Publish a batch and apply its events to the cache."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self.cache.clear()
-                self.other_tiers.clear()
+                (self.other_tiers if event.unknown_fields else self.cache).clear()
                 continue
             change = Counter.update if isinstance(event, BlockStored) else Counter.subtract
             if tier_of(event.medium) == "gpu":

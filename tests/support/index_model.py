@@ -25,7 +25,7 @@ from index_keys import (
     scheme_of,
     tier_of,
 )
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_ALL, MEDIUM_CPU_PINNED, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset
 
 
@@ -63,6 +63,8 @@ class Stream:
     counts: Counter[str] = field(default_factory=Counter)
     copied_levels: set[int] = field(default_factory=set)
     """Levels on which a second store of a block is another copy: those where the engine names groups, as vLLM does."""
+    empties_host: bool = False
+    """Whether a clear without a tier empties host memory too, as that of SGLang."""
 
     @property
     def all(self) -> list[Block]:
@@ -80,6 +82,7 @@ class Stream:
     def store(self, event: BlockStored) -> None:
         kind, size, group, plane = event.kv_cache_spec_kind, event.block_size, event.group_idx or 0, plane_of(event)
         self.copied_levels |= {plane.level} if event.group_idx is not None else set()
+        self.empties_host |= event.medium == MEDIUM_CPU_PINNED
         window = max(event.kv_cache_spec_sliding_window or 0, 0) if kind == "sliding_window" else 0
         if kind not in DENSE and not window:
             self.rules[group] = "unknown"
@@ -185,9 +188,11 @@ class Stream:
             del self.blocks[value]
 
     def clear(self, medium: str | None = None, group_idx: int | None = None) -> None:
-        tier = None if medium is None else tier_of(medium)
+        tier = None if medium in {None, MEDIUM_ALL} else tier_of(medium)
         meant: Callable[[Plane], bool] = lambda plane: tier in (None, plane.tier) and group_idx in (None, plane.group)  # noqa: E731
         self.waiting = [item for item in self.waiting if not meant(item.plane)]
+        if medium is None and group_idx is None:
+            meant = lambda plane: plane.level <= int(self.empties_host)  # noqa: E731
         for block in self.all:
             block.copies = Counter({plane: count for plane, count in block.copies.items() if not meant(plane)})
             self.sweep(block.hash)

@@ -180,22 +180,6 @@ def test_after_the_last_removal_all_blocks_are_certain() -> None:
     history.check(Answer(8, 8, True))
 
 
-def test_without_blocks_no_memory_is_used() -> None:
-    """Also if the last block is of no LoRA."""
-    feed = Feed(PrefixIndex())
-    feed(blocks(9, lora=None))
-    feed(removal(*(hash_of(9, TOKENS, at) for at in range(6))))
-    baseline = feed.index.stats().bytes
-    for lora in map(str, range(100)):
-        feed(blocks(1, 1, lora=lora), blocks(2, 1, lora=lora), blocks(9, lora=None))
-        feed(remove(1, 0, 1), remove(2, 0, 1))
-        feed(remove(9))
-    assert feed.index.stats().blocks == 0
-    feed(blocks(9, lora=None))
-    feed(remove(9))
-    assert feed.index.stats().bytes <= baseline
-
-
 def test_copies_on_other_tiers_are_no_sign() -> None:
     """A connector can copy a block long after it was computed, and may have hashes of its own."""
     history = History()(blocks(1))(blocks(1, medium="CPU"))(blocks(7, medium="DISK"))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from index_cases import Feed, cleared, removal, store
-from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.stream import Gap
 from kvevents.wire import encode_batch
 
 TOKENS = list(range(100, 106))
@@ -122,46 +123,117 @@ def test_a_tier_with_keys_or_without_need_of_them_is_exact(events: list[KVEvent]
     assert feed.index.worker("a").estimate is None
 
 
-def test_a_clear_does_not_say_what_other_tiers_hold() -> None:
-    """vLLM announces the clear of the GPU. Whether the connector's cache is left depends on the request."""
+def certain(index: PrefixIndex) -> tuple[int, int]:
+    """Return the tokens that the worker holds, and how many of them it certainly holds."""
+    match = index.match(TOKENS).best
+    return (0, 0) if match is None else (match.tokens, match.certain)
+
+
+class Consumers:
+    """One that saw all batches, one that restored a snapshot of it, and one that got the compacted history."""
+
+    def __init__(self, *batches: list[KVEvent]) -> None:
+        feed = Feed(PrefixIndex())
+        for batch in batches:
+            feed(*batch)
+        file = io.BytesIO()
+        feed.index.snapshot(file)
+        file.seek(0)
+        restored = PrefixIndex()
+        restored.restore(file)
+        self.all = (feed.index, restored, late(*(payload(*batch) for batch in batches)))
+        assert len({index.digest("a") for index in self.all}) == 1
+        self._seq = 100
+
+    def take(self, *events: KVEvent) -> None:
+        self._seq += 1
+        for index in self.all:
+            index.apply_payload("a", 0, self._seq, payload(*events))
+
+    def certain(self) -> tuple[int, int]:
+        """Return what all of them say (`certain`), none of which is an estimate."""
+        (answer,) = {certain(index) for index in self.all}
+        assert {index.worker("a").estimate for index in self.all} == {None}
+        assert len({index.digest("a") for index in self.all}) == 1
+        return answer
+
+
+LOWER: dict[str, dict[str, Any]] = {"logical": {}, "physical": {"group_idx": 0}}
+
+
+@pytest.mark.parametrize("fields", LOWER.values(), ids=LOWER)
+@pytest.mark.parametrize("medium", ["CPU", "DISK", "HBM3"])
+def test_after_a_clear_without_a_tier_lower_blocks_might_be_gone(medium: str, fields: dict[str, Any]) -> None:
+    """vLLM announces the clear of the GPU. Whether its connector was emptied depends on the request, and is not announced."""
+    stored = [chain("GPU", **fields), *chunks(medium, **fields)]
+    consumers = Consumers(stored, [cleared()])
+    assert consumers.certain() == (6, 0)
+    consumers.take(chain("GPU", (1, 2), **fields))
+    assert consumers.certain() == (6, 4), "the blocks on the GPU are certain, as always"
+    consumers.take(*chunks(medium, **fields))
+    assert consumers.certain() == (6, 6), "they are there again"
+    consumers.take(removal(1, 2))
+    assert consumers.certain() == (6, 6)
+
+
+@pytest.mark.parametrize("fields", LOWER.values(), ids=LOWER)
+def test_a_removal_ends_the_doubt(fields: dict[str, Any]) -> None:
+    consumers = Consumers([chain("GPU", **fields), *chunks(**fields)], [cleared(), chain("GPU", (1, 2), **fields)])
+    consumers.take(removal(3, medium="CPU"))
+    assert consumers.certain() == (4, 4)
+    consumers.take(removal(1, 2, medium="CPU"))
+    assert consumers.certain() == (4, 4)
+    assert [index.worker("a").uncertain for index in consumers.all] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("media", "clears", "expected"),
+    [
+        (["GPU"], [], (0, 0)),
+        (["CPU_PINNED"], [], (0, 0)),
+        (["CPU_PINNED", "DISK"], [], (6, 0)),
+        (["CPU", "DISK"], ["CPU"], (6, 0)),
+        (["CPU", "DISK"], ["CPU", "DISK"], (0, 0)),
+        (["CPU", "DISK"], ["*"], (0, 0)),
+        (["HBM3"], ["*"], (0, 0)),
+    ],
+)
+def test_a_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[str], expected: tuple[int, int]) -> None:
+    """SGLang empties host memory with the GPU; storage stays. Our senders clear all tiers (`*`) where they know that."""
+    stored: list[KVEvent] = [chain("GPU"), *(chain(medium) for medium in media)]
+    consumers = Consumers(stored, [cleared()], [cleared(medium=name) for name in clears])
+    assert consumers.certain() == expected
+
+
+def test_what_follows_a_clear_is_exported_behind_it() -> None:
+    """Blocks that might be gone are parents of others, and have certain copies elsewhere, and were announced by hash alone."""
+    consumers = Consumers(
+        [chain("GPU"), *chunks()],
+        [cleared()],
+        [store([4], [9, 9], 2, 3, medium="CPU"), store([5], [8, 8], 2, 2)],
+        [BlockStored([1], None, [], 0, medium="GPU"), removal(2, medium="CPU")],
+    )
+    assert consumers.certain() == (2, 2)
+    for index in consumers.all:
+        match = index.match([*TOKENS, 9, 9]).best
+        assert match is not None
+        assert (match.tiers["gpu"], match.certain) == (2, 2)
+    consumers.take(chain("CPU"))
+    assert consumers.certain() == (6, 6)
+
+
+def test_what_was_lost_below_the_gpu_stays_lost_after_a_clear() -> None:
+    """A consumer that misses batches does not know what the CPU holds, before a clear and after it."""
     feed = Feed(PrefixIndex())
-    feed(chain("GPU"), *chunks())
-    feed(cleared())
-    assert held(feed.index) == (0, 0)
-    assert feed.index.worker("a").estimate == "inexact-tiers"
     feed(chain("GPU"))
+    feed.index.apply(Gap("a", 0, 5, 6, 0))
+    feed.seq = 7
+    feed(cleared(), chain("GPU"))
+    assert feed.index.worker("a").estimate is None, "an engine without other tiers"
+    feed(*chunks())
     assert feed.index.worker("a").estimate == "inexact-tiers"
     feed(cleared(medium="CPU"))
     assert feed.index.worker("a").estimate is None
-    feed(cleared())
-    assert feed.index.worker("a").estimate is None, "nothing was announced there since"
-    feed(*chunks(), cleared(), cleared(medium="CPU"))
-    assert feed.index.worker("a").estimate is None
-    assert held(feed.index) == (0, 0)
-
-
-@pytest.mark.parametrize(("media", "clears", "estimate"), [
-    (["GPU"], [], None),
-    (["CPU_PINNED"], [], None),
-    (["CPU_PINNED", "DISK"], [], "inexact-tiers"),
-    (["CPU", "DISK"], ["CPU"], "inexact-tiers"),
-    (["CPU", "DISK"], ["CPU", "DISK"], None),
-    (["HBM3"], [], "inexact-tiers"),
-])  # fmt: skip
-def test_each_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[str], estimate: str | None) -> None:
-    """SGLang empties host memory with the GPU; storage stays."""
-    stored: list[KVEvent] = [chain("GPU"), *(chain(medium) for medium in media)]
-    events: list[list[KVEvent]] = [stored, [AllBlocksCleared()], [cleared(medium=name) for name in clears]]
-    feed = Feed(PrefixIndex())
-    for batch in events:
-        feed(*batch)
-    file = io.BytesIO()
-    feed.index.snapshot(file)
-    file.seek(0)
-    restored = PrefixIndex()
-    restored.restore(file)
-    for index in (feed.index, restored, late(*(payload(*batch) for batch in events))):
-        assert index.worker("a").estimate == estimate
 
 
 def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:

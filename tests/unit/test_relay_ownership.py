@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.index import PrefixIndex
 from kvevents.relay.upstreams import UpstreamBlocks
+from kvevents.stream import Batch
 
 MEDIA = st.sampled_from([None, "GPU", "CPU"])
 GROUPS = st.sampled_from([None, 0, 1])
@@ -18,21 +22,31 @@ STORES = st.builds(
     lambda hashes, medium, group: BlockStored(hashes, None, [], 4, medium=medium, group_idx=group), HASHES, MEDIA, GROUPS
 )
 REMOVALS = st.builds(BlockRemoved, HASHES, MEDIA, GROUPS)
-CLEARS = st.sampled_from([None, {"medium": "GPU"}, {"group_idx": 1}, {"medium": "CPU", "group_idx": 0}]).map(
-    lambda scope: AllBlocksCleared(unknown_fields=scope)
-)
+SCOPES: list[dict[str, Any] | None] = [
+    None,
+    {"medium": "*"},
+    {"medium": "GPU"},
+    {"group_idx": 1},
+    {"medium": "CPU", "group_idx": 0},
+]
+CLEARS = st.sampled_from(SCOPES).map(lambda scope: AllBlocksCleared(unknown_fields=scope))
 EVENTS = st.lists(st.one_of(STORES, REMOVALS, CLEARS), max_size=40)
 
 
-def count_copies(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
+def is_cleared(scope: dict[str, Any] | None, medium: str | None, group: int) -> bool:
+    """Return whether a clear of this scope is of a placement. Without a scope it leaves tiers below the GPU as they are."""
+    if scope is None:
+        return medium != "CPU"
+    return scope.get("medium") in {None, "*", medium} and scope.get("group_idx", group) == group
+
+
+def count_copies(events: list[KVEvent]) -> Counter[tuple[int, str | None, int]]:
     """Count copies by block and placement, as a consumer does."""
-    copies: Counter[tuple[object, ...]] = Counter()
+    copies: Counter[tuple[int, str | None, int]] = Counter()
     for event in events:
         if isinstance(event, AllBlocksCleared):
-            scope = event.unknown_fields or {}
-            for place in list(copies):
-                if scope.get("medium", place[1]) == place[1] and scope.get("group_idx", place[2]) == place[2]:
-                    del copies[place]
+            for place in [place for place in copies if is_cleared(event.unknown_fields, place[1], place[2])]:
+                del copies[place]
             continue
         for each in event.block_hashes:
             place = (each, event.medium, event.group_idx or 0)
@@ -82,3 +96,25 @@ def test_an_upstream_without_blocks_has_no_removals() -> None:
     assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", 0, "LOCAL", "tier")]
     assert blocks.clear() == []
     assert len(blocks) == 0
+
+
+def test_after_a_clear_of_one_upstream_its_lower_blocks_might_be_gone() -> None:
+    """Those of the other upstream are certain. A store makes them certain again, and a removal removes the only copy."""
+    upstreams, index = (UpstreamBlocks(), UpstreamBlocks()), PrefixIndex()
+    numbers = itertools.count()
+
+    def forward(which: int, *events: KVEvent) -> tuple[int, int]:
+        """Return the tokens that the shared stream holds, and how many are certain."""
+        batch = Batch("relay", 0, 0, next(numbers), 1.0, upstreams[which].apply(events), False)
+        index.apply(batch)
+        match = index.match([1, 2, 3, 4]).best
+        return (0, 0) if match is None else (match.tokens, match.certain)
+
+    host = [BlockStored([hash_], parent, [hash_ * 2 - 1, hash_ * 2], 2, medium="CPU") for hash_, parent in ((1, None), (2, 1))]
+    assert forward(0, *host) == (4, 4)
+    assert forward(0, AllBlocksCleared(), AllBlocksCleared()) == (4, 0)
+    assert forward(1, host[0]) == (4, 2)
+    assert forward(0, host[0], host[1]) == (4, 4)
+    assert forward(0, BlockRemoved([2], "CPU")) == (2, 2)
+    assert forward(1, AllBlocksCleared({"medium": "*"})) == (2, 0), "the shared stream does not say whose copy was certain"
+    assert forward(0, AllBlocksCleared({"medium": "*"})) == (0, 0)

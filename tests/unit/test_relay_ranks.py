@@ -153,17 +153,3 @@ def test_a_dialect_without_ranks_leaves_out_a_second_one(tmp_path: Path) -> None
         scenario.settle()
         assert {number for number, _ in consumer.held} == {3}
         assert consumer.trust.name == "DEGRADED"
-
-
-def test_all_ranks_of_a_node_are_known_from_its_first_batch(tmp_path: Path) -> None:
-    """Its sources are followed as ranks 0 and 1, its engines state 8 and 9: there is no rank 0."""
-    with world(tmp_path / "journal", ranks=[0, 1]) as scenario:
-        scenario.begin(buffer_steps=3)
-        engine = scenario.upstreams[1].engine
-        for _ in range(6):
-            engine.publish_payload(encode_batch(KVEventBatch(0.0, [block(1)], 9)))
-            scenario.settle()
-        for consumer in (scenario.consumer(), scenario.consumer()):
-            scenario.settle()
-            infos = {info.rank: (info.is_carrier_only, info.blocks) for info in consumer.index.workers()}
-            assert infos == {0: (True, 0), 8: (False, 0), 9: (False, 1)}

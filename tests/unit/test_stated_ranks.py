@@ -174,10 +174,10 @@ def test_a_second_rank_names_both() -> None:
     assert consumer.ranks == [0]
     consumer.index.speculate(("pod", 0), [1, 2], ttl=60)
     consumer(batch_of(2, block(1, 1)))
-    assert [(info.rank, info.carried_ranks, info.blocks, info.is_carrier_only) for info in consumer.index.workers()] == [
-        (0, [1, 2], 0, True),
-        (1, [], 1, False),
-        (2, [], 1, False),
+    assert [(info.rank, info.carried_ranks, info.blocks) for info in consumer.index.workers()] == [
+        (0, [1, 2], 0),
+        (1, [], 1),
+        (2, [], 1),
     ]
     match = consumer.index.match([2, 3], overlay=True)
     assert [(source, rank, tokens) for source, rank, *_, tokens, _, _ in match.rows()] == [("pod", 1, 2)]

@@ -162,7 +162,22 @@ impl Announcements {
 
     /// Levels of all placements, as bits.
     pub fn levels(&self) -> u8 {
-        self.all.iter().fold(0, |levels, known| levels | 1 << known.placement.level())
+        self.levels_of(u64::MAX)
+    }
+
+    /// Levels of some announcements, as bits.
+    pub fn levels_of(&self, announcements: u64) -> u8 {
+        let meant = self
+            .all
+            .iter()
+            .enumerate()
+            .filter(|(number, _)| announcements >> number & 1 != 0);
+        meant.fold(0, |levels, (_, known)| levels | 1 << known.placement.level())
+    }
+
+    /// The announcements on some levels, as bits.
+    pub fn on_levels(&self, levels: u8) -> u64 {
+        self.select(|known| levels >> known.placement.level() & 1 != 0)
     }
 
     /// Numbers in an order that does not depend on their first use, with the fastest tier first.

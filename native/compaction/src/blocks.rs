@@ -11,7 +11,7 @@ use kvevents_index::memory::hasher::Secret;
 use kvevents_index::store::replaced_loras::ReplacedLoras;
 use kvevents_index::stream::MAX_LORAS;
 
-use super::announcements::Removable;
+use super::announcements::{Announcements, Removable};
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
@@ -210,6 +210,33 @@ impl Blocks {
         }
     }
 
+    fn make_certain(&mut self, number: u32, announcements: u64) {
+        for announcement in bits(announcements) {
+            self.uncertain.remove(&(number, announcement));
+        }
+        if self.uncertain.is_empty() {
+            self.uncertain = HashSet::new();
+        }
+    }
+
+    /// Marks all copies as uncertain, once for each block and placement.
+    pub fn doubt_all(&mut self, known: &Announcements) {
+        for &number in &self.live {
+            let mut copies = self.attributes(number).copies;
+            while copies != 0 {
+                let announcement = copies.trailing_zeros() as u8;
+                self.uncertain.insert((number, announcement));
+                copies &= !known.on_placement_of(announcement);
+            }
+        }
+    }
+
+    /// The announcements of all copies, as bits.
+    pub fn all_copies(&self) -> u64 {
+        let copies = self.live.iter().map(|&number| self.attributes(number).copies);
+        copies.fold(0, |all, copies| all | copies)
+    }
+
     /// Blocks with copies that share their hash, the one that was stored last at the end.
     pub fn same_hash(&self) -> &HashMap<u64, Vec<u32>> {
         &self.same_hash
@@ -357,6 +384,9 @@ impl Blocks {
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
+            if self.has_uncertain_copies() {
+                self.make_certain(number, copies & single);
+            }
             return;
         }
         let announcement = if single >> origin & 1 != 0 { origin } else { announcement };
@@ -526,12 +556,7 @@ impl Blocks {
     /// Keeps only these copies of a block. Without copies it is removed, or marked dead if other blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if self.has_uncertain_copies() {
-            for announcement in bits(self.attributes(number).copies & !copies) {
-                self.uncertain.remove(&(number, announcement));
-            }
-            if self.uncertain.is_empty() {
-                self.uncertain = HashSet::new();
-            }
+            self.make_certain(number, self.attributes(number).copies & !copies);
         }
         if copies != 0 {
             return self.set_copies(number, copies);

@@ -3,12 +3,16 @@
 //! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is divided between
 //! two blocks; the second part names the last block of the first part as its parent.
 
+use kvevents_index::apply::EVERY_TIER;
+
 use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
 /// Bytes of `[ts, [`, and the most that a number or the length of an array takes.
 const HEAD: usize = 1 + 9 + ARRAY;
 const NUMBER: usize = 9;
 const ARRAY: usize = 5;
+/// Bytes of a clear without a tier.
+const CLEAR_BYTES: usize = 32;
 
 /// Writes payloads one after the other.
 pub struct PayloadWriter {
@@ -21,17 +25,18 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// For payloads of a rank of at most `limit` bytes, unless one block takes more. The first event is a clear of everything.
+    /// For payloads of a rank of at most `limit` bytes, unless one block takes more. The first events clear everything.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
-            limit: limit.saturating_sub(rank.map_or(0, |_| NUMBER)),
+            limit: limit.saturating_sub(CLEAR_BYTES + rank.map_or(0, |_| NUMBER)),
             ts,
             rank,
             done: Vec::new(),
             out: head(ts, rank),
             events: 0,
         };
-        writer.write(|out| map(out, 1, "AllBlocksCleared"));
+        writer.write(|out| write_clear(None, out));
+        writer.write(|out| write_clear(Some(EVERY_TIER), out));
         writer
     }
 
@@ -40,12 +45,8 @@ impl PayloadWriter {
         match event {
             ExportedEvent::Stored(store) => self.add_store(store),
             ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
-            ExportedEvent::Cleared(medium) => {
-                if !self.try_write(|out| write_clear(medium, out)) {
-                    self.end_payload();
-                    self.write(|out| write_clear(medium, out));
-                }
-            }
+            // For this, room is left: a payload that begins with a clear would be the first of another history.
+            ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }
 
@@ -229,9 +230,9 @@ impl<'a> StoreWriter<'a> {
     }
 }
 
-fn write_clear(medium: &str, out: &mut Vec<u8>) {
+fn write_clear(medium: Option<&[u8]>, out: &mut Vec<u8>) {
     let mut fields = Fields::open(out, "AllBlocksCleared");
-    fields.text("medium", Some(medium.as_bytes()));
+    fields.text("medium", medium);
     fields.close();
 }
 

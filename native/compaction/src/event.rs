@@ -130,8 +130,8 @@ pub enum ExportedEvent {
     Stored(Store<'static>),
     /// Hashes that are to be removed again.
     Removed(Vec<u64>, Location<'static>),
-    /// A clear of the tier of a medium.
-    Cleared(&'static str),
+    /// A clear without a tier: copies below the device that were stored before it might be gone.
+    Cleared,
 }
 
 /// The placement of copies at a location.

@@ -17,7 +17,6 @@ use std::collections::{BTreeSet, HashMap};
 
 use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::stream::pending::Waiting;
 
 use super::blocks::{Blocks, ROOT, bits};
@@ -57,12 +56,8 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     Some(())
 }
 
-/// A medium of each level.
-const MEDIA: [&str; LEVELS] = ["GPU", "CPU", "DISK", "OTHER"];
-
-/// The medium on which a first block without extra keys is announced, and its level as a bit.
+/// The medium on which a first block without extra keys is announced.
 const LOWER_MEDIUM: &str = "CPU";
-const LOWER_LEVEL: u8 = 1 << 1;
 
 struct Exporter<'a> {
     state: &'a State,
@@ -82,26 +77,21 @@ struct Exporter<'a> {
 
 impl<'a> Exporter<'a> {
     fn new(state: &'a State, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
+        let misses_lower = state.unknown_levels & state.announcements.levels() != 0;
         Self {
             state,
             emit,
             ranked: state.announcements.ranked(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
-            needs_extra_keys: state.has_extra_keys || state.unknown_levels != 0,
-            needs_unkeyed_root: state.has_unkeyed_root || state.unknown_levels != 0,
+            needs_extra_keys: state.has_extra_keys || misses_lower,
+            needs_unkeyed_root: state.has_unkeyed_root || misses_lower,
             has_unkeyed_root: false,
         }
     }
 
     fn run(mut self, twins: &Twins, phases: &Phases) {
-        // The clear before these events names no tier, and does not say what is left on these levels.
-        let lower = if self.needs_unkeyed_root { LOWER_LEVEL } else { 0 };
-        let levels = self.state.announcements.levels() | self.state.cleared_levels | lower;
-        let is_used = |&level: &usize| levels >> level & 1 != 0;
-        for level in (1..LEVELS).filter(is_used) {
-            (self.emit)(ExportedEvent::Cleared(MEDIA[level]));
-        }
+        self.export_doubtful(twins);
         self.export_unkept();
         let mut later = Vec::new();
         for run in Runs::new(&self.state.blocks, twins) {
@@ -109,7 +99,11 @@ impl<'a> Exporter<'a> {
                 if phases.later.contains(&part[0]) {
                     later.push(part.to_vec());
                 } else {
-                    self.export_run(part, twins.contain(self.state.blocks.get(part[0]).hash));
+                    self.export_run(
+                        part,
+                        twins.contain(self.state.blocks.get(part[0]).hash),
+                        !self.doubtful(part[0]),
+                    );
                 }
             }
         }
@@ -119,7 +113,11 @@ impl<'a> Exporter<'a> {
         // A store after an outdated block is a sign too, and must not come after other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
-            self.export_run(&part, twins.contain(self.state.blocks.get(part[0]).hash));
+            self.export_run(
+                &part,
+                twins.contain(self.state.blocks.get(part[0]).hash),
+                !self.doubtful(part[0]),
+            );
         }
         self.remove_surplus();
         self.export_waiting();
@@ -132,6 +130,46 @@ impl<'a> Exporter<'a> {
         if self.needs_unkeyed_root && !self.has_unkeyed_root {
             self.export_evidence(LOWER_MEDIUM, None);
         }
+    }
+
+    /// Exports the copies that might be gone since a clear without a tier, and such a clear. Each of them, and what it needs, is among the
+    /// blocks that the following events announce.
+    fn export_doubtful(&mut self, twins: &Twins) {
+        let blocks = &self.state.blocks;
+        let mut is_needed = vec![false; blocks.bound()];
+        for number in blocks.numbers().filter(|&number| self.doubtful(number) != 0) {
+            let above = |&at: &u32| Some(blocks.get(at).parent).filter(|&parent| parent != ROOT);
+            for at in std::iter::successors(Some(number), above) {
+                if std::mem::replace(&mut is_needed[at as usize], true) {
+                    break;
+                }
+            }
+        }
+        if !is_needed.contains(&true) {
+            return;
+        }
+        for run in Runs::new(blocks, twins) {
+            if run.iter().any(|&number| is_needed[number as usize]) {
+                self.export_run(&run, twins.contain(blocks.get(run[0]).hash), self.doubtful(run[0]));
+            }
+        }
+        self.remove_surplus();
+        (self.emit)(ExportedEvent::Cleared);
+    }
+
+    /// The announcements, as bits, in which a block has a copy that might be gone, where a further store would not be another copy.
+    fn doubtful(&self, number: u32) -> u64 {
+        let (blocks, announcements) = (&self.state.blocks, &self.state.announcements);
+        if !blocks.has_uncertain_copies() {
+            return 0;
+        }
+        let is_doubtful = |&announcement: &u8| {
+            let level = announcements.get(announcement).placement.level();
+            self.state.copied_levels >> level & 1 == 0 && blocks.is_uncertain(number, announcement)
+        };
+        bits(blocks.attributes(number).copies)
+            .filter(is_doubtful)
+            .fold(0, |all, announcement| all | 1 << announcement)
     }
 
     /// Announces a first block on `medium`, and removes it again.
@@ -188,31 +226,34 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Stored(store));
     }
 
-    /// Exports all copies of a run.
-    fn export_run(&mut self, run: &[u32], is_twin: bool) {
+    /// Exports the copies of a run in these announcements. Without any, its blocks are only stored as parents, unless doubtful copies of
+    /// them have been exported before.
+    fn export_run(&mut self, run: &[u32], is_twin: bool, announcements: u64) {
         let blocks = &self.state.blocks;
         let attributes = blocks.attributes(run[0]);
-        let with_tokens = attributes.copies & self.state.announcements.dense();
+        let exported = attributes.copies & announcements;
+        let doubtful = self.doubtful(run[0]);
+        let is_known = doubtful != 0 && doubtful & announcements == 0;
+        let with_tokens = exported & self.state.announcements.dense();
         let first = (self.ranked.iter().copied())
             .find(|announcement| with_tokens >> announcement & 1 != 0)
             .unwrap_or(attributes.origin);
         let store = self.store_of(run, first);
-        if with_tokens == 0 {
+        if with_tokens == 0 && !is_known {
             let hashes = store.hashes.iter().rev();
             self.surplus.extend(hashes.map(|&hash| (hash, first)));
         }
-        self.note_extra_keys(&store);
-        self.has_unkeyed_root |= !is_twin && is_unkeyed_root(&store);
         let mut copies = Vec::new();
-        for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
+        for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
             // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
             // Of several blocks that share a hash only the oldest can be uncertain, and that is the one that the removal takes it from.
-            let is_uncertain = blocks.is_uncertain(run[0], announcement);
+            let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
                 self.surplus.extend(hashes.map(|hash| (hash, announcement)));
             }
-            let count = blocks.count(run[0], announcement) + u32::from(is_uncertain) - u32::from(announcement == first);
+            let count = blocks.count(run[0], announcement) + u32::from(is_uncertain);
+            let count = count - u32::from(announcement == first && !is_known);
             if count > 0 {
                 let copy = if with_tokens >> announcement & 1 != 0 && !is_twin {
                     self.announced(announcement, store.clone())
@@ -223,7 +264,11 @@ impl<'a> Exporter<'a> {
                 copies.extend(std::iter::repeat_n(copy, count as usize));
             }
         }
-        self.export_store(store);
+        if !is_known {
+            self.note_extra_keys(&store);
+            self.has_unkeyed_root |= !is_twin && is_unkeyed_root(&store);
+            self.export_store(store);
+        }
         copies.into_iter().for_each(|copy| self.export_store(copy));
     }
 
@@ -414,7 +459,7 @@ fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     let applied = events.iter().try_for_each(|event| match event {
         ExportedEvent::Stored(store) => rebuilt.store(store),
         ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),
-        ExportedEvent::Cleared(medium) => rebuilt.clear(Some(medium.as_bytes()), None),
+        ExportedEvent::Cleared => rebuilt.clear(None, None),
     });
     let waiting = |state: &State| -> Vec<(u64, u64)> { state.waiting.iter().map(|item| (item.hash, item.awaited)).collect() };
     let is_same = applied.is_ok()

@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-use kvevents_index::apply::{HOST_OF_SGLANG, Read, extras_at, extras_of, has_extra_keys};
+use kvevents_index::apply::{EVERY_TIER, HOST_OF_SGLANG, Read, extras_at, extras_of, has_extra_keys};
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::holders::placements::{level_of, tier};
+use kvevents_index::holders::placements::{LEVELS, level_of, tier};
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::stream::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
@@ -91,8 +91,6 @@ pub struct State {
     pub has_unkeyed_root: bool,
     pub unknown_levels: u8,
     pub has_host_clears: bool,
-    /// Levels that were cleared by name, as bits.
-    pub cleared_levels: u8,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -149,8 +147,7 @@ impl State {
             lookahead: self.lookahead,
             copied_levels: self.copied_levels,
             has_host_clears: self.has_host_clears,
-            cleared_levels: self.cleared_levels,
-            unknown_levels: self.levels_after_clear(),
+            unknown_levels: self.unknown_levels,
             invalid: Some(reason),
             is_partial: self.is_partial,
             ..Self::default()
@@ -439,10 +436,10 @@ impl State {
         (!context.is_keyed() && context.scheme == scheme).then_some(number)
     }
 
-    /// Levels whose blocks are unknown after a clear that names no tier, as bits.
-    fn levels_after_clear(&self) -> u8 {
-        let certain_levels = if self.has_host_clears { 0b11 } else { 0b1 };
-        self.unknown_levels | (self.announcements.levels() & !certain_levels)
+    /// Levels that a clear without a tier might not empty, as bits.
+    fn lower_levels(&self) -> u8 {
+        let emptied_levels = if self.has_host_clears { 0b11 } else { 0b1 };
+        ((1 << LEVELS) - 1) & !emptied_levels
     }
 
     // --- removals
@@ -471,36 +468,70 @@ impl State {
     /// Applies a clear of everything, or of a tier or a group.
     pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) -> Result<(), Reason> {
         if medium.is_none() && group.is_none() {
-            *self = Self {
-                group_rules: std::mem::take(&mut self.group_rules),
-                lookahead: self.lookahead,
-                copied_levels: self.copied_levels,
-                has_host_clears: self.has_host_clears,
-                cleared_levels: self.cleared_levels,
-                unknown_levels: self.levels_after_clear(),
-                // An excess of groups is kept, although their blocks are removed.
-                invalid: self.invalid.filter(|&reason| reason == "groups"),
-                ..Self::default()
-            };
+            self.clear_all();
+            return Ok(());
+        }
+        if medium == Some(EVERY_TIER) && group.is_none() {
+            (self.blocks, self.waiting, self.unkept) = (Blocks::default(), Queue::default(), Unkept::default());
+            self.announcements = Announcements::default();
+            (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
             return Ok(());
         }
         if let Some(medium) = medium.filter(|_| group.is_none()) {
-            let level = 1 << level_of(&tier(&String::from_utf8_lossy(medium)));
-            self.unknown_levels &= !level;
-            self.cleared_levels |= level;
+            self.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
         }
         self.unkept.clear(medium, group);
         let announcements = self.announcements.clearable(medium, group);
         if announcements == 0 {
             return Ok(());
         }
-        self.looked += self.blocks.live() + self.waiting.len();
-        if self.looked > FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored {
+        if !self.may_examine() {
             return Err("clears");
         }
         self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
         self.blocks.clear(announcements);
         Ok(())
+    }
+
+    /// Whether clears are not so frequent that blocks must not be examined again.
+    fn may_examine(&mut self) -> bool {
+        self.looked += self.blocks.live() + self.waiting.len();
+        self.looked <= FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored
+    }
+
+    /// Applies a clear that names no tier. As in the index, blocks on lower tiers stay, but might be gone.
+    fn clear_all(&mut self) {
+        let lower_levels = self.lower_levels();
+        let lower = self.announcements.on_levels(lower_levels);
+        let levels_of = |announcements| self.announcements.levels_of(announcements);
+        let pending = levels_of(self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement));
+        let held = levels_of(self.blocks.all_copies() & lower);
+        let is_whole = self.invalid.is_none() && !self.is_partial;
+        let keeps = held != 0 && self.may_examine();
+        let missing = if is_whole {
+            pending | if keeps { 0 } else { held }
+        } else {
+            u8::MAX
+        };
+        let mut cleared = Self {
+            group_rules: std::mem::take(&mut self.group_rules),
+            lookahead: self.lookahead,
+            copied_levels: self.copied_levels,
+            has_host_clears: self.has_host_clears,
+            unknown_levels: self.unknown_levels | missing & lower_levels,
+            // An excess of groups is kept, although their blocks are removed.
+            invalid: self.invalid.filter(|&reason| reason == "groups"),
+            ..Self::default()
+        };
+        if keeps {
+            self.blocks.clear(!lower);
+            self.blocks.doubt_all(&self.announcements);
+            cleared.blocks = std::mem::take(&mut self.blocks);
+            cleared.announcements = std::mem::take(&mut self.announcements);
+            (cleared.has_extra_keys, cleared.has_unkeyed_root) = (self.has_extra_keys, self.has_unkeyed_root);
+            (cleared.stored, cleared.looked) = (self.stored, self.looked);
+        }
+        *self = cleared;
     }
 }
 

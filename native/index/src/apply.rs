@@ -7,6 +7,9 @@ mod stores;
 
 pub use self::stores::HOST_OF_SGLANG;
 
+/// The medium of a clear after which all tiers are certainly empty; senders of this project name it.
+pub const EVERY_TIER: &[u8] = b"*";
+
 pub use self::block_keys::{StoredKeys, extras_at, extras_of, stored_keys};
 use self::prefetching::Ring;
 use crate::groups::GroupKind;
@@ -120,6 +123,12 @@ impl Stream {
         if medium.is_none() && event.group.is_none() {
             self.clear_all(writer);
             return true;
+        }
+        if read.bytes(event.medium) == Some(EVERY_TIER) && event.group.is_none() {
+            self.remove_all(writer);
+            self.leave_placements(writer);
+            self.evidence.empty_all();
+            return false;
         }
         if let Some(tier) = medium.as_ref().filter(|_| event.group.is_none()) {
             self.evidence.unknown_levels &= !(1 << level_of(tier));

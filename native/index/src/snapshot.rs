@@ -68,7 +68,6 @@ const MAX_CONTEXTS: usize = 1 << 16;
 const NO_RANK: u8 = 0;
 const ONE_RANK: u8 = 1;
 const SEVERAL_RANKS: u8 = 2;
-const OTHER_RANKS: u8 = 3;
 
 /// Kinds of groups; smaller numbers are those of full attention.
 const UNKNOWN_GROUP: u8 = 253;

@@ -203,7 +203,7 @@ fn numbers_of(event: &ExportedEvent) -> usize {
     match event {
         ExportedEvent::Stored(store) => store.hashes.len() + store.tokens.len() / COPIES_PER_NUMBER,
         ExportedEvent::Removed(hashes, _) => hashes.len(),
-        ExportedEvent::Cleared(_) => 0,
+        ExportedEvent::Cleared => 0,
     }
 }
 
@@ -235,7 +235,7 @@ fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
 fn plain<'py>(py: Python<'py>, event: &ExportedEvent) -> PyResult<Bound<'py, PyTuple>> {
     match event {
         ExportedEvent::Stored(store) => stored(py, store),
-        ExportedEvent::Cleared(medium) => ("cleared", [0_u64; 0], *medium).into_pyobject(py),
+        ExportedEvent::Cleared => ("cleared", [0_u64; 0]).into_pyobject(py),
         ExportedEvent::Removed(hashes, location) => {
             let Location {
                 medium,

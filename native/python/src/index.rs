@@ -625,7 +625,6 @@ fn info_dict(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("block_sizes", info.sizes)?;
     plain.set_item("estimate", info.estimate.map(Estimate::code))?;
     plain.set_item("carried_ranks", info.carried_ranks)?;
-    plain.set_item("is_carrier_only", info.is_carrier_only)?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)
 }

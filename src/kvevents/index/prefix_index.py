@@ -118,8 +118,6 @@ class WorkerInfo(Counters):
     rank: int
     carried_ranks: list[int]
     """The other ranks of this source whose batches arrive in its stream; each of them is a worker too."""
-    is_carrier_only: bool
-    """Whether its payloads state other ranks only: it is no rank of the engine then, and holds no blocks."""
     model: str | None
     incarnation: int
     last_seq: int
@@ -169,7 +167,7 @@ ESTIMATES: Final = {
     "their rank is unknown or another stream's",
     "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
     "page-hashes": "its hashes are of pages alone, and some releases with such hashes announce later pages as first ones",
-    "inexact-tiers": "what its tiers below the GPU hold is not known: its events there lack salts or tokens, or it was cleared",
+    "inexact-tiers": "what its tiers below the GPU hold is unknown: events lack salts or tokens, or were lost before a clear",
     "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
     "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",

@@ -18,7 +18,16 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvevents.events import MAX_HEARTBEAT, AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import (
+    MAX_HEARTBEAT,
+    MEDIUM_ALL,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Heartbeat,
+    KVEvent,
+    KVEventBatch,
+)
 from kvevents.native_module import find_native
 from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
@@ -245,6 +254,8 @@ _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
 """Encodes a batch of a rank."""
 _Group = tuple[int | None, list[KVEvent]]
 """The rank and the events of a part."""
+_CLEARS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
+"""The first events of a snapshot. Without the second one, lower tiers might hold blocks from before it."""
 
 
 def encode_snapshot(
@@ -260,7 +271,7 @@ def encode_snapshot(
     def encode_events(rank: int | None, found: list[KVEvent]) -> bytes:
         return encode(KVEventBatch(ts, found, rank))
 
-    clear: list[KVEvent] = [AllBlocksCleared()]
+    clear: list[KVEvent] = [*_CLEARS]
     if len(ranks) == 1:
         ((stated, events),) = ranks
         rank = rank if stated is None else stated
@@ -302,12 +313,14 @@ def _group(
     group, least = list(first), len(first)
     bare = len(encode_events(rank, []))
     longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
-    empty = _ARRAY_HEADER_BYTES + len(encode_events(rank, [BlockRemoved([], heartbeat=longest)]))
+    # A clear between the stores does not begin a part: it would be taken for the beginning of another snapshot.
+    clear = len(encode_events(rank, [AllBlocksCleared()])) - bare
+    empty = _ARRAY_HEADER_BYTES + clear + len(encode_events(rank, [BlockRemoved([], heartbeat=longest)]))
     size = empty + len(encode_events(rank, group)) - bare
     for piece in (piece for event in events for piece in _split(event, limit // _EVENTS_PER_PART)):
         event = _to_event(piece)
         added = len(encode_events(rank, [event])) - bare
-        if size + added > limit and len(group) > least:
+        if size + added > limit and len(group) > least and not isinstance(event, AllBlocksCleared):
             yield rank, group
             group, least, size = [], 0, empty
         group.append(event)
@@ -402,8 +415,8 @@ def _removed(*values: Any) -> BlockRemoved:
     return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
 
 
-def _cleared(_hashes: list[int], medium: str) -> AllBlocksCleared:
-    return AllBlocksCleared({"medium": medium})
+def _cleared(_hashes: list[int]) -> AllBlocksCleared:
+    return AllBlocksCleared()
 
 
 _CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed, "cleared": _cleared}

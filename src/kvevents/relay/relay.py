@@ -43,7 +43,7 @@ from typing import Final, NamedTuple, Self, cast
 
 from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
-from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.event_server import EventServer
@@ -66,17 +66,10 @@ from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.subscriber.multiplexer import Transport
-from kvevents.wire.decode import rank_of
 
 log = logging.getLogger(__name__)
 
 _INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
-
-
-def _rank_offset(batch: RawBatch) -> int:
-    """Return by how much the rank that a payload states is above that of its source."""
-    stated = rank_of(batch.payload)
-    return 0 if stated is None else stated - batch.rank
 
 
 class _LastTurn(NamedTuple):
@@ -310,13 +303,12 @@ class Relay:
         payloads = [delivery.payload for delivery in deliveries if isinstance(delivery, RawBatch)]
         if payloads:
             self._encoder.observe(payloads)
-        self._sequencer.send_events([AllBlocksCleared()])
+        self._sequencer.send_events(clear_of_all_tiers())
         ranks = {source.rank for source in self.settings.upstreams}
         if len(ranks) > 1:
-            # Consumers then know all ranks, by their own numbers. Those of a node can begin above those of its sources.
-            offset = next((_rank_offset(delivery) for delivery in deliveries if isinstance(delivery, RawBatch)), 0)
+            # Consumers then know each rank by its own number from its first batch on.
             for rank in sorted(ranks):
-                self._sequencer.send_events([BlockRemoved([])], rank + offset)
+                self._sequencer.send_events([BlockRemoved([])], rank)
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
         """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""

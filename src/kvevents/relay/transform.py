@@ -15,8 +15,7 @@ import msgspec
 from kvevents.errors import EncodeError
 from kvevents.events import (
     ATTESTATION_MASK,
-    MEDIUM_CPU,
-    MEDIUM_DISK,
+    MEDIUM_ALL,
     TIERS,
     AllBlocksCleared,
     BlockStored,
@@ -74,8 +73,8 @@ class PassThrough:
 
 
 def clear_of_all_tiers() -> list[KVEvent]:
-    """Return the clears after which consumers know that all tiers are empty. One without a tier leaves the others unknown."""
-    return [AllBlocksCleared(), *(AllBlocksCleared({"medium": medium}) for medium in (MEDIUM_CPU, MEDIUM_DISK, "OTHER"))]
+    """Return the clears after which all tiers are known to be empty. After one without a tier, lower ones might not be."""
+    return [AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL})]
 
 
 def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:

@@ -19,6 +19,8 @@ import msgspec
 
 from kvevents.events import (
     ATTESTATION_MASK,
+    MEDIUM_ALL,
+    MEDIUM_CPU_PINNED,
     TIERS,
     AllBlocksCleared,
     BlockRemoved,
@@ -210,6 +212,8 @@ class UpstreamBlocks:
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
+        self._doubtful: set[tuple[RemovalPlacement, int]] = set()
+        """Copies that might be gone since a clear without a tier."""
         self._count = 0
         self._digest = 0
 
@@ -263,22 +267,43 @@ class UpstreamBlocks:
             self._digest += sum((each ^ term) * count for each, count in zip(hashes, counts, strict=True))
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
-        return self.clear(**scope_of(event))
+        scope = scope_of(event)
+        if scope.get("medium") == MEDIUM_ALL:
+            return self.clear()
+        if scope:
+            return self.clear(**scope)
+        # SGLang, which names its host memory so, empties that too.
+        tiers = TIERS[: 1 + any(each.medium == MEDIUM_CPU_PINNED for each in self._placements)]
+        emptied = [each for each in self._placements if tier_of(each.medium) in tiers and each.locality != "REMOTE"]
+        removals = chain.from_iterable(self._removals(each, self._take(each)) for each in emptied)
+        return [*removals, *chain.from_iterable(self._doubt(*each) for each in self._placements.items())]
+
+    def _doubt(self, placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
+        """Mark all copies as such that might be gone. A store of one more copy and a removal show that to consumers."""
+        hashes = [each for each in copies if (placement, each) not in self._doubtful]
+        self._doubtful.update((placement, each) for each in hashes)
+        for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
+            some = hashes[start : start + limit]
+            yield BlockStored(some, None, [], 0, **placement._asdict())
+            yield BlockRemoved(some, **placement._asdict())
 
     def _apply_store(self, event: BlockStored) -> list[KVEvent]:
         placement = self._placement_of(event)
+        again = [each for each in event.block_hashes if (placement, each) in self._doubtful] if self._doubtful else []
+        events: list[KVEvent] = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
         for each in event.block_hashes:
             copies[each] += 1
         self._count += len(copies) - before
         self._digest += _digest_of(placement, event.block_hashes)
-        return [event]
+        return [*events, event]
 
     def _apply_removal(self, event: BlockRemoved) -> list[KVEvent]:
         placement = self._placement_of(event)
         copies = self._placements.get(placement, Counter())
         removed = [each for each in event.block_hashes if self._remove_copy(copies, each)]
+        self._doubtful.difference_update((placement, each) for each in removed)
         self._digest -= _digest_of(placement, removed)
         if not copies:
             self._placements.pop(placement, None)
@@ -298,6 +323,7 @@ class UpstreamBlocks:
 
     def _take(self, placement: RemovalPlacement) -> Counter[int]:
         copies = self._placements.pop(placement)
+        self._doubtful = {each for each in self._doubtful if each[0] != placement}
         self._count -= len(copies)
         self._digest -= _digest_of(placement, copies.elements())
         return copies

@@ -231,7 +231,7 @@ class Service:
     def members(self) -> Mapping[Key, Member]:
         """Return the members of the fleet, with the other ranks that their streams carry."""
         self.data_plane.publish()  # the answer must not be newer than the table of queries
-        return {**self.fleet.workers, **self.fleet.members}
+        return dict(self.fleet.workers)
 
     # --- state
 

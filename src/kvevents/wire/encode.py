@@ -120,7 +120,8 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
         values = astuple(event)
         if values[count:] == nothing:
             return wire_type(*values[:count])
-        return fall_back(event) if any(getattr(event, name) is not None for name in others) else convert(event)
+        is_misfit = any(getattr(event, name) is not None for name in others) and not _is_limited_clear(event)
+        return fall_back(event) if is_misfit else convert(event)
 
     if not dialect.is_lossless:
         return convert
@@ -167,6 +168,10 @@ def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -
         return converted
     fields: dict[str, Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
     return fields | extra
+
+
+def _is_limited_clear(event: Any) -> bool:
+    return isinstance(event, AllBlocksCleared) and scope_of(event) == event.unknown_fields
 
 
 def _limited_clear(event: AllBlocksCleared, converted: msgspec.Struct) -> Any:

@@ -400,13 +400,12 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Pause {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        let may_be_replaced = |stream: &Self, shared: &SharedState| stream.may_be_replaced(shared, chain.context);
         // Whether the block before is new, so that no stream holds one after it, except across a hole.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
             let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
-            if let Some(before) = parent.filter(|_| is_new && !is_awaited && !may_be_replaced(self, shared)) {
+            if let Some(before) = parent.filter(|_| is_new && !is_awaited && !self.has_replaced_loras()) {
                 let position = self.position_of(block.mixed_hash);
                 if !self.knows(shared, block.hash, position) && !shared.is_listed(&block) {
                     if open.used == open.stretch.length {
@@ -433,8 +432,7 @@ impl Stream {
             let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
                 return Pause::TooManyEqual;
             };
-            if (placed.has_twin || may_be_replaced(self, shared)) && !self.note_lora(shared, &placed, chain.placement, *parent)
-            {
+            if (placed.has_twin || self.has_replaced_loras()) && !self.note_lora(shared, &placed, chain.placement, *parent) {
                 return Pause::TooManyEqual;
             }
             if chain.locals.is_some() {
@@ -569,9 +567,7 @@ impl Stream {
         let placed = self.place(writer, &block, placement, Some(parent));
         writer.contexts.release(number);
         let placed = placed.ok_or("too-many-alike")?;
-        if (placed.has_twin || self.may_be_replaced(writer, block.context))
-            && !self.note_lora(writer, &placed, placement, Some(parent))
-        {
+        if (placed.has_twin || self.has_replaced_loras()) && !self.note_lora(writer, &placed, placement, Some(parent)) {
             return Err("too-many-alike");
         }
         Ok(placed.is_unknown.then_some(placed.number))

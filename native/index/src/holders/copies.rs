@@ -3,6 +3,8 @@
 //! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that
 //! is the same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain
 //! again when the bounds are equal, or when an attestation of the engine's cache agrees.
+//!
+//! A clear that names no tier leaves blocks on lower tiers, or removes them. So their lower bound is 0 until they are stored again.
 
 use std::collections::HashMap;
 

@@ -274,7 +274,7 @@ impl Index {
                 stream.counters.void += 1;
                 return Outcome::Void;
             }
-            let ends_ranks = incarnation > stream.incarnation && matches!(stream.stated_ranks, StatedRanks::Several { .. });
+            let ends_ranks = incarnation > stream.incarnation && stream.stated_ranks == StatedRanks::Several;
             let outcome = self.apply_to(&mut stream, (source, rank), incarnation, apply);
             drop(stream);
             if ends_ranks {

@@ -160,9 +160,6 @@ impl Index {
         };
         let mut locked = own.lock();
         locked.last = locked.last.max(seq);
-        if beside.stated == Some(rank) {
-            locked.stated_ranks = StatedRanks::Several { has_own: true };
-        }
         has_new_estimate |= locked.take_new_estimate().is_some();
         drop(locked);
         (outcome, has_new_estimate.then(|| self.reported_estimate(source, rank)))
@@ -180,7 +177,7 @@ impl Index {
             return Ok(());
         };
         if stated == rank {
-            stream.stated_ranks = StatedRanks::Several { has_own: true };
+            stream.stated_ranks = StatedRanks::Several;
             return Ok(());
         }
         // As in `remove`, the registry is locked after a stream: `replacing` excludes who locks a stream after the registry.
@@ -189,7 +186,7 @@ impl Index {
             drop(registry);
             stream.clear_all(&mut self.shared_lock.write());
             stream.set_aside(ANOTHER_STREAM);
-            stream.stated_ranks = StatedRanks::Several { has_own: false };
+            stream.stated_ranks = StatedRanks::Several;
             return Ok(());
         }
         let (model, drafts) = (registry.labels.get(source).cloned(), registry.drafts.get(source).cloned());
@@ -203,7 +200,7 @@ impl Index {
         let own = register(&mut writer, number, worker(rank), stream.incarnation, model, drafts);
         drop(writer);
         let mut fresh = own.lock();
-        (fresh.last, fresh.stated_ranks) = (stream.last, StatedRanks::Several { has_own: false });
+        (fresh.last, fresh.stated_ranks) = (stream.last, StatedRanks::Several);
         fresh.evidence.is_whole = stream.evidence.is_whole;
         drop(fresh);
         let ranks = registry.streams.entry(source.into()).or_default();

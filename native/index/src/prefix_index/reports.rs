@@ -10,7 +10,7 @@ use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
-use crate::stream::{Counters, Estimate, StatedRanks, Stream};
+use crate::stream::{Counters, Estimate, Stream};
 
 /// Number of blocks that are listed while writers wait.
 const BLOCKS_AT_ONCE: usize = 512;
@@ -42,8 +42,6 @@ pub struct Info {
     pub estimate: Option<Estimate>,
     /// The other ranks whose batches arrive in its stream.
     pub carried_ranks: Vec<i64>,
-    /// Whether payloads state other ranks only, so that it is no rank of the engine.
-    pub is_carrier_only: bool,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
@@ -88,7 +86,6 @@ impl Index {
         (!stream.gone).then(|| Info {
             model,
             carried_ranks,
-            is_carrier_only: stream.stated_ranks == StatedRanks::Several { has_own: false },
             worker: Arc::new(worker),
             blocks: stream.blocks,
             incarnation: stream.incarnation,

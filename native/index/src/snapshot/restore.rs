@@ -30,8 +30,8 @@ use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, OTHER_RANKS, PLANE, REST, RUN, SEVERAL,
-    SEVERAL_RANKS, STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Blocks that are read, and then placed under one lock of the shared part: about a tenth of a millisecond, and readers can run in between.
@@ -182,8 +182,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         stream.stated_ranks = match self.from.byte()? {
             NO_RANK => StatedRanks::None,
             ONE_RANK => StatedRanks::One(self.from.signed()?),
-            SEVERAL_RANKS => StatedRanks::Several { has_own: true },
-            OTHER_RANKS => StatedRanks::Several { has_own: false },
+            SEVERAL_RANKS => StatedRanks::Several,
             other => return Err(bad(format!("unknown kind of stated ranks {other}"))),
         };
         stream.last = self.from.signed()?;

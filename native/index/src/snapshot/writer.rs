@@ -20,8 +20,8 @@ use crate::stream::{StatedRanks, Stream};
 
 use super::frames::FrameWriter;
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, OTHER_RANKS, PLANE, REST, RUN, SEVERAL,
-    SEVERAL_RANKS, STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Bytes for which the shared part is locked at once: some 4,000 blocks.
@@ -139,8 +139,7 @@ impl<W: Write> Saving<'_, W> {
                 self.out.byte(ONE_RANK);
                 self.out.signed(rank);
             }
-            StatedRanks::Several { has_own: true } => self.out.byte(SEVERAL_RANKS),
-            StatedRanks::Several { has_own: false } => self.out.byte(OTHER_RANKS),
+            StatedRanks::Several => self.out.byte(SEVERAL_RANKS),
         }
         self.out.signed(stream.last);
         self.out.byte(stream.has_attested().into());

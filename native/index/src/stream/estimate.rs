@@ -1,6 +1,7 @@
 //! Why answers about a stream can differ from what its engine finds, although no batch is known to be missing.
 
 use super::Stream;
+use crate::holders::placements::LEVELS;
 
 /// One reason. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,8 +12,8 @@ pub enum Estimate {
     UnknownParents(u64),
     /// Hashes are of pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
     PageHashes,
-    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or the
-    /// cache was cleared, and nothing says whether that has emptied these tiers.
+    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or not
+    /// all blocks of these tiers were known when the cache was cleared, which might not have emptied them.
     InexactTiers,
     /// The groups of the engine cannot be searched as the engine does.
     Groups(&'static str),
@@ -62,7 +63,7 @@ pub struct Evidence {
     pub has_extra_keys: bool,
     /// Whether a first block of unknown hash on another tier had none.
     pub has_unkeyed_root: bool,
-    /// Levels whose blocks a clear has removed here and perhaps not in the engine, as bits.
+    /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
     pub unknown_levels: u8,
     /// Whether a clear without a tier empties host memory too.
     pub has_host_clears: bool,
@@ -72,6 +73,8 @@ pub struct Evidence {
 
 /// First blocks whose hash is compared with that of their tokens alone.
 const PAGES: u8 = 8;
+/// All levels, as bits.
+const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
 
 impl Evidence {
     fn flags(&mut self) -> [&mut bool; 5] {
@@ -104,11 +107,29 @@ impl Evidence {
         found
     }
 
-    /// Begins again after a clear that names no tier, of a stream that has named placements on these levels.
-    pub fn begin(&mut self, levels: u8) {
-        let certain_levels = if self.has_host_clears { 0b11 } else { 0b1 };
+    /// The levels that a clear without a tier empties, as bits.
+    pub fn emptied_levels(&self) -> u8 {
+        if self.has_host_clears { 0b11 } else { 0b1 }
+    }
+
+    /// Forgets what was known of tiers that are empty now, all of them.
+    pub fn empty_all(&mut self) {
+        (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
+    }
+
+    /// Begins again after a clear that names no tier. `dropped` are levels whose blocks are no longer known, or not all of them; with
+    /// `keeps_lower`, blocks are left on lower ones.
+    pub fn begin(&mut self, dropped: u8, keeps_lower: bool) {
+        let is_complete = self.is_whole && self.set_aside == 0;
+        let missing = if is_complete {
+            dropped
+        } else {
+            !self.emptied_levels() & ALL_LEVELS
+        };
         *self = Self {
-            unknown_levels: self.unknown_levels | (levels & !certain_levels),
+            unknown_levels: self.unknown_levels | missing,
+            has_extra_keys: keeps_lower && self.has_extra_keys,
+            has_unkeyed_root: keeps_lower && self.has_unkeyed_root,
             has_page_hashes: self.has_page_hashes,
             has_host_clears: self.has_host_clears,
             pages_left: self.pages_left,
@@ -156,11 +177,16 @@ impl Stream {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
             Some(Estimate::PageHashes)
-        } else if unknown_levels != 0 || (has_extra_keys && has_unkeyed_root) || self.untied(false) > 0 {
+        } else if unknown_levels & self.named_levels() != 0 || (has_extra_keys && has_unkeyed_root) || self.untied(false) > 0 {
             Some(Estimate::InexactTiers)
         } else {
             self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
         }
+    }
+
+    /// Levels that it has named, as bits.
+    fn named_levels(&self) -> u8 {
+        self.named.iter().fold(0, |bits, named| bits | 1 << named.level)
     }
 
     /// Blocks with full attention on the device whose parents or tokens were never announced.

@@ -70,28 +70,19 @@ impl Stream {
         self.lora_bytes > 0
     }
 
-    /// Whether the stream keeps apart which blocks of a context are outdated. False for contexts without a LoRA.
-    #[inline]
-    pub fn may_be_replaced(&self, shared: &SharedState, context: u32) -> bool {
-        self.has_replaced_loras() && shared.contexts.get(context).lora != 0
-    }
-
-    /// Forgets a block that the stream does not hold any more.
+    /// Forgets a block that the stream does not hold any more; without blocks no LoRA is replaced.
     pub(super) fn forget_lora(&mut self, shared: &mut SharedState, number: u32) {
-        if self.has_replaced_loras()
-            && let Some(lora) = lora_of(shared, number)
-        {
-            self.lora_bytes = shared.change_loras(self.number, |loras| _ = loras.remove(lora, number));
+        if !self.has_replaced_loras() {
+            return;
         }
-        self.forget_loras_without_blocks(shared);
-    }
-
-    /// Forgets all replaced LoRAs if the stream has no blocks.
-    #[inline]
-    pub(super) fn forget_loras_without_blocks(&mut self, shared: &mut SharedState) {
-        if self.blocks == 0 && self.has_replaced_loras() {
-            self.lora_bytes = shared.change_loras(self.number, |loras| *loras = ReplacedLoras::default());
-        }
+        let (lora, is_last) = (lora_of(shared, number), self.blocks == 0);
+        self.lora_bytes = shared.change_loras(self.number, |loras| {
+            if is_last {
+                *loras = ReplacedLoras::default();
+            } else if let Some(lora) = lora {
+                loras.remove(lora, number);
+            }
+        });
     }
 
     /// Moves what is known of a record of a LoRA's block to another record of the same block.

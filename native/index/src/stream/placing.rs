@@ -106,6 +106,10 @@ impl Stream {
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
             if !self.counts_copies(placement) {
+                if !self.copies.is_empty() {
+                    let change = self.copies.set(number, placement, Copies::ONE);
+                    self.note(shared, number, placement, change);
+                }
                 return;
             }
             let (length, capacity) = self.copies.room();

@@ -5,7 +5,7 @@ use hashbrown::HashTable;
 use super::room::LARGE;
 use super::tally::{CopyMarks, Tally};
 use super::{NamedPlacement, Stream};
-use crate::holders::copies::CopyTable;
+use crate::holders::copies::{Copies, CopyTable};
 use crate::holders::holder_sets::EMPTY;
 use crate::memory::table::{Table, TableHash, TablePosition};
 use crate::step_counter;
@@ -48,7 +48,6 @@ impl Stream {
             }
         }
         self.apply_removals(shared, placement, &mut pending);
-        self.forget_loras_without_blocks(shared);
     }
 
     /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
@@ -68,7 +67,7 @@ impl Stream {
             position,
             number,
         } = *target;
-        if !self.collisions.is_empty() {
+        if !self.collisions.is_empty() || self.has_replaced_loras() {
             return false;
         }
         let position = self.table.position_again(position, mixed);
@@ -77,8 +76,7 @@ impl Stream {
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        let has_copies = !self.copies.is_empty() && self.copies.contains(number, placement);
-        if has_copies || shared.has_unlisted_twins(number) || self.may_be_replaced(shared, shared.records.context(number)) {
+        if (!self.copies.is_empty() && self.copies.contains(number, placement)) || shared.has_unlisted_twins(number) {
             return false;
         }
         let set = shared.records.set(number);
@@ -252,14 +250,52 @@ impl Stream {
         true
     }
 
-    /// Applies a clear that names no tier, and removes all blocks. Whether it has emptied other tiers than the device, its engine does not
-    /// say.
+    /// Applies a clear that names no tier: the device is empty. What lower tiers hold might be gone, since engines do not say whether they
+    /// were emptied too.
     pub fn clear_all(&mut self, writer: &mut Writer<'_, SharedState>) {
-        let levels = (self.named.iter()).map(|named| writer.view.placements.get(named.placement).level());
-        let levels = levels.fold(0, |levels, level| levels | 1 << level);
-        self.remove_all(writer);
-        self.leave_placements(writer);
-        self.evidence.begin(levels);
+        let emptied = self.evidence.emptied_levels();
+        let is_lower = |named: &&NamedPlacement| emptied >> named.level & 1 == 0;
+        let lower: Vec<NamedPlacement> = self.named.iter().filter(is_lower).copied().collect();
+        let levels = |is_meant: &dyn Fn(&NamedPlacement) -> bool| {
+            let meant = lower.iter().filter(|named| is_meant(named));
+            meant.fold(0, |bits, named| bits | 1 << named.level)
+        };
+        let (held, pending) = (
+            levels(&|named| named.held > 0),
+            levels(&|named| self.waiting.is_on(named.placement)),
+        );
+        let is_emptied = |placement| lower.iter().all(|named| named.placement != placement);
+        let keeps = held != 0 && self.clear(writer, is_emptied) && self.doubt_all(writer);
+        self.evidence.begin(pending | if keeps { 0 } else { held }, keeps);
+        if keeps {
+            self.waiting.clear(|_| true);
+            self.changed_copies.clear();
+            self.clear_unkept(None);
+            self.rebuild_group_cache(writer);
+        } else {
+            self.remove_all(writer);
+            self.leave_placements(writer);
+        }
+    }
+
+    /// Marks every block as one that might be gone. Returns false if clears are so frequent that blocks must not be examined again.
+    fn doubt_all(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
+        if self.examinations_left < self.blocks {
+            return false;
+        }
+        self.examinations_left -= self.blocks;
+        step_counter::count(self.blocks);
+        let numbers: Vec<u32> = writer.unlocked(|| self.numbers().collect());
+        for number in numbers {
+            let placements: Vec<u16> = writer.sets.placements(writer.records.set(number), self.number).collect();
+            for placement in placements {
+                let Copies { most, .. } = self.copies.get(number, placement);
+                let change = self.copies.set(number, placement, Copies { least: 0, most });
+                self.note(writer, number, placement, change);
+            }
+            self.spend(writer, 1);
+        }
+        true
     }
 
     /// Removes every block, which lookups see at once. The rules of groups stay.

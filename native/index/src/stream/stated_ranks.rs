@@ -9,10 +9,7 @@ pub enum StatedRanks {
     /// One, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
     One(i64),
     /// Several, each of which has a stream of its own.
-    Several {
-        /// Whether the rank by which the stream is known is one of them.
-        has_own: bool,
-    },
+    Several,
 }
 
 impl StatedRanks {
@@ -20,7 +17,7 @@ impl StatedRanks {
     #[inline]
     pub fn admit(&mut self, stated: Option<i64>) -> bool {
         match (*self, stated) {
-            (Self::Several { .. }, _) => false,
+            (Self::Several, _) => false,
             (Self::None, Some(rank)) => {
                 *self = Self::One(rank);
                 true

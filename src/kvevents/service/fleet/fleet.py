@@ -72,7 +72,7 @@ class Fleet(Listener):
         self.members: dict[Key, Member] = {}
         """The registered members."""
         self.workers: Mapping[Key, Member] = self.members
-        """The ranks that can hold blocks: members, and the other ranks that their streams carry."""
+        """The members, and the other ranks that their streams carry."""
         self.counts: dict[tuple[str, str], int] = {}
         """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
@@ -510,8 +510,7 @@ class Fleet(Listener):
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
         known = {each.registration.rank: each for each in member.carried}
         sizes = [each.block_sizes for each in member.carried]
-        is_worker = info is None or not info.is_carrier_only
-        has_changed = ranks != list(known) or is_worker != (member.registration.key in self.workers)
+        has_changed = ranks != list(known)
         if has_changed:
             for rank in ranks:
                 if rank not in known:
@@ -533,8 +532,7 @@ class Fleet(Listener):
     def _collect_workers(self) -> None:
         members = list(self.members.values())
         carried = {each.registration.key: each for member in members for each in member.carried}
-        own = {key: member for key, member in self.members.items() if member.info is None or not member.info.is_carrier_only}
-        self.workers = {**carried, **own} if carried else self.members
+        self.workers = {**carried, **self.members} if carried else self.members
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
         registration = member.registration
