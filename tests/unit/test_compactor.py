@@ -36,7 +36,7 @@ from kvevents.stream import Batch
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
 from wire_cases import CAPTURES, GOLDENS, Golden
 
-BEGIN = [AllBlocksCleared(), AllBlocksCleared({"medium": "*"})]
+BEGIN: list[KVEvent] = [AllBlocksCleared(), AllBlocksCleared({"medium": "*"})]
 """The first events of a snapshot, after which nothing is held on any tier."""
 
 WORKER = ("a", 0)
