@@ -180,12 +180,8 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
 
     def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Replay no longer holds a batch that it brought: fetch everything again, unless its buffer has proved too small.
-
-        A probe that has found a lost tail always does: nothing else would bring it before the next live batch.
-        """
-        has_found_tail = fetch.purpose is Purpose.PROBE and fetch.highest > self._deliverer.order.highest_seen
-        if self._resyncs >= self._limits.max_consecutive_resyncs and not has_found_tail:
+        """Replay no longer holds a batch that it brought: fetch everything again, unless its buffer has proved too small."""
+        if self._resyncs >= self._limits.max_consecutive_resyncs:
             return Input.EVICTED, reason
         self._resyncs += fetch.purpose is not Purpose.VERIFY
         return Input.NEW_INCARNATION, reason

@@ -252,8 +252,8 @@ class ZmqConnection:
             endpoint = lookup.endpoints[0]
             self._replay = self._transport.own(self._sockets.open(zmq.DEALER, endpoint))
             try:
-                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so replies are read as they arrive.
-                self._replay.set(zmq.RCVHWM, 0)
+                # An engine's ROUTER drops what exceeds 1,000 queued messages, so a whole replay buffer should have room here.
+                self._replay.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
                     self._transport.watch(self._replay, self._as_set)
