@@ -69,6 +69,8 @@ COMBINATIONS = [
     ["replay does not answer at first", "replay of what the socket takes", "clock leaps of the consumer"],
     ["short replay buffer", "queue full", "batches that cannot be encoded"],
     ["replay of another engine"],
+    ["ports of another engine", "sink that raises"],
+    ["slow names", "connection cut", "replies dropped"],
 ]
 """Every fault and trait once, in few rounds, except those of `EXCUSED`."""
 EXCUSED = {

@@ -1699,20 +1699,6 @@ def test_missing_batches_are_given_up_if_a_distrusted_endpoint_contradicts_the_s
     assert wire.next_request() is not None
 
 
-def test_probes_find_lost_tails_although_replay_has_evicted_what_was_unconfirmed() -> None:
-    """The engine holds one batch. Only every third one arrives live, and the next live one is not awaited."""
-    wire = Wire(limits=StreamLimits(max_consecutive_resyncs=1))
-    wire.stream.connected(0.0)
-    for newest in range(12):
-        if newest % 3 == 1:
-            wire.feed(live(newest))
-        for _ in range(20):
-            while (start := wire.next_request()) is not None:
-                wire.answer(*([replayed(newest)] if start <= newest else []), END)
-            wire.advance_to_deadline()
-        assert wire.stream.last_seq == newest
-
-
 def test_every_state_has_a_transition_and_every_input_and_action_is_used() -> None:
     """Each state can be entered and left, and the table has no unused entry."""
     transitions = [transition for row in TRANSITIONS.values() for transition in row.values()]

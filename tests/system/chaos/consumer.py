@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, overload
 
 import msgspec
 
@@ -69,6 +71,10 @@ class Consumer:
     """Whether it counts the received batches of the engine, to be compared with the example subscribers."""
     writes_claims: bool = True
     """Whether it records its claims to be EXACT."""
+    sink_failures: float = 0.0
+    """Share of the calls in which its sink raises; without any, it applies deliveries itself."""
+    name_delay: float = 0.0
+    """Seconds that its name server takes; 0 to connect to addresses."""
     ignores_a_removal: bool = False
     """Whether it silently ignores one removal, which the check of a round must find."""
 
@@ -121,13 +127,44 @@ class _Saved(msgspec.Struct):
     key: int
 
 
+class SinkError(Exception):
+    """The sink of a consumer has raised, as a sink with an error does."""
+
+
+class FailingSink:
+    """Applies deliveries to an index, and raises in some calls: before it has applied any, or after some or all of them."""
+
+    def __init__(self, index: PrefixIndex, share: float, draw: Random) -> None:
+        self._index = index
+        self._share = share
+        self._draw = draw
+        self.applied: list[tuple[Any, Any]] = []
+        """Deliveries with their outcomes, until the consumer takes them."""
+
+    def apply_many(self, deliveries: Sequence[Any]) -> Sequence[Any]:
+        fails = self._draw.random() < self._share
+        count = self._draw.choice((0, len(deliveries) // 2, len(deliveries))) if fails else len(deliveries)
+        outcomes = self._index.apply_many(deliveries[:count])
+        self.applied += zip(deliveries, outcomes, strict=False)
+        if fails:
+            raise SinkError(f"after {count} of {len(deliveries)} deliveries")
+        return outcomes
+
+
 class Follower:
     """A subscriber of either kind with its index and its claims. The caller waits for deliveries."""
 
-    def __init__(self, consumer: Consumer, subscriber: Subscriber[Any] | AsyncSubscriber[Any]) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        subscriber: Subscriber[Any] | AsyncSubscriber[Any],
+        index: PrefixIndex,
+        sink: FailingSink | None,
+    ) -> None:
         self.subscriber = subscriber
         self._consumer = consumer
-        self._index = PrefixIndex()
+        self._index = index
+        self._sink = sink
         self._claim_writer = ClaimWriter(consumer.claims_path)
         self._key = NO_BATCH
         self._last: Batch | RawBatch | None = None
@@ -142,14 +179,8 @@ class Follower:
         subscriber.add(source, self._resume() if consumer.saves_state else None)
 
     def apply_all(self, deliveries: Sequence[Any]) -> None:
-        """Apply deliveries. Record a claim and save the state if they are due."""
-        deliveries = [each for each in deliveries if not self._is_ignored(each)] if self._ignores_a_removal else deliveries
-        if self._consumer.decode:
-            applied = [self._index.apply(each) for each in deliveries]
-        else:
-            applied = self._index.apply_many(deliveries)
-        for delivery, outcome in zip(deliveries, applied, strict=True):
-            self.subscriber.report(delivery, outcome.report)
+        """Apply deliveries, unless a sink has. Record a claim and save the state if they are due."""
+        for delivery, outcome in self._apply(deliveries):
             self._record(delivery, outcome)
         now = time.monotonic()
         if self._consumer.writes_claims and now >= self._next_claim:
@@ -158,6 +189,19 @@ class Follower:
         if self._consumer.saves_state and now >= self._next_save:
             self._next_save = now + SAVE_INTERVAL
             self._save()
+
+    def _apply(self, deliveries: Sequence[Any]) -> list[tuple[Any, Any]]:
+        if self._sink is not None:
+            applied, self._sink.applied = self._sink.applied, []
+            return applied
+        deliveries = [each for each in deliveries if not self._is_ignored(each)] if self._ignores_a_removal else deliveries
+        if self._consumer.decode:
+            outcomes = [self._index.apply(each) for each in deliveries]
+        else:
+            outcomes = self._index.apply_many(deliveries)
+        for delivery, outcome in zip(deliveries, outcomes, strict=True):
+            self.subscriber.report(delivery, outcome.report)
+        return list(zip(deliveries, outcomes, strict=True))
 
     def _record(self, delivery: Any, outcome: Any) -> None:
         if isinstance(delivery, Reset):
@@ -256,6 +300,9 @@ class Follower:
 
 def run(pipe: Connection, consumer: Consumer) -> None:
     """Run the process: send a `Report` for each message in the pipe, until the pipe is closed."""
+    if consumer.name_delay:
+        _slow_down_names(consumer.name_delay)
+        consumer = replace(consumer, endpoint=_named(consumer.endpoint), replay_endpoint=_named(consumer.replay_endpoint))
     if consumer.asynchronous:
         asyncio.run(_run_async(pipe, consumer))
     else:
@@ -263,20 +310,55 @@ def run(pipe: Connection, consumer: Consumer) -> None:
 
 
 def _run_sync(pipe: Connection, consumer: Consumer) -> None:
-    with Subscriber(**_options(consumer)) as subscriber, suppress(EOFError, BrokenPipeError):
-        follower = Follower(consumer, subscriber)
+    index, sink = _make_sink(consumer)
+    with Subscriber(**_options(consumer), sink=sink) as subscriber, suppress(EOFError, BrokenPipeError):
+        follower = Follower(consumer, subscriber, index, sink)
         while True:
-            follower.apply_all(subscriber.receive_many(timeout=RECEIVE_SECONDS))
+            deliveries: Sequence[Any] = ()
+            with suppress(SinkError):
+                deliveries = subscriber.receive_many(timeout=RECEIVE_SECONDS)
+            follower.apply_all(deliveries)
             _answer_requests(pipe, follower)
 
 
 async def _run_async(pipe: Connection, consumer: Consumer) -> None:
-    async with AsyncSubscriber(**_options(consumer)) as subscriber:
+    index, sink = _make_sink(consumer)
+    async with AsyncSubscriber(**_options(consumer), sink=sink) as subscriber:
         with suppress(EOFError, BrokenPipeError):
-            follower = Follower(consumer, subscriber)
+            follower = Follower(consumer, subscriber, index, sink)
             while True:
-                follower.apply_all(await subscriber.receive_many(timeout=RECEIVE_SECONDS))
+                deliveries: Sequence[Any] = ()
+                with suppress(SinkError):
+                    deliveries = await subscriber.receive_many(timeout=RECEIVE_SECONDS)
+                follower.apply_all(deliveries)
                 _answer_requests(pipe, follower)
+
+
+def _make_sink(consumer: Consumer) -> tuple[PrefixIndex, FailingSink | None]:
+    index = PrefixIndex()
+    return index, FailingSink(index, consumer.sink_failures, Random(consumer.name)) if consumer.sink_failures else None
+
+
+def _slow_down_names(seconds: float) -> None:
+    """Let each name resolve this late in this process, as with a name server that is not well; each fifth lookup fails."""
+    resolve: Any = socket.getaddrinfo
+    lookups = itertools.count(1)
+
+    def resolve_late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        if next(lookups) % 5 == 0:
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer from the name server of this round")
+        return resolve(*arguments, **options)
+
+    socket.getaddrinfo = resolve_late
+
+
+@overload
+def _named(endpoint: str) -> str: ...
+@overload
+def _named(endpoint: None) -> None: ...
+def _named(endpoint: str | None) -> str | None:
+    return endpoint and endpoint.replace("tcp://127.0.0.1:", "tcp://localhost:")
 
 
 def _answer_requests(pipe: Connection, follower: Follower) -> None:

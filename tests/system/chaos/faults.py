@@ -131,9 +131,22 @@ def _flap(proxy: FaultProxy, random: Random) -> None:
 
 def _redirect_to_foreign(place: tuple[Stage, int], random: Random) -> None:
     """Redirect replay requests to another engine with the same settings, which has published fewer or more batches."""
-    endpoint = place[0].start_foreign_engine(random.choice((0.5, 1.0, 2.0)))
+    _, replay_endpoint = place[0].start_foreign_engine(random.choice((0.5, 1.0, 2.0)))
     for proxy in _find_replay(*place):
+        proxy.redirect(replay_endpoint)
+
+
+def _swap_with_foreign(place: tuple[Stage, int], random: Random) -> None:
+    """Redirect both ports of the engine to another engine, one after the other, as a cluster does that uses addresses again."""
+    endpoints = place[0].start_foreign_engine(random.choice((0.5, 1.0, 2.0)))
+    ports = [*zip(_find_proxies(place[0], 0), endpoints, strict=False)]
+    for proxy, endpoint in random.sample(ports, len(ports)):
         proxy.redirect(endpoint)
+        time.sleep(random.choice((0.0, 0.05)))
+
+
+def _heal_engine_ports(place: tuple[Stage, int]) -> None:
+    _find_leg(place[0], 0)[0].heal()
 
 
 def _heal_replay(place: tuple[Stage, int]) -> None:
@@ -204,6 +217,7 @@ FAULTS: Final[dict[str, Fault[Any]]] = {
     "replay dead": Fault(_find_replay, always(refuse), _heal, _has_replay_proxy),
     "replay silent": Fault(_find_replay, _stall, _heal, _has_replay_proxy),
     "replay of another engine": Fault(_find_place, _redirect_to_foreign, _heal_replay, _has_replay_proxy),
+    "ports of another engine": Fault(_find_place, _swap_with_foreign, _heal_engine_ports),
     "malformed messages injected": Fault(_find_live, _inject_malformed),
     "malformed replies and requests": Fault(_find_replay, _inject_malformed_replies, fits=_has_replay_proxy),
     "end markers out of place": Fault(_find_replay, always(_inject_end_markers), fits=_has_replay_proxy),

@@ -49,7 +49,7 @@ class Plan(plan.Plan):
             *map(str, setting.hops),
             *(
                 f"consumer {each.name}: decode={each.decode} async={each.asynchronous} "
-                f"leaps={each.clock_leaps} saves={each.saves_state}"
+                f"leaps={each.clock_leaps} saves={each.saves_state} sink failures={each.sink_failures:g}"
                 for each in self.consumers
             ),
         ]
@@ -206,6 +206,8 @@ class _PlanBuilder:
             has_short_timeouts=setting.has_short_timeouts,
             clock_leaps=self.random.choice((1, 5)) if setting.clock_leaps else 0,
             saves_state=name == "mortal",
+            sink_failures=setting.sink_failures,
+            name_delay=setting.name_delay,
         )
 
     # --- times

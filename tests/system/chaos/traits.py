@@ -28,6 +28,10 @@ class Setting:
     """Whether consumers have short timeouts instead of the defaults."""
     clock_leaps: bool = False
     """Whether clocks of consumers leap forward."""
+    sink_failures: float = 0.0
+    """Share of the calls in which the sink of a consumer raises; 0 for a consumer without a sink."""
+    name_delay: float = 0.0
+    """Seconds that a consumer's name server takes for an answer; 0 for addresses in place of names."""
     can_mount: bool = False
 
     @property
@@ -110,6 +114,14 @@ def _set_clock_leaps(setting: Setting, _: Random) -> Setting:
     return replace(setting, clock_leaps=True)
 
 
+def _make_sinks_fail(setting: Setting, random: Random) -> Setting:
+    return replace(setting, sink_failures=random.choice((0.001, 0.01)))
+
+
+def _slow_down_names(setting: Setting, random: Random) -> Setting:
+    return replace(setting, name_delay=random.choice((0.05, 0.3, 1.0)))
+
+
 def _set_low_hwm(setting: Setting, random: Random) -> Setting:
     """Set a low high-water mark, over `ipc://`: the buffers of TCP in the kernel alone would hold a whole round."""
     hwm = random.choice((20, 200))
@@ -137,6 +149,8 @@ TRAITS: Final[dict[str, Trait]] = {
     ),
     "clock jumps of the engine": Trait(_set_clock_jumps, share=0.25),
     "clock leaps of the consumer": Trait(_set_clock_leaps, share=0.08),
+    "sink that raises": Trait(_make_sinks_fail, share=0.1),
+    "slow names": Trait(_slow_down_names, lambda setting: setting.transport == "tcp", share=0.1),
     "unknown events": Trait(_change_defects(unknown=_draw_rare_share), _is_made_by("ours", "tape"), share=0.06),
     "batches of garbage": Trait(_change_defects(garbage=_draw_rare_share), _is_made_by("tape"), share=0.1),
     "malformed messages": Trait(_change_defects(frames=lambda _: 0.01), _is_made_by("tape"), share=0.12),

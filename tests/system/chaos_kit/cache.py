@@ -222,13 +222,12 @@ class Cache:
         return BlockRemoved([self._published_hash(node)], placement.medium, placement.group)
 
     def _clear_cache(self) -> AllBlocksCleared:
-        for node in self._held:
-            node.copies.clear()
-            node.position = -1
-            if node.parent is not None:
-                node.parent.children.pop(node, None)
-        self._removed.extend(self._held[:MAX_REMOVED])
-        self._held.clear()
+        """Clear the device; of SGLang host memory too. What is on lower tiers stays."""
+        emptied = {self._device.medium, MEDIUM_CPU_PINNED}
+        for node in list(self._held):
+            for placement in [placement for placement in node.copies if placement.medium in emptied]:
+                node.copies[placement] = 1
+                self._drop_copy(node, placement)
         return AllBlocksCleared()
 
     # --- copies
