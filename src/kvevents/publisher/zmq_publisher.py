@@ -149,22 +149,20 @@ class ZmqEventPublisher(QueuedPublisher):
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds
         """Whether this publisher connects, no consumer has subscribed, and that has not been logged."""
-        collision = port_collision(endpoint, replay_endpoint, data_parallel_rank) if self._binds else None
-        if collision is not None and not self._may_collide:
+        collision = port_collision(endpoint, replay_endpoint, data_parallel_rank)
+        if collision is not None and self._binds and not self._may_collide:
             raise ConfigError(collision)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
-        self._heartbeat_interval = heartbeat or 0.0
-        self._compact = compact
+        self._heartbeat_interval, self._compact = heartbeat or 0.0, compact
         self._replay_buffer = self._create_buffer(buffer_steps, compact)
         self._poll_planner = PollPlanner(settings.polling)
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._closing_lock = threading.RLock()
-        self._compaction = threading.Thread(
-            target=self._replay_buffer.compact_until_stopped, daemon=True, name="zmq-compaction"
-        )
+        compact_history = self._replay_buffer.compact_until_stopped
+        self._compaction = threading.Thread(target=compact_history, daemon=True, name="zmq-compaction")
         self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:

@@ -312,7 +312,8 @@ class MemberMatch(NamedTuple):
 
 
 _UNCERTAIN: Final = (
-    "some of these blocks might be gone, as they were announced more often than removed, or are of former weights of a LoRA"
+    "some of these blocks might be gone: they were announced more often than removed, were below the GPU when the cache was "
+    "cleared, or are of former weights of a LoRA"
 )
 
 
