@@ -197,7 +197,8 @@ def test_a_removal_applies_only_to_its_own_tier_group_locality_and_owner(index: 
 @pytest.mark.parametrize(
     ("scope", "left"),
     [
-        ({}, []),
+        ({}, ["cpu", "disk"]),
+        ({"medium": "*"}, []),
         ({"medium": "CPU_PINNED"}, ["gpu", "disk"]),
         ({"group_idx": 1}, ["gpu", "cpu"]),
         ({"medium": "gpu"}, ["cpu", "disk"]),
@@ -1212,7 +1213,7 @@ def test_a_worker_reports_its_block_sizes_and_its_tiers(index: PrefixIndex, feed
     feed(store([9], range(4), 4), removal(1))
     (info,) = index.workers()
     assert (info.block_sizes, info.tiers) == ([2, 4], {"gpu": 2, "cpu": 1})
-    feed(cleared())
+    feed(cleared(medium="*"))
     (info,) = index.workers()
     assert (info.block_sizes, info.tiers) == ([2, 4], {})
     index.apply(Reset("a", 0, 1, "restarted"))

@@ -458,11 +458,11 @@ def test_sources_are_added_and_removed(harness: Callable[..., Harness]) -> None:
 
 def test_invalid_endpoints_raise_when_they_are_added(harness: Callable[..., Harness]) -> None:
     """An endpoint that can never work is an error at once, with a message that gives the reason."""
-    for endpoint in ("tcp://", "tcp://host", "tcp://127.0.0.1:5557:5558", "http://host:1"):
+    for endpoint in ("tcp://", "tcp://host", "tcp://127.0.0.1:5557:5558", "http://host:1", "gopher://host:1"):
         with pytest.raises(ConfigError, match="invalid endpoint"):
             Source(endpoint)
     with pytest.raises(EndpointError, match="cannot connect to"):
-        harness(Source("gopher://host:1"))
+        harness(Source("ipc:///" + 200 * "x"))
 
 
 def test_the_repr_counts_streams_by_trust_and_ready_deliveries(harness: Callable[..., Harness]) -> None:

@@ -12,7 +12,7 @@ STORED = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None)
 
 
 def test_the_medium_constants_are_the_names_that_engines_send() -> None:
-    words = {name: getattr(events, name) for name in dir(events) if name.startswith("MEDIUM_")}
+    words = {name: getattr(events, name) for name in dir(events) if name.startswith("MEDIUM_") and name != "MEDIUM_ALL"}
     assert words == {f"MEDIUM_{word}": word for word in ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK", "EXTERNAL")}
 
 

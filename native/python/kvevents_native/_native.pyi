@@ -78,7 +78,9 @@ class NativeIndex:
         """`match` for each of several prompts of one namespace."""
     def match_keys(self, keys: Any, block_size: int | None = None, namespace: Namespace | None = None) -> Match:
         """The same for rolling keys that the caller has, from the root on."""
-    def _apply(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> ApplyResult | None: ...
+    def _apply(
+        self, source: str, rank: int, incarnation: int, seq: int, payload: bytes, loses_events: bool
+    ) -> ApplyResult | None: ...
     def _apply_many(self, batches: list[RawBatch]) -> list[ApplyResult]: ...
     def _apply_run(
         self, source: str, rank: int, incarnation: int, first: int, payloads: Sequence[bytes]

@@ -286,9 +286,10 @@ impl NativeIndex {
         incarnation: i64,
         seq: i64,
         payload: &[u8],
+        loses_events: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
         let index = slf.get().index(py)?;
-        let apply = || py.detach(|| index.events(source, rank, incarnation, seq, payload));
+        let apply = || py.detach(|| index.events((source, rank), incarnation, seq, payload, loses_events));
         let applied = run_change(index, apply)?;
         applied.map(|applied| Self::found(slf, applied)).transpose()
     }

@@ -184,6 +184,7 @@ def describe_estimate(code: str, count: int) -> str:
 
 _APPLIED: Final = ApplyResult("applied")
 _CLEARED: Final = ApplyResult("applied", BatchReport(cleared=True))
+_NOTHING: Final = BatchReport()
 _DUPLICATE: Final = ApplyResult("duplicate")
 _VOID: Final = ApplyResult("void")
 _BLOCKS_PER_PAGE: Final = 1_000
@@ -284,7 +285,8 @@ class PrefixIndex(_native.NativeIndex):
             payload = encode_events(batch.events, batch.data_parallel_rank)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
-        applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
+        loses_events = any(rejected.loses_events for rejected in batch.rejected)
+        applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload, loses_events)
         if applied is None:
             raise UsageError("events do not have the types that kvevents.events declares: a field has a value of another type")
         found = inspect_events(batch.events, batch.rejected)
@@ -332,7 +334,8 @@ class PrefixIndex(_native.NativeIndex):
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
         is_cleared = applied.report is not None and applied.report.cleared
-        return ApplyResult(applied.status, BatchReport(rejected, is_cleared, heartbeat, agrees, attested, estimate))
+        report = BatchReport(rejected, is_cleared, heartbeat, agrees, attested, estimate)
+        return ApplyResult(applied.status, None if report == _NOTHING else report)
 
     # --- workers
 

@@ -98,10 +98,23 @@ impl Index {
         applied.unwrap_or_else(|| self.apply_decoded(stream, incarnation, seq, payload))
     }
 
-    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read.
-    pub fn events(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<ApplyResult> {
-        let (stream, schema) = ((source, rank), &self.normalised);
-        let apply = |payload: &[u8]| self.apply_scanned(schema, stream, incarnation, seq, payload, &mut Beside::default());
+    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read. `loses_events` is whether
+    /// its batch has others, which could not be read before.
+    pub fn events(
+        &self,
+        stream: (&str, i64),
+        incarnation: i64,
+        seq: i64,
+        payload: &[u8],
+        loses_events: bool,
+    ) -> Option<ApplyResult> {
+        let apply = |payload: &[u8]| {
+            let mut beside = Beside {
+                loses_events,
+                ..Beside::default()
+            };
+            self.apply_scanned(&self.normalised, stream, incarnation, seq, payload, &mut beside)
+        };
         apply(payload).or_else(|| apply(&normalise_whole(payload, &self.normalised)?))
     }
 
