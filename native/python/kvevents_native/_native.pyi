@@ -79,7 +79,7 @@ class NativeIndex:
     def match_keys(self, keys: Any, block_size: int | None = None, namespace: Namespace | None = None) -> Match:
         """The same for rolling keys that the caller has, from the root on."""
     def _apply(
-        self, source: str, rank: int, incarnation: int, seq: int, payload: bytes, loses_events: bool
+        self, stream: tuple[str, int], incarnation: int, seq: int, payload: bytes, loses_events: bool
     ) -> ApplyResult | None: ...
     def _apply_many(self, batches: list[RawBatch]) -> list[ApplyResult]: ...
     def _apply_run(

@@ -281,15 +281,15 @@ impl NativeIndex {
     fn _apply(
         slf: &Bound<'_, Self>,
         py: Python<'_>,
-        source: &str,
-        rank: i64,
+        stream: Bound<'_, PyAny>,
         incarnation: i64,
         seq: i64,
         payload: &[u8],
         loses_events: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let index = slf.get().index(py)?;
-        let apply = || py.detach(|| index.events((source, rank), incarnation, seq, payload, loses_events));
+        let (index, named) = (slf.get().index(py)?, Named::from_object(&stream)?);
+        let parts = named.parts()?;
+        let apply = || py.detach(|| index.events(parts, incarnation, seq, payload, loses_events));
         let applied = run_change(index, apply)?;
         applied.map(|applied| Self::found(slf, applied)).transpose()
     }

@@ -286,7 +286,7 @@ class PrefixIndex(_native.NativeIndex):
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
         loses_events = any(rejected.loses_events for rejected in batch.rejected)
-        applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload, loses_events)
+        applied = self._apply((batch.source, batch.rank), batch.incarnation, batch.seq, payload, loses_events)
         if applied is None:
             raise UsageError("events do not have the types that kvevents.events declares: a field has a value of another type")
         found = inspect_events(batch.events, batch.rejected)
