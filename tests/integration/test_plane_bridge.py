@@ -348,7 +348,7 @@ def test_engines_that_a_running_bridge_follows_do_not_leave(plane: PlaneSettings
             log.wait_for("less trust", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
             log.wait_for("some time", lambda log: len(log.pages) > pages + 20)
-            assert one.status().unclaimed == 0
+            wait_for("all to be claimed", lambda: one.status().unclaimed == 0, SECONDS)
         wait_for("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
         pages = len(log.read().pages)
         log.wait_for("some time", lambda log: len(log.pages) > pages + 10)

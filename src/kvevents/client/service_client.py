@@ -13,6 +13,7 @@ import msgspec
 
 from kvevents.client.schemas import DEFAULT_GROUP, Problem, SourceView
 from kvevents.errors import ConfigError, ExternalError
+from kvevents.typed_json import decode_json
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import Answer, HttpError, HttpErrorKind
@@ -87,7 +88,7 @@ class ServiceClient:
         if answered not in {OK, status}:
             raise self._refused(answered, content)
         try:
-            return msgspec.json.decode(content, type=kind)
+            return decode_json(content, kind)
         except msgspec.MsgspecError as error:
             if answered != OK:
                 raise self._refused(answered, content) from None
@@ -117,7 +118,7 @@ class ServiceClient:
 
     def _refused(self, status: int, content: bytes) -> ServiceRequestError:
         try:
-            problem = msgspec.json.decode(content, type=Problem)
+            problem = decode_json(content, Problem)
         except msgspec.MsgspecError:
             quoted = content[:_MAX_QUOTED].decode(errors="replace").strip()
             sentence = f"{self.url} answered with status {status}" + (f": {quoted}" if quoted else "")

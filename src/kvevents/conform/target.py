@@ -29,6 +29,7 @@ from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
+from kvevents.typed_json import decode_json
 
 ANSWER_SECONDS: Final = 10.0
 """Time of a target to answer one request."""
@@ -56,7 +57,7 @@ class TargetResponse(NamedTuple):
     def decode(self, kind: type[T]) -> T:
         """Return the body as a value of a type. Raise `TargetError` if it is something else."""
         try:
-            return msgspec.json.decode(self.body, type=kind)
+            return decode_json(self.body, kind)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise TargetError(f"the answer cannot be decoded ({error}): {self.text[:200]}") from error
 
