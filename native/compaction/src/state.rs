@@ -503,13 +503,19 @@ impl State {
     fn clear_all(&mut self) {
         let lower_levels = self.lower_levels();
         let lower = self.announcements.on_levels(lower_levels);
+        let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
+        let has_lower = lower != 0 && self.blocks.live() > 0;
+        let may_keep = has_lower && self.may_examine();
         let levels_of = |announcements| self.announcements.levels_of(announcements);
-        let pending = levels_of(self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement));
-        let held = levels_of(self.blocks.all_copies() & lower);
+        let held = if may_keep {
+            levels_of(self.blocks.all_copies() & lower)
+        } else {
+            levels_of(if has_lower { lower } else { 0 })
+        };
         let is_whole = self.invalid.is_none() && !self.is_partial;
-        let keeps = held != 0 && self.may_examine();
+        let keeps = may_keep && held != 0;
         let missing = if is_whole {
-            pending | if keeps { 0 } else { held }
+            levels_of(waiting) | if keeps { 0 } else { held }
         } else {
             u8::MAX
         };

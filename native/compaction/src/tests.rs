@@ -530,6 +530,24 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert!(!compactor.is_partial());
 }
 
+/// A clear without a tier examines the blocks of lower tiers that stay. Without stores between, clears soon drop them instead.
+#[test]
+fn clears_without_a_tier_take_a_bounded_time() {
+    let mut state = State::default();
+    let hashes: Vec<u64> = (1..=1 << 14).collect();
+    state
+        .store(&store(&hashes, None, &vec![7; 2 * hashes.len()], &CPU))
+        .expect("within limits");
+    state.clear(None, None).expect("within limits");
+    assert_eq!((state.blocks.live(), state.unknown_levels), (hashes.len(), 0));
+    let clears = (0..200).take_while(|_| {
+        state.clear(None, None).expect("within limits");
+        state.blocks.live() > 0
+    });
+    assert!(clears.count() < 100);
+    assert_eq!(state.unknown_levels, 0b10);
+}
+
 /// Something that happens to a cache, in small numbers.
 type Step = (u8, u8, u8, u8);
 

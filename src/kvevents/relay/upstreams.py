@@ -212,8 +212,8 @@ class UpstreamBlocks:
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
-        self._doubtful: set[tuple[RemovalPlacement, int]] = set()
-        """Copies that might be gone since a clear without a tier."""
+        self._certain: dict[RemovalPlacement, set[int]] = {}
+        """The blocks below the device that were stored since the last clear without a tier. Others there might be gone."""
         self._count = 0
         self._digest = 0
 
@@ -261,6 +261,8 @@ class UpstreamBlocks:
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
         copies.update(dict(zip(hashes, counts, strict=True)))
+        if not _is_attested(placement):
+            self._certain.setdefault(placement, set()).update(hashes)
         self._count += len(copies) - before
         if _is_attested(placement):
             term = attestation_group_term(placement.group_idx)
@@ -276,12 +278,11 @@ class UpstreamBlocks:
         tiers = TIERS[: 1 + any(each.medium == MEDIUM_CPU_PINNED for each in self._placements)]
         emptied = [each for each in self._placements if tier_of(each.medium) in tiers and each.locality != "REMOTE"]
         removals = chain.from_iterable(self._removals(each, self._take(each)) for each in emptied)
-        return [*removals, *chain.from_iterable(self._doubt(*each) for each in self._placements.items())]
+        return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
 
-    def _doubt(self, placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
+    def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
         """Mark all copies as such that might be gone. A store of one more copy and a removal show that to consumers."""
-        hashes = [each for each in copies if (placement, each) not in self._doubtful]
-        self._doubtful.update((placement, each) for each in hashes)
+        hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             some = hashes[start : start + limit]
             yield BlockStored(some, None, [], 0, **placement._asdict())
@@ -289,8 +290,12 @@ class UpstreamBlocks:
 
     def _apply_store(self, event: BlockStored) -> list[KVEvent]:
         placement = self._placement_of(event)
-        again = [each for each in event.block_hashes if (placement, each) in self._doubtful] if self._doubtful else []
-        events: list[KVEvent] = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
+        events: list[KVEvent] = []
+        if not _is_attested(placement):
+            certain, known = self._certain.setdefault(placement, set()), self._placements.get(placement, ())
+            again = [each for each in dict.fromkeys(event.block_hashes) if each in known and each not in certain]
+            events = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
+            self._certain.setdefault(placement, set()).update(event.block_hashes)
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
         for each in event.block_hashes:
@@ -303,10 +308,12 @@ class UpstreamBlocks:
         placement = self._placement_of(event)
         copies = self._placements.get(placement, Counter())
         removed = [each for each in event.block_hashes if self._remove_copy(copies, each)]
-        self._doubtful.difference_update((placement, each) for each in removed)
+        if placement in self._certain:
+            self._certain[placement].difference_update(each for each in removed if each not in copies)
         self._digest -= _digest_of(placement, removed)
         if not copies:
             self._placements.pop(placement, None)
+            self._certain.pop(placement, None)
         if len(removed) == len(event.block_hashes):
             return [event]
         return [msgspec.structs.replace(event, block_hashes=removed, block_digests=None)] if removed else []
@@ -323,7 +330,7 @@ class UpstreamBlocks:
 
     def _take(self, placement: RemovalPlacement) -> Counter[int]:
         copies = self._placements.pop(placement)
-        self._doubtful = {each for each in self._doubtful if each[0] != placement}
+        self._certain.pop(placement, None)
         self._count -= len(copies)
         self._digest -= _digest_of(placement, copies.elements())
         return copies
