@@ -18,9 +18,9 @@ from kvevents import Batch, Source, Subscriber, events
 from kvevents.compat import vllm as compat
 from kvevents.engines import vllm
 from kvevents.engines.plugin import VARIABLE
-from kvevents.index import PrefixIndex
+from kvevents.index import Namespace, PrefixIndex
 from paths import DATA
-from vllm_stand_in import ENDPOINTS, Vllm, installed_engine, schedulers_of_a_test  # noqa: F401 - fixtures
+from vllm_stand_in import ENDPOINTS, Vllm, installed_engine, key_of, schedulers_of_a_test  # noqa: F401 - fixtures
 
 SHORT_HEARTBEAT = '{"heartbeat": 0.05}'
 
@@ -176,6 +176,30 @@ def test_a_reset_says_whether_it_includes_the_connector(schedule: Callable[..., 
     received = receive_events(scheduler, 3 if reset_connector else 2)
     clears = [event.unknown_fields for event in received if isinstance(event, events.AllBlocksCleared)]
     assert clears == ([None, {"medium": "CPU"}] if reset_connector else [None])
+
+
+@pytest.mark.parametrize("path", ["/first", "/second"])
+def test_a_lora_from_another_path_makes_its_blocks_uncertain_before_the_next_request(
+    schedule: Callable[..., Any], engine: Vllm, path: str
+) -> None:
+    """vLLM announces nothing about the swap, and no request finds the blocks of the former weights again."""
+    vllm.register()
+    scheduler, tokens = schedule(), [1, 2, 3, 4]
+    core = engine.core(scheduler)
+    core.add_lora(SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path="/first"))
+    for group, (kind, window) in enumerate(scheduler.kv_cache_manager.kv_cache_event_metadata):
+        event = compat.BlockStored([11], None, tokens, 4, 1, "GPU", "adapter", None, group, kind, window)
+        scheduler.pool.queue.append(event)
+        scheduler.pool.cached_block_hash_to_block.insert(key_of(11, group), group)
+    core.add_lora(lora_request=SimpleNamespace(lora_name="adapter", lora_int_id=2, lora_path=path))
+    scheduler.step()
+    index = PrefixIndex()
+    total = sum(events.attestation_term(11, group) for group in range(2)) & events.ATTESTATION_MASK
+    follow_until_heartbeat(scheduler, index, lambda found: found == total)
+    (worker,) = index.workers()
+    best = index.match(tokens, Namespace(lora="adapter")).best
+    assert best is not None
+    assert (worker.attested, worker.blocks, best.tokens, best.is_certain) == (True, 1, 4, path == "/first")
 
 
 def test_without_the_native_package_events_are_published_and_the_package_is_named(

@@ -67,8 +67,17 @@ class BlockPool:
 
 
 class KVCacheManager:
+    """Of a model with a sliding window in its first group."""
+
+    kv_cache_event_metadata = (("sliding_window", 8), ("full_attention", None))
+
     def __init__(self) -> None:
-        self.block_pool = BlockPool()
+        self.link(BlockPool())
+
+    def link(self, pool: Any) -> None:
+        groups = [types.SimpleNamespace(kv_cache_group_id=group, block_size=4, block_pool=pool) for group in range(2)]
+        self.block_pool: BlockPool = pool
+        self.coordinator = types.SimpleNamespace(single_type_managers=groups)
 
     def take_events(self) -> list[Any]:
         return self.block_pool.take_events()
@@ -93,6 +102,7 @@ class Vllm:
         self.pool = types.ModuleType("vllm.v1.core.block_pool")
         manager = types.ModuleType("vllm.v1.core.kv_cache_manager")
         scheduler = types.ModuleType("vllm.v1.core.sched.scheduler")
+        core = types.ModuleType("vllm.v1.engine.core")
 
         own_publishers: list[OwnPublisher] = []
 
@@ -117,7 +127,7 @@ class Vllm:
                 self.kv_event_publisher: Any = Factory.create(config, rank)
                 self.kv_cache_manager: Any = manager_class()
                 self.pool: Any = pool_class()
-                self.kv_cache_manager.block_pool = self.pool
+                self.kv_cache_manager.link(self.pool)
                 self.pool.cached_block_hash_to_block = map_class()
                 self.connector: Any = None
 
@@ -131,11 +141,19 @@ class Vllm:
                 self.pool.cached_block_hash_to_block = map_class()
                 return done
 
+        class EngineCore:
+            def __init__(self, scheduler: Any) -> None:
+                self.scheduler = scheduler
+
+            def add_lora(self, lora_request: Any) -> bool:  # noqa: ARG002 - as vLLM has it
+                return True
+
         self.own_publisher = own_publisher
         self.own_publishers = own_publishers
         """All of vLLM's own publishers that were created."""
         self.factory: Any = Factory
         self.scheduler: Any = Scheduler
+        self.core: Any = EngineCore
         for module, names in (
             (
                 self.events,
@@ -151,9 +169,10 @@ class Vllm:
             (self.pool, {"BlockPool": pool_class, "BlockHashToBlockMap": map_class}),
             (manager, {"KVCacheManager": manager_class}),
             (scheduler, {"Scheduler": Scheduler}),
+            (core, {"EngineCore": EngineCore}),
         ):
             vars(module).update(names)
-        self.modules = {each.__name__: each for each in (self.events, self.pool, manager, scheduler)}
+        self.modules = {each.__name__: each for each in (self.events, self.pool, manager, scheduler, core)}
 
 
 @contextmanager

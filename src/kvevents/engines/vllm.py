@@ -15,6 +15,8 @@ import functools
 import importlib
 import inspect
 import os
+import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +33,16 @@ from kvevents.engines.plugin import (
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
-from kvevents.events import ATTESTATION_MASK, AllBlocksCleared, KVEventBatch, attestation_group_term
+from kvevents.events import (
+    ATTESTATION_MASK,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    attestation_group_term,
+)
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "vLLM"
@@ -39,6 +50,8 @@ logger = engine_logger(_ENGINE)
 _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
 _ANNOUNCE_AGAIN: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
+_FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of KV cache groups that need all blocks of a prompt; releases before 0.26 state none."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 _HOOKED: Final = "_kvevents_hooked"
 """Attribute of the classes of vLLM that have hooks; each gets them once."""
@@ -63,6 +76,8 @@ class VllmEventPublisher(EnginePublisher):
     ) -> None:
         self.hand_over_to(own, settings.max_failures)
         self._options = options
+        self.lora_paths: Final[dict[str, str]] = {}
+        """The path of each LoRA that was loaded last."""
         known = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in known.items() if value is not None}:
             known[name] = compat.resolve_node_endpoint(known[name])
@@ -135,6 +150,9 @@ def _install_hooks() -> bool:
     managers = importlib.import_module("vllm.v1.core.kv_cache_manager")
     schedulers = importlib.import_module("vllm.v1.core.sched.scheduler")
     _hook(schedulers.Scheduler, "reset_prefix_cache", _publish_after_reset)
+    core = sys.modules.get("vllm.v1.engine.core")  # EngineCore creates the scheduler
+    if core is not None:
+        _hook(core.EngineCore, "add_lora", _publish_lora_change)
     if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
         _hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
     elif _has_report_mode():
@@ -144,13 +162,17 @@ def _install_hooks() -> bool:
     if block_map is None or not all(hasattr(block_map, name) for name in ("insert", "pop")):
         logger.info("kvevents: no attestation: this release of vLLM stores its cache in an unknown form")
         return False
-    event = importlib.import_module(_EVENTS_MODULE).BlockStored
-    has_groups = "group_idx" in event.__struct_fields__
+    has_groups = _has_groups()
     for name, sign in (("insert", 1), ("pop", -1)):
         _hook(block_map, name, functools.partial(_count_changes, sign=sign, has_groups=has_groups))
     _hook(managers.KVCacheManager, "__init__", _link_when_created)
     _hook(managers.KVCacheManager, "take_events", _record_before_publish)
     return True
+
+
+def _has_groups() -> bool:
+    """Return whether events name KV cache groups (vLLM from 0.20)."""
+    return "group_idx" in importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_fields__
 
 
 def _has_report_mode() -> bool:
@@ -289,16 +311,57 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         publisher = getattr(scheduler, "kv_event_publisher", None)
         if isinstance(publisher, VllmEventPublisher):
             with _log_exceptions(publisher):
-                events = scheduler.kv_cache_manager.take_events()
                 has_host_clear = bool(result) and _asks_for_connector(original, scheduler, arguments, named)
-                if has_host_clear:
-                    # Those of the connector would come later, behind stores of the next step, and remove them.
-                    events = [*events, *_take_connector_events(scheduler)]
-                if events:
-                    batch = importlib.import_module(_EVENTS_MODULE).KVEventBatch
-                    publisher.publish(batch(ts=time.time(), events=events))
+                # Those of the connector would come later, behind stores of the next step, and remove them.
+                _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if has_host_clear else [])
                 if has_host_clear:
                     publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
         return result
 
     return reset_prefix_cache
+
+
+def _publish_pending(scheduler: Any, publisher: VllmEventPublisher, further: list[Any]) -> None:
+    """Publish what the block pool would announce with the next step, and then further events of vLLM."""
+    events = [*scheduler.kv_cache_manager.take_events(), *further]
+    if events:
+        publisher.publish(importlib.import_module(_EVENTS_MODULE).KVEventBatch(ts=time.time(), events=events))
+
+
+def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Publish at once that the name of a LoRA is loaded from another path: no request finds the blocks of the former one.
+
+    vLLM hashes the path and announces the name. Consumers conclude it from one block under two hashes, which leave again.
+    """
+
+    def add_lora(core: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(core, *arguments, **named)
+        scheduler: Any = getattr(core, "scheduler", None)
+        publisher = getattr(scheduler, "kv_event_publisher", None)
+        if isinstance(publisher, VllmEventPublisher):
+            with _log_exceptions(publisher):
+                lora = arguments[0] if arguments else named["lora_request"]
+                former = publisher.lora_paths.get(lora.lora_name)
+                publisher.lora_paths[lora.lora_name] = lora.lora_path
+                if former not in {None, lora.lora_path}:
+                    _publish_pending(scheduler, publisher, [])
+                    publisher.publish(KVEventBatch(time.time(), _lora_change(scheduler.kv_cache_manager, lora)))
+        return result
+
+    return add_lora
+
+
+def _lora_change(manager: Any, lora: Any) -> list[KVEvent]:
+    """Return a store of one block under two hashes and their removal, in the first group that needs all blocks of a prompt."""
+    kinds = getattr(manager, "kv_cache_event_metadata", None)
+    for group in manager.coordinator.single_type_managers:
+        kind = kinds[group.kv_cache_group_id][0] if kinds else None
+        if kind in _FULL_KINDS:
+            number, size = group.kv_cache_group_id if _has_groups() else None, group.block_size
+            hashes: list[BlockHash] = [secrets.randbits(64), secrets.randbits(64)]
+            stores = (
+                BlockStored([each], None, [0] * size, size, lora.lora_int_id, "GPU", lora.lora_name, None, number, kind)
+                for each in hashes
+            )
+            return [*stores, BlockRemoved(hashes, "GPU", number)]
+    return []
