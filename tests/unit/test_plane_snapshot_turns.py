@@ -95,7 +95,7 @@ def order() -> list[str]:
 
 
 async def test_a_replica_whose_turn_it_is_not_writes_if_the_others_fail(caplog: pytest.LogCaptureFixture) -> None:
-    """A fault is served until a newer snapshot is known, whoever wrote it: what was refused is in the log for longer."""
+    """A fault is served until a newer snapshot is known, by any replica: what was refused is in the log for longer."""
     store, (first, second, third) = Store(), order()
     store.faults = {first: PlaneError("no room", fault="full"), second: TimeoutError()}
     async with writing(store) as snapshotters:
