@@ -116,8 +116,8 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     receive_hwm: Count = 100_000
     """Messages that may wait in a live or a replay socket while the application is busy, 0 for no limit. When one is full,
     libzmq drops messages at the publisher, and replay repairs the gap."""
-    max_message_bytes: Bytes = 256 * 1024 * 1024
-    """A larger message ends the connection. This is eight times what the decoder accepts, so only abuse reaches it."""
+    max_message_bytes: Bytes = 64 * 1024 * 1024
+    """A larger message ends the connection. This is twice what the decoder accepts, so only abuse reaches it."""
     reconnect_ms: Positive = 100
     """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
     reconnect_max_ms: Positive = 5_000
