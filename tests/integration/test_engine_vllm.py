@@ -164,18 +164,39 @@ def test_a_reset_of_an_idle_engine_is_published_at_once(schedule: Callable[..., 
     follow_until_heartbeat(scheduler, PrefixIndex(), lambda found: found == 0)
 
 
+class Connector:
+    """A connector with a cache of its own, whose clear names no tier and comes late."""
+
+    def __init__(self, is_emptied: bool | None) -> None:
+        self._is_emptied = is_emptied
+
+    def reset_cache(self) -> bool | None:
+        return self._is_emptied
+
+    def take_events(self) -> list[Any]:
+        return [type("AllBlocksCleared", (), {})()]
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+@pytest.mark.parametrize("is_emptied", [True, False, None])
 @pytest.mark.parametrize("reset_connector", [False, True])
-def test_a_reset_says_whether_it_includes_the_connector(schedule: Callable[..., Any], reset_connector: bool) -> None:
-    """A clear of host memory is announced with the reset, and the connector's own clear, which comes late, is left out."""
+def test_a_reset_says_whether_the_connector_was_emptied(
+    schedule: Callable[..., Any], reset_connector: bool, is_emptied: bool | None, is_in_use: bool
+) -> None:
+    """vLLM empties the connector's cache even if it refuses to empty that of the GPU, and some connectors cannot be emptied."""
     vllm.register()
     scheduler = schedule()
     scheduler.pool.store(1, 0)
     scheduler.step()
-    scheduler.connector = SimpleNamespace(take_events=lambda: [type("AllBlocksCleared", (), {})()])
-    assert scheduler.reset_prefix_cache(reset_connector=reset_connector)
-    received = receive_events(scheduler, 3 if reset_connector else 2)
-    clears = [event.unknown_fields for event in received if isinstance(event, events.AllBlocksCleared)]
-    assert clears == ([None, {"medium": "CPU"}] if reset_connector else [None])
+    scheduler.connector = Connector(is_emptied)
+    scheduler.pool.is_in_use = is_in_use
+    scheduler.reset_prefix_cache(reset_connector=reset_connector)
+    scheduler.pool.store(2, 1)
+    scheduler.step()
+    expected = [None] * (not is_in_use) + [{"medium": "CPU"}] * (reset_connector and is_emptied is True)
+    received = receive_events(scheduler, 2 + len(expected))
+    assert isinstance(received[-1], events.BlockStored)
+    assert [event.unknown_fields for event in received if isinstance(event, events.AllBlocksCleared)] == expected
 
 
 @pytest.mark.parametrize("path", ["/first", "/second"])

@@ -40,6 +40,8 @@ class BlockHashToBlockMap:
 
 class BlockPool:
     medium = "GPU"
+    is_in_use = False
+    """Whether running requests use blocks."""
 
     def __init__(self) -> None:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -57,6 +59,8 @@ class BlockPool:
         self.queue.append(make_store(block_hash, 0))
 
     def reset_prefix_cache(self) -> bool:
+        if self.is_in_use:
+            return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.queue.append(compat.AllBlocksCleared())
         return True
@@ -138,7 +142,10 @@ class Vllm:
 
             def reset_prefix_cache(self, reset_running_requests: bool = False, *, reset_connector: bool = False) -> bool:  # noqa: ARG002 - as vLLM has it
                 done: bool = self.pool.reset_prefix_cache()
-                self.pool.cached_block_hash_to_block = map_class()
+                if done:
+                    self.pool.cached_block_hash_to_block = map_class()
+                if reset_connector and self.connector is not None:
+                    done = self.connector.reset_cache() is not False and done
                 return done
 
         class EngineCore:

@@ -286,12 +286,15 @@ def _digest_of(manager: Any) -> int:
     return total & ATTESTATION_MASK
 
 
-def _asks_for_connector(original: Callable[..., Any], scheduler: Any, arguments: Any, named: Any) -> bool:
-    """Return whether a call of `reset_prefix_cache` resets the cache of a connector, which the scheduler has."""
-    if getattr(scheduler, "connector", None) is None:
-        return False
-    bound = inspect.signature(original).bind(scheduler, *arguments, **named)
-    return bool(bound.arguments.get("reset_connector"))
+def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note whether a connector has emptied its cache: it may be in use, and some connectors cannot do it."""
+
+    def reset_cache(connector: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(connector, *arguments, **named)
+        connector.kvevents_is_emptied = result is True
+        return result
+
+    return reset_cache
 
 
 def _take_connector_events(scheduler: Any) -> list[Any]:
@@ -303,19 +306,25 @@ def _take_connector_events(scheduler: Any) -> list[Any]:
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make.
 
-    A reset that includes the connector empties host memory too, which its event does not say.
+    A reset that includes the connector empties host memory too, which its event does not say, and does so even if requests that
+    run use blocks of the GPU, which are left then.
     """
 
     def reset_prefix_cache(scheduler: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(scheduler, *arguments, **named)
         publisher = getattr(scheduler, "kv_event_publisher", None)
-        if isinstance(publisher, VllmEventPublisher):
-            with _log_exceptions(publisher):
-                has_host_clear = bool(result) and _asks_for_connector(original, scheduler, arguments, named)
-                # Those of the connector would come later, behind stores of the next step, and remove them.
-                _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if has_host_clear else [])
-                if has_host_clear:
-                    publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
+        if not isinstance(publisher, VllmEventPublisher):
+            return original(scheduler, *arguments, **named)
+        connector = getattr(scheduler, "connector", None)
+        with _log_exceptions(publisher):
+            if hasattr(connector, "reset_cache"):
+                _hook(type(connector), "reset_cache", _note_whether_emptied)
+        result = original(scheduler, *arguments, **named)
+        with _log_exceptions(publisher):
+            is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
+            # Those of the connector would come later, behind stores of the next step, and remove them.
+            _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
+            if is_emptied:
+                publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
         return result
 
     return reset_prefix_cache
