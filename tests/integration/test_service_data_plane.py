@@ -101,7 +101,7 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
                 {"instance": "gone"},
                 {"instance": "lora"},
             ],
-            "tiers": {"cpu": 0.25, "nvme": 0.1},
+            "tiers": {"cpu": 0.25, "other": 0.1},
             "trust": {"DEGRADED": 1},
             "load_weight": 0.3,
             "wait_weight": 0.01,
@@ -112,6 +112,8 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         {"model": "m", "tokens": [], "candidates": [{"instance": "e0"}, {"instance": "e0"}]},
     ),
     "select without candidates": ("/v1/select", {"model": "m", "tokens": [], "candidates": []}),
+    "select with an unknown tier": ("/v1/select", {"model": "m", "tokens": [], "tiers": {"cpu": 1, "nvme": 0.1}}),
+    "select with an unknown trust state": ("/v1/select", {"model": "m", "tokens": [], "trust": {"GOOD": 1}}),
     "select with a large load weight": ("/v1/select", {"model": "m", "tokens": [], "load_weight": 1001}),
     "select by array": ("/v1/select", {"model": "m", "tokens": [], "candidates": [["e0", 0, 0.0]]}),
 }

@@ -25,10 +25,24 @@ use crate::trust::{State, Trust};
 use crate::weights::Weights;
 use kvevents_index::holders::placements::TIERS;
 
+/// A tier that has a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// Memory of the GPU.
+    Gpu,
+    /// Memory of the host.
+    Cpu,
+    /// Disks and remote stores.
+    Disk,
+    /// All tiers whose medium is not known: they have the lowest weight of all.
+    Other,
+}
+
 /// Weights of cached tokens, trust states and loads.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Terms {
-    tiers: Weights<String>,
+    tiers: Weights<Tier>,
     trust: Weights<State>,
     wait_weight: f64,
     load_weight: f64,
@@ -38,7 +52,7 @@ impl Terms {
     /// Returns these terms with the weights of a request, which take precedence.
     pub fn updated(
         &self,
-        tiers: &Weights<String>,
+        tiers: &Weights<Tier>,
         trust: &Weights<State>,
         wait_weight: Option<f64>,
         load_weight: Option<f64>,
@@ -330,13 +344,12 @@ pub fn choose<'a>(
     let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
     let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
     let weights = TierWeights::new(terms.tiers.0.iter().map(|(_, weight)| *weight));
-    let tiers: Vec<Option<usize>> = (terms.tiers.0.iter())
-        .map(|(name, _)| TIERS.iter().position(|tier| tier == name))
-        .collect();
+    // Positions in `TIERS`; that of other tiers is behind its end.
+    let tiers: Vec<usize> = terms.tiers.0.iter().map(|(tier, _)| *tier as usize).collect();
     let loads = Loads::of_contenders(&reachable, engines);
     let candidate = |(one, requests): (&&Contender<'a>, f64)| {
         let held = one.tiers.0.unwrap_or_default();
-        let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
+        let reach = |at: usize| held.get(tiers[at]).map_or(0, |tokens| (*tokens).into());
         let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
         let uncertain_weight = terms.weight_of_trust(State::Degraded);
         let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
@@ -346,8 +359,12 @@ pub fn choose<'a>(
         } else if inexact.is_empty() {
             believed * weights.saved(tokens, whole, reach)
         } else {
-            let is_inexact = |at: usize| tiers[at].is_some_and(|tier| inexact.iter().any(|name| name == TIERS[tier]));
             let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
+            let is_inexact = |at: usize| {
+                TIERS
+                    .get(tiers[at])
+                    .map_or(has_other, |tier| inexact.iter().any(|name| name == tier))
+            };
             let factor = |at: usize| if is_inexact(at) { uncertain_weight } else { believed };
             (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
         };

@@ -7,7 +7,7 @@ mod ties;
 mod trust;
 mod weights;
 
-pub use choice::{Considered, Contender, LoadFrom, Question, Selected, Terms, Tiers, WorkerTrust, choose, select_among};
+pub use choice::{Considered, Contender, LoadFrom, Question, Selected, Terms, Tier, Tiers, WorkerTrust, choose, select_among};
 pub use loads::EngineLoads;
 pub use ties::{MAX_TURNS, Tie, Ties};
 pub use trust::{State, Trust};

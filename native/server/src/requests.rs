@@ -5,11 +5,11 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
-use kvevents_routing::{State, Tie, Weights};
+use kvevents_routing::{State, Tie, Tier, Weights};
 
 use crate::fleet::{Lora, Scope};
 
-/// Characters of a name.
+/// Maximum number of characters of a name.
 const MAX_NAME: usize = 512;
 const MAX_MEDIA: usize = 1_024;
 const MAX_PROMPTS: usize = 1_024;
@@ -127,7 +127,12 @@ fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&Stri
 }
 
 fn is_name(name: &str) -> bool {
-    !name.is_empty() && (name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME)
+    !name.is_empty() && is_short(name)
+}
+
+/// Whether a name has at most `MAX_NAME` characters.
+pub(crate) fn is_short(name: &str) -> bool {
+    name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
 /// The name of an instance or a hash: a signed or unsigned 64-bit number, or text.
@@ -287,7 +292,7 @@ question! {
         #[serde(deserialize_with = "present")]
         tokens: Option<Vec<u32>>,
         candidates: Option<Vec<Object<Candidate>>>,
-        tiers: Weights<String>,
+        tiers: Weights<Tier>,
         #[serde(deserialize_with = "present")]
         wait_weight: Option<f64>,
         #[serde(deserialize_with = "present")]
@@ -397,6 +402,23 @@ mod tests {
             "\"+1\"",
         ] {
             assert_eq!(read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn reading_ends_at_the_first_name_that_has_no_weight() {
+        for (field, known) in [("tiers", "cpu"), ("trust", "EXACT")] {
+            let read = |names: &[&str]| {
+                let weights: Vec<String> = names.iter().map(|name| format!("{name:?}: 0.5")).collect();
+                serde_json::from_str::<Select>(&format!("{{{field:?}: {{{}}}}}", weights.join(", ")))
+            };
+            assert!(read(&[known]).is_ok());
+            assert!(read(&[known; 10_000]).unwrap().is_sound(), "the last of equal names counts");
+            let names: Vec<String> = (0..10_000).map(|number| format!("{number}")).collect();
+            let mut names: Vec<&str> = names.iter().map(String::as_str).collect();
+            names[0] = known;
+            let error = read(&names).err().unwrap();
+            assert!(error.column() < 40, "{error}");
         }
     }
 

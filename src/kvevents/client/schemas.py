@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from kvevents.client.reasons import Reason
-from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
+from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS, Tier
 from kvevents.settings import build_decoder_now
 from kvevents.stream import TrustState
 
@@ -199,8 +199,9 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     tokens: list[Token]
     candidates: list[Candidate] | None = None
     """Candidates; default: all workers of the model."""
-    tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
-    """Value of a token on each tier; 1 is the cost of computing it."""
+    tiers: dict[Tier, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
+    """Value of a token on each tier; 1 is the cost of computing it. `other` are all tiers whose medium is not known. They have
+    the lowest weight of all."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
     """Weight of the work that waits at a worker against computing as many tokens. Each request counts as 256 tokens of work.
     The decision record 0008 explains the defaults."""

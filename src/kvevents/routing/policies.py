@@ -269,7 +269,7 @@ class PrefixAwareSettings:
     context_weight: float = 0.0
     """Tokens of work that each prompt token of such a request counts as, at least 0: for engines that are short of memory. 1
     balances what is resident rather than what waits."""
-    tiers: Mapping[str, float] = field(default_factory=lambda: dict(TIER_WEIGHTS))
+    tiers: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TIER_WEIGHTS.items()))
     """Value of a token that a tier holds against computing it, 0 to 1. Missing tiers keep their weight of `TIER_WEIGHTS`;
     unknown tiers have the lowest of all."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
@@ -307,7 +307,7 @@ class PrefixAware:
         self.settings = settings
         self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
         self._ties = Ties(self._random)
-        tiers = {**TIER_WEIGHTS, **settings.tiers}
+        tiers = dict[str, float](TIER_WEIGHTS.items()) | dict(settings.tiers)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
         self._scorer = Scorer(
             tiers, settings.wait_weight, settings.load_weight, settings.guard, settings.guard_requests, self._trust["DEGRADED"]

@@ -6,12 +6,14 @@ This module needs no native code, since clients of the service use these names t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from kvevents.events import TIERS
 from kvevents.stream.trust import TrustState
 
-TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
+Tier: TypeAlias = Literal["gpu", "cpu", "disk", "other"]
+"""A tier that `/v1/select` weighs; `other` are all tiers whose medium is not known."""
+TIER_WEIGHTS: Final[Mapping[Tier, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
 """Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
 TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
     "EXACT": 1.0,
