@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.policies import EQUAL
 from kvevents.routing.weights import DISTANCE_LOST
-from kvevents.service.selection import SelectError, Standing, select
+from kvevents.service.fleet.registration import Scope
+from kvevents.service.selection import CandidateCache, SelectError, Standing, select
 from kvevents.stream import TrustState
 from kvevents_native._native import EngineLoads
 
@@ -94,6 +96,7 @@ def test_a_score_equals_one_that_is_calculated_by_hand() -> None:
         ({"gpu": 50, "cpu": 50, "disk": 50}, {"gpu": 0.2, "cpu": 0.1, "disk": 0.0}, 10.0),
         ({"NVFS9": 50}, {}, 25.0),
         ({"NVFS9": 50}, {"cpu": 0.1}, 5.0),
+        ({"gpu": 20, "NVFS9": 50}, {"other": 0.1}, 23.0),
         ({"gpu": 10, "cpu": 50}, {"gpu": 0.1, "cpu": 0.9}, 45.0),
         ({"gpu": 500}, {}, 100.0),
         ({}, {}, 0.0),
@@ -218,6 +221,17 @@ def test_each_rank_is_a_separate_worker() -> None:
     request = SelectRequest(model="m", tokens=PROMPT)
     found = select(request, candidates, {("w", 1): make_match(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), EngineLoads(60.0))
     assert (found.instance, found.rank, found.considered) == ("w", 1, None)
+
+
+def test_only_candidates_of_scopes_with_short_names_are_cached() -> None:
+    """Clients can send names of megabytes to `/query`."""
+    fleet: Any = SimpleNamespace(version=0, state_version=0, adapters=frozenset(), workers={})
+    cache = CandidateCache(fleet)
+    for length in (1, 512, 513, 1_000_000):
+        name = "ä" * length
+        for changes in ({"lora": name}, {"salt": name}, {"tenant": name}, {"lora": 1, "salt": name}):
+            scope = Scope("m", "default", "default", None, None)._replace(**changes)
+            assert (cache.of(scope) is cache.of(scope)) == (length <= 512)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------------

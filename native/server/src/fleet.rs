@@ -10,8 +10,10 @@ use kvevents_routing::{State, Trust};
 use parking_lot::RwLock;
 use serde::Deserialize;
 
-/// Most scopes whose candidates are cached, since clients can name any LoRA and salt.
+/// Maximum number of scopes whose candidates are cached, since clients can name any LoRA and salt.
 const MAX_REMEMBERED: usize = 256;
+/// Maximum number of characters of a name that `/v1` admits.
+const MAX_NAME: usize = 512;
 
 /// A LoRA by its name, or by its number for engines whose events have no name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
@@ -41,6 +43,16 @@ pub struct Scope {
 impl Scope {
     fn fleet(&self) -> Fleet {
         (self.model.clone(), self.tenant.clone(), self.group.clone())
+    }
+
+    /// Whether no name is longer than `/v1` admits: `/query` reads others too, but none of them is cached.
+    fn has_short_names(&self) -> bool {
+        let lora = match &self.lora {
+            Some(Lora::Name(name)) => name,
+            Some(Lora::Id(_)) | None => "",
+        };
+        let salt = self.salt.as_deref().unwrap_or_default();
+        [&self.model, &self.tenant, &self.group, lora, salt].into_iter().all(is_short)
     }
 
     fn is_same_fleet(&self, other: &Self) -> bool {
@@ -200,6 +212,9 @@ impl Table {
             return Some(found.clone());
         }
         let found = Arc::new(self.find(self.resolve_model(scope)?)?);
+        if !scope.has_short_names() {
+            return Some(found);
+        }
         let mut remembered = self.remembered.write();
         if remembered.len() >= MAX_REMEMBERED {
             remembered.clear();
@@ -296,6 +311,11 @@ impl Table {
     }
 }
 
+/// Whether a name has at most `MAX_NAME` characters.
+pub(crate) fn is_short(name: &str) -> bool {
+    name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
+}
+
 /// None, and the value if it is present.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
@@ -320,4 +340,32 @@ pub(crate) fn monotonic() -> f64 {
     // SAFETY: the pointer is to a valid `timespec`, which the call fills.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvevents_index::limits::Limits;
+    use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
+
+    #[test]
+    fn only_scopes_with_short_names_are_remembered() {
+        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
+        let table = r#"{"has_failed": false, "block_sizes": [], "bases": [], "workers": [{
+            "source": "s", "rank": 0, "instance": "i", "label": "m", "is_hidden": false, "distance": 0, "block_size": null,
+            "scope": {"model": "m", "tenant": "default", "group": "default", "lora": null, "salt": null},
+            "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": false}}]}"#;
+        let table = Table::read(table.as_bytes(), Arc::new(index)).unwrap();
+        let plain = table.workers[0].scope.clone();
+        let mut remembered = 0;
+        for (length, is_remembered) in [(1, true), (512, true), (513, false), (2_000_000, false)] {
+            let name = "ä".repeat(length);
+            let (lora, salt) = (Some(Lora::Name(name.clone())), Some(name));
+            for scope in [Scope { lora, ..plain.clone() }, Scope { salt, ..plain.clone() }] {
+                assert_eq!(table.candidates(&scope).unwrap().workers, [0]);
+                remembered += usize::from(is_remembered);
+                assert_eq!(table.remembered.read().len(), remembered, "{length} characters");
+            }
+        }
+    }
 }

@@ -7,10 +7,8 @@ use serde::{Deserialize, Deserializer};
 use kvevents_index::keys::{self, Item};
 use kvevents_routing::{State, Tie, Tier, Weights};
 
-use crate::fleet::{Lora, Scope};
+use crate::fleet::{Lora, Scope, is_short};
 
-/// Maximum number of characters of a name.
-const MAX_NAME: usize = 512;
 const MAX_MEDIA: usize = 1_024;
 const MAX_PROMPTS: usize = 1_024;
 const DEFAULT: &str = "default";
@@ -128,11 +126,6 @@ fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&Stri
 
 fn is_name(name: &str) -> bool {
     !name.is_empty() && is_short(name)
-}
-
-/// Whether a name has at most `MAX_NAME` characters.
-pub(crate) fn is_short(name: &str) -> bool {
-    name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
 /// The name of an instance or a hash: a signed or unsigned 64-bit number, or text.

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvevents.client.reasons import Reason
-from kvevents.client.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
+from kvevents.client.schemas import MAX_NAME_BYTES, Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.events import TIERS
 from kvevents.routing import Ties, Worker
 from kvevents.routing.weights import distance_of
@@ -23,7 +23,8 @@ from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 MAX_REMEMBERED: Final = 256
-"""Most scopes in the cache. Clients can name any LoRA and salt."""
+"""Maximum number of scopes in the cache, whose names have at most `MAX_NAME_BYTES` characters: clients can send any
+LoRA and salt."""
 
 
 class Candidates(NamedTuple):
@@ -53,7 +54,8 @@ class CandidateCache:
                 view.known.clear()
             members = tuple(member for member in view.members if member.admits(scope))
             found = Candidates(members, tuple(member for member in members if member.trust_status.state != "EXACT"))
-            view.known[scope] = found
+            if all(len(name) <= MAX_NAME_BYTES for name in scope if isinstance(name, str)):
+                view.known[scope] = found
         return found
 
     def resolve(self, scope: Scope) -> Scope:
