@@ -5,13 +5,16 @@ use std::net::IpAddr;
 
 use hyper::HeaderMap;
 use hyper::header::{AUTHORIZATION, HOST, ORIGIN};
-use ring::digest::{SHA256, digest};
+use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
+use subtle::{Choice, ConstantTimeEq};
 
 use crate::settings::Settings;
 
+type Digest = [u8; SHA256_OUTPUT_LEN];
+
 /// The rules for callers and hosts.
 pub(crate) struct Policy {
-    tokens: Vec<Vec<u8>>,
+    tokens: Vec<Digest>,
     has_tokens: bool,
     is_open: bool,
     checks_host: bool,
@@ -21,15 +24,12 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    pub(crate) fn new(settings: &Settings) -> Self {
-        let bytes = |digits: &String| {
-            let pairs = digits.as_bytes().chunks(2);
-            let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
-            pairs.filter_map(byte).collect()
-        };
+    /// Returns an error for a token that is not a SHA-256 digest.
+    pub(crate) fn new(settings: &Settings) -> Result<Self, &'static str> {
         let host = settings.host.to_lowercase();
-        Self {
-            tokens: settings.tokens.iter().map(bytes).collect(),
+        let tokens: Option<Vec<Digest>> = settings.tokens.iter().map(|digits| from_hex(digits)).collect();
+        Ok(Self {
+            tokens: tokens.ok_or("invalid digest of a token: expected 64 hexadecimal digits")?,
             has_tokens: settings.has_tokens,
             is_open: settings.is_open,
             checks_host: settings.checks_host,
@@ -38,7 +38,7 @@ impl Policy {
                 .parse::<IpAddr>()
                 .map_or(host == "localhost", |address| address.is_loopback()),
             host,
-        }
+        })
     }
 
     /// Whether a request with these headers is certainly allowed.
@@ -56,11 +56,11 @@ impl Policy {
             return false;
         };
         let (scheme, token) = value.split_at(at);
-        let found = digest(&SHA256, trim_token(token));
+        let given = digest(&SHA256, trim_token(token));
         // All bytes of all digests are compared, so the time does not depend on the token.
-        let is_same = |known: &Vec<u8>| known.iter().zip(found.as_ref()).fold(0, |other, (a, b)| other | (a ^ b)) == 0;
-        let matches = self.tokens.iter().filter(|known| is_same(known)).count();
-        scheme.eq_ignore_ascii_case(b"bearer") && matches > 0
+        let is_same = |known: &Digest| known.as_slice().ct_eq(given.as_ref());
+        let is_known = self.tokens.iter().fold(Choice::from(0), |any, known| any | is_same(known));
+        scheme.eq_ignore_ascii_case(b"bearer") && is_known.into()
     }
 
     fn is_own_host(&self, headers: &HeaderMap) -> bool {
@@ -86,6 +86,21 @@ impl Policy {
     }
 }
 
+/// Decodes a digest of hexadecimal digits. None if it has another length or other characters.
+fn from_hex(digits: &str) -> Option<Digest> {
+    let mut bytes = [0; SHA256_OUTPUT_LEN];
+    let (pairs, []) = digits.as_bytes().as_chunks::<2>() else {
+        return None;
+    };
+    if pairs.len() != bytes.len() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    for (byte, pair) in bytes.iter_mut().zip(pairs) {
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
 fn trim_token(token: &[u8]) -> &[u8] {
     let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
     let start = token.iter().position(|byte| !is_blank(byte)).unwrap_or(token.len());
@@ -99,7 +114,7 @@ mod tests {
 
     fn policy(change: impl FnOnce(&mut Policy)) -> Policy {
         let mut made = Policy {
-            tokens: vec![digest(&SHA256, b"0123456789abcdef").as_ref().to_vec()],
+            tokens: vec![digest(&SHA256, b"0123456789abcdef").as_ref().try_into().unwrap()],
             has_tokens: true,
             is_open: false,
             checks_host: false,
@@ -133,6 +148,23 @@ mod tests {
         }
         let open = policy(|policy| (policy.has_tokens, policy.is_open) = (false, true));
         assert!(open.admits(&headers(&[("authorization", "whatever")])));
+    }
+
+    #[test]
+    fn only_whole_digests_are_configured() {
+        let digits = "09af".repeat(16);
+        assert_eq!(from_hex(&digits).unwrap()[..2], [0x09, 0xaf]);
+        for wrong in [
+            "",
+            "0",
+            "09",
+            &digits[..62],
+            &digits[..63],
+            &(digits.clone() + "00"),
+            &digits.replace("09", "+9"),
+        ] {
+            assert_eq!(from_hex(wrong), None, "{wrong}");
+        }
     }
 
     #[test]

@@ -95,7 +95,7 @@ impl Server {
                 Metrics::new(&settings),
                 loads,
             ),
-            policy: Policy::new(&settings),
+            policy: Policy::new(&settings)?,
             upstream,
             probes: RwLock::default(),
             silence: AtomicU32::new(0),
