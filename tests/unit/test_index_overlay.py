@@ -164,13 +164,25 @@ def test_the_oldest_decisions_are_dropped_first_and_shared_blocks_stay(clock: Vi
     index.speculate("a", [*PROMPT[:4], 50, 51, 52, 53], ttl=2)
     assert expected(index) == {("a", 0): 8}
     index.speculate("a", PROMPT[:6], ttl=1)
-    assert decision_counts(index) == (7, 0, 1)
+    assert (*decision_counts(index), index.stats().displaced) == (7, 0, 0, 1), "it ended before its time"
     assert expected(index) == {("a", 0): 6}
     assert expected(index, [*PROMPT[:4], 50, 51, 52, 53]) == {("a", 0): 8}
     clock.advance(1)
     assert expected(index) == {("a", 0): 4}
     clock.advance(1)
-    assert (expected(index), decision_counts(index)) == ({}, (0, 0, 3))
+    assert (expected(index), decision_counts(index)) == ({}, (0, 0, 2))
+
+
+def test_decisions_have_keys_of_the_block_sizes_of_their_model_only(index: PrefixIndex) -> None:
+    """Workers of another model have blocks of one token: they neither fill the overlay nor displace decisions."""
+    index.set_model("a", "A")
+    index.set_model("b", "B")
+    Feed(index, "a")(store([1], [90, 91], 2))
+    Feed(index, "b")(store([1], [90], 1))
+    index.speculate("a", PROMPT, Namespace(model="A"))
+    assert index.stats().speculated == 4
+    assert expected(index, scope=Namespace(model="A")) == {("a", 0): 8}
+    assert expected(index, scope=Namespace(model="B")) == {}
 
 
 @pytest.mark.parametrize("ttl", [0, -1, float("nan")])

@@ -524,6 +524,7 @@ impl NativeIndex {
         totals.set_item("speculated", overlay.blocks)?;
         totals.set_item("confirmed", overlay.confirmed)?;
         totals.set_item("expired", overlay.expired)?;
+        totals.set_item("displaced", overlay.displaced)?;
         Ok(totals)
     }
 

@@ -153,6 +153,8 @@ class IndexStats(Counters):
     """Decisions of the overlay whose prompt was stored before they expired."""
     expired: int = 0
     """Decisions of the overlay that expired."""
+    displaced: int = 0
+    """Decisions of the overlay that ended before they expired, since it had more than `max_speculated` blocks."""
 
 
 Worker: TypeAlias = tuple[str, int] | str

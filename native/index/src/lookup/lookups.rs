@@ -15,6 +15,7 @@ use crate::holders::placements::LEVELS;
 use crate::keys::{self, Item, Scheme};
 use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
 use crate::prefix_index::Index;
+use crate::step_counter;
 use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::{Reading, View};
@@ -118,8 +119,10 @@ pub struct Speculated {
     pub blocks: usize,
     /// Decisions whose prompt was held when they ended.
     pub confirmed: u64,
-    /// Decisions that ended unconfirmed.
+    /// Decisions that ended unconfirmed at their time.
     pub expired: u64,
+    /// Decisions that ended unconfirmed before their time, at the limit.
+    pub displaced: u64,
 }
 
 /// A prompt divided into blocks by one scheme.
@@ -386,7 +389,7 @@ impl Index {
 
     /// Adds a decision: until `until` a worker is expected to hold a prompt.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
-        let prompts = self.keys_of_all(tokens, scope);
+        let prompts = self.keys_by_scheme(tokens, scope);
         let prompts = prompts.into_iter().map(|(_, keys)| keys).collect();
         self.overlay.lock().add(worker.clone(), prompts, until);
         drop(self.overlay_at(now));
@@ -395,8 +398,11 @@ impl Index {
     /// Returns the overlay, without decisions that have ended by `now`.
     fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
         let mut overlay = self.overlay.lock();
-        if overlay.is_due(now) {
+        while overlay.is_due(now) {
+            step_counter::begin_hold();
             self.expire(&mut overlay, now);
+            step_counter::end_hold();
+            MutexGuard::bump(&mut overlay);
         }
         overlay
     }
@@ -423,7 +429,7 @@ impl Index {
         if self.overlay_at(now).is_empty() {
             return;
         }
-        let prompts = self.keys_of_all(tokens, scope);
+        let prompts = self.keys_by_scheme(tokens, scope);
         let registry = self.registry.read();
         let overlay = self.overlay.lock();
         let meant = |worker: &&Worker| registry.labels.get(&worker.source) == scope.model.as_ref();
@@ -464,18 +470,19 @@ impl Index {
             blocks: overlay.len(),
             confirmed: overlay.confirmed,
             expired: overlay.expired,
+            displaced: overlay.displaced,
         }
     }
 
-    /// Keys of a prompt in every scheme that some worker uses.
-    fn keys_of_all(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
+    /// Keys of a prompt in every scheme that some worker of the scope's model uses.
+    fn keys_by_scheme(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
         let view = self.view.read();
-        let mut schemes: Vec<Scheme> = Vec::new();
-        for (scheme, _) in view.models.values().flat_map(|model| &model.schemes) {
-            if !schemes.contains(scheme) {
-                schemes.push(*scheme);
-            }
-        }
+        let model = view.models.get(&scope.model);
+        let schemes: Vec<Scheme> = model
+            .map_or(&[][..], |model| &model.schemes)
+            .iter()
+            .map(|(scheme, _)| *scheme)
+            .collect();
         drop(view);
         let variants = scope.variants(tokens);
         let keys = |(scheme, tokens): (Scheme, &[u32])| {

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use crate::step_counter;
 use crate::store::members::Worker;
 
 /// A prompt that goes to a worker.
@@ -42,9 +43,14 @@ pub struct Overlay {
     limit: usize,
     /// Decisions whose prompt was stored, or was held when they ended.
     pub confirmed: u64,
-    /// Decisions that ended unconfirmed.
+    /// Decisions that ended unconfirmed at their time.
     pub expired: u64,
+    /// Decisions that ended unconfirmed before their time, at the limit.
+    pub displaced: u64,
 }
+
+/// Blocks of decisions that end in one call of `Overlay::expire`, after which other threads can lock the overlay.
+const ENDED_PER_HOLD: usize = 1 << 13;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.
 fn order(moment: f64) -> i64 {
@@ -65,6 +71,7 @@ impl Overlay {
             limit,
             confirmed: 0,
             expired: 0,
+            displaced: 0,
         }
     }
 
@@ -94,6 +101,7 @@ impl Overlay {
             return;
         }
         let expected = self.expected.entry(decision.worker.clone()).or_default();
+        step_counter::count(size);
         for &key in decision.keys() {
             *expected.entry(key).or_default() += 1;
         }
@@ -139,19 +147,23 @@ impl Overlay {
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends decisions that are over, and the oldest ones above the limit. `held` returns whether a worker holds the last block of a prompt.
+    /// Ends some of the decisions that are over, and of the oldest ones above the limit: it is called until `is_due` returns false. `held`
+    /// returns whether a worker holds the last block of a prompt.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) {
-        let oldest = |overlay: &Self| {
-            let (&number, _) = overlay.decisions.first_key_value()?;
-            (overlay.size > overlay.limit).then_some(number)
-        };
-        while let Some(decision) = self
-            .next_expired(now)
-            .or_else(|| oldest(self))
-            .and_then(|number| self.end(number))
-        {
-            let confirmed = decision.prompts.iter().any(|keys| held(&decision.worker, keys));
-            *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
+        let mut ended = 0;
+        while ended < ENDED_PER_HOLD && self.is_due(now) {
+            let expired = self.next_expired(now);
+            let oldest = || self.decisions.first_key_value().map(|(&number, _)| number);
+            let Some(decision) = expired.or_else(oldest).and_then(|number| self.end(number)) else {
+                return;
+            };
+            ended += decision.keys().count();
+            let is_confirmed = decision.prompts.iter().any(|keys| held(&decision.worker, keys));
+            *match expired {
+                _ if is_confirmed => &mut self.confirmed,
+                Some(_) => &mut self.expired,
+                None => &mut self.displaced,
+            } += 1;
         }
     }
 
@@ -166,6 +178,7 @@ impl Overlay {
 
     fn end(&mut self, number: u64) -> Option<Decision> {
         let decision = self.decisions.remove(&number)?;
+        step_counter::count(decision.keys().count());
         self.ends.remove(&(decision.end, number));
         self.size -= decision.keys().count();
         for key in decision.ends() {
@@ -243,6 +256,7 @@ mod tests {
         decisions: Vec<(i64, Vec<u64>, f64)>,
         confirmed: u64,
         expired: u64,
+        displaced: u64,
     }
 
     impl Model {
@@ -257,10 +271,11 @@ mod tests {
                 .position(|(.., until)| *until <= now)
                 .or_else(|| (self.size() > limit).then_some(0))
             {
-                let (rank, keys, _) = self.decisions.remove(at);
+                let (rank, keys, until) = self.decisions.remove(at);
                 match held(&worker(rank), &keys) {
                     true => self.confirmed += 1,
-                    false => self.expired += 1,
+                    false if until <= now => self.expired += 1,
+                    false => self.displaced += 1,
                 }
             }
         }
@@ -310,8 +325,8 @@ mod tests {
                 model.expire(now, limit, held);
                 prop_assert!(!overlay.is_due(now));
                 prop_assert_eq!(
-                    (overlay.len(), overlay.is_empty(), overlay.confirmed, overlay.expired),
-                    (model.size(), model.decisions.is_empty(), model.confirmed, model.expired)
+                    (overlay.len(), overlay.is_empty(), overlay.confirmed, overlay.expired, overlay.displaced),
+                    (model.size(), model.decisions.is_empty(), model.confirmed, model.expired, model.displaced)
                 );
                 for rank in 0..3 {
                     let known = model.decisions.iter().any(|(other, ..)| *other == rank);
