@@ -8,7 +8,7 @@ use parking_lot::RwLock;
 
 use crate::groups::Groups;
 use crate::groups::engine_hash::{EngineHash, Sample};
-use crate::groups::search;
+use crate::groups::search::{self, CachedPrefix};
 use crate::holders::placements::LEVELS;
 use crate::memory::hasher::Secret;
 
@@ -136,23 +136,34 @@ impl GroupCache {
                 found.is_some_and(|held| held & levels != 0)
             })
         };
-        let tokens = by_level(|level| find((1 << (level + 1)) - 1));
-        let certain = if self.uncertain == 0 {
-            tokens
-        } else {
-            by_level(|level| find(((1 << (level + 1)) - 1) << LEVELS))
+        let (tokens, is_exact) = by_level(|level| find((1 << (level + 1)) - 1));
+        let certain = match is_exact {
+            true if self.uncertain == 0 => Some(tokens),
+            true => Some(by_level(|level| find(((1 << (level + 1)) - 1) << LEVELS)))
+                .filter(|found| found.1)
+                .map(|found| found.0),
+            false => None,
         };
-        Found { tokens, certain }
+        Found {
+            tokens,
+            certain: certain.unwrap_or_default(),
+        }
     }
 }
 
-/// Tokens found by level. A level finds at least what the ones before it find.
-pub fn by_level(find: impl Fn(usize) -> usize) -> [u32; LEVELS] {
-    let find = |level| u32::try_from(find(level)).unwrap_or(u32::MAX);
+/// Returns the tokens by level, and whether all searches ended. A level finds at least what the ones before it find.
+pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
+    let mut is_exact = true;
+    let mut find = |level| {
+        let prefix = find(level);
+        is_exact &= prefix.is_exact;
+        u32::try_from(prefix.tokens).unwrap_or(u32::MAX)
+    };
     let (first, last) = (find(0), find(LEVELS - 1));
-    std::array::from_fn(|level| match level {
+    let tokens = std::array::from_fn(|level| match level {
         0 => first,
         level if level == LEVELS - 1 || first == last => last,
         level => find(level),
-    })
+    });
+    (tokens, is_exact)
 }

@@ -3,19 +3,36 @@
 //! The rules are those of vLLM 0.33.0: `HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and the
 //! finders of each kind of group (`v1/core/single_type_kv_cache_manager.py`). Positions are counted in tokens.
 
-use crate::groups::{GroupKind, Groups};
+use std::cell::Cell;
 
-/// Tokens of a prompt that an engine finds cached, at most `longest`. `end` is the last position at which a block of the prompt can end.
-/// `is_held` returns whether a group, by its index in `Groups::known`, holds the block that ends at a position.
-pub fn find(groups: &Groups, end: usize, longest: usize, is_held: impl Fn(usize, usize) -> bool) -> usize {
-    if groups.known().next().is_none() {
-        return 0;
-    }
-    Search::new(groups, end, is_held).run(longest)
+use crate::groups::{GroupKind, Groups};
+use crate::step_counter;
+
+/// A cached prefix of a prompt, as an engine finds it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CachedPrefix {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Whether the search ended. If not, `tokens` is an upper bound.
+    pub is_exact: bool,
 }
 
-/// Most rounds of a search, in each of which some group shortens the candidate. Engines need a few; a peer could cause many.
-const MAX_ROUNDS: usize = 256;
+/// Returns the prefix that an engine finds cached, of at most `longest` tokens. `end` is the last position at which a block of the prompt
+/// can end. `is_held` returns whether a group, by its index in `Groups::known`, holds the block that ends at a position.
+pub fn find(groups: &Groups, end: usize, longest: usize, is_held: impl Fn(usize, usize) -> bool) -> CachedPrefix {
+    let search = Search::new(groups, end, is_held);
+    let tokens = if search.specs.is_empty() { 0 } else { search.run(longest) };
+    CachedPrefix {
+        tokens,
+        is_exact: search.looks_left.take() > 0,
+    }
+}
+
+/// Looks of a search, each at one block of one group, for each position at which a block can end. Engines need a few for each of their
+/// groups; a peer could cause thousands.
+const LOOKS_PER_POSITION: usize = 16;
+/// Maximum number of looks for a long prompt, of which each position has four in any case.
+const MAX_LOOKS: usize = 1 << 17;
 
 /// Groups of one kind and block size, which are searched together.
 struct Spec {
@@ -31,6 +48,8 @@ struct Spec {
 struct Search<F> {
     specs: Vec<Spec>,
     is_block_held: F,
+    /// Blocks that it may still look at. After the last one it ends.
+    looks_left: Cell<usize>,
     end: usize,
     unit: usize,
     /// Hits are multiples of this many tokens.
@@ -44,6 +63,7 @@ struct Search<F> {
 impl<F: Fn(usize, usize) -> bool> Search<F> {
     fn new(groups: &Groups, end: usize, is_block_held: F) -> Self {
         let unit = groups.unit() as usize;
+        let positions = end / unit + 1;
         let mut specs: Vec<Spec> = Vec::new();
         for (at, group) in groups.known().enumerate() {
             let (size, drops) = (group.size as usize, groups.is_draft(group.number));
@@ -68,6 +88,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
             alignment: if is_fine { unit } else { multiple },
             specs,
             is_block_held,
+            looks_left: Cell::new((LOOKS_PER_POSITION * positions).min(MAX_LOOKS).max(4 * positions)),
             end,
             unit,
             is_fine,
@@ -83,7 +104,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
         let mut found: Vec<Option<usize>> = vec![None; self.specs.len()];
         let mut is_verified = vec![false; self.specs.len()];
         let mut candidate = longest;
-        for _ in 0..MAX_ROUNDS {
+        loop {
             let mut hit = candidate;
             for (at, spec) in self.specs.iter().enumerate() {
                 // Blocks of full attention are looked up once: any shorter prefix is held too.
@@ -95,6 +116,9 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
                 let margin = if drops { self.margin(spec) } else { 0 };
                 let most = if margin > 0 { (hit + margin).min(self.end) } else { hit };
                 let next = self.find(spec, most, drops);
+                if self.looks_left.get() == 0 {
+                    return hit;
+                }
                 if drops {
                     is_verified[at] = true;
                 } else if next < hit {
@@ -107,7 +131,6 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
             }
             candidate = hit;
         }
-        0
     }
 
     /// Tokens after a candidate that a draft group matches before it drops them. States of a draft model do not exist.
@@ -121,7 +144,12 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
 
     /// Whether all groups of a spec hold the block that ends at a position.
     fn is_held(&self, spec: &Spec, position: usize) -> bool {
-        spec.groups.iter().all(|&group| (self.is_block_held)(group, position))
+        spec.groups.iter().all(|&group| {
+            let left = self.looks_left.get().saturating_sub(1);
+            self.looks_left.set(left);
+            step_counter::count(1);
+            left > 0 && (self.is_block_held)(group, position)
+        })
     }
 
     fn find(&self, spec: &Spec, most: usize, drops: bool) -> usize {

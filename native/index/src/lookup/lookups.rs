@@ -370,7 +370,7 @@ impl Index {
                 }
                 // Keys are not the hashes that some engines find blocks by.
                 let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
-                let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(|&hit| uncertain(hit)).collect();
+                let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(Hit::without_certainty).collect();
                 certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
                 certain.extend(estimates);
                 let mut matches = Matches {
@@ -456,7 +456,7 @@ impl Index {
                         tokens: [depth; LEVELS],
                     };
                     found.hits.push(hit);
-                    found.uncertain.push(uncertain(hit));
+                    found.uncertain.push(hit.without_certainty());
                 }
                 None => {}
             }
@@ -502,14 +502,6 @@ impl Index {
 fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
     let lookup = view.members[stream as usize].as_ref()?.lookup.as_deref()?;
     (lookup.groups.method() == Method::Hashes).then_some(lookup)
-}
-
-/// Returns a hit without certain tokens.
-fn uncertain(hit: Hit) -> Hit {
-    Hit {
-        tokens: [0; LEVELS],
-        ..hit
-    }
 }
 
 /// What a lookup has found.

@@ -7,10 +7,11 @@ use std::collections::BTreeSet;
 
 use crate::groups::Method;
 use crate::groups::cache::{GroupLookup, by_level};
-use crate::groups::search;
+use crate::groups::search::{self, CachedPrefix};
 use crate::holders::holder_sets::{EMPTY, Word};
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Scheme};
+use crate::step_counter;
 use crate::store::members::Member;
 use crate::store::read_view::View;
 use crate::store::records::{Memory, Records, chunk_of};
@@ -23,6 +24,16 @@ pub struct Hit {
     pub stream: u32,
     /// Tokens held by level, each with the levels before it.
     pub tokens: [u32; LEVELS],
+}
+
+impl Hit {
+    /// Returns the hit with no token, as the certain part of one.
+    pub fn without_certainty(&self) -> Self {
+        Self {
+            tokens: [0; LEVELS],
+            ..*self
+        }
+    }
 }
 
 /// Tokens of a prompt.
@@ -85,6 +96,8 @@ pub struct Walk {
     /// Positions of blocks of which some stream holds several on one placement, under different hashes, and these streams as bits.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
+    /// Streams whose searches did not end: their hits are upper bounds.
+    unfinished: Vec<u32>,
     seen: ReadVersions,
     alive: Vec<u64>,
     now: Vec<u64>,
@@ -238,6 +251,7 @@ impl Walk {
         self.rows.clear();
         self.twins.clear();
         self.with_twins.clear();
+        self.unfinished.clear();
     }
 
     /// Notes the records of the block before `end`, of which `found` has them.
@@ -321,7 +335,10 @@ impl Walk {
                 let Some(lookup) = member.and_then(|member| member.lookup.as_deref()) else {
                     continue;
                 };
-                let tokens = self.search_groups(view, stream, lookup, scheme, prompt);
+                let (tokens, is_exact) = self.search_groups(view, stream, lookup, scheme, prompt);
+                if !is_exact {
+                    self.unfinished.push(stream);
+                }
                 if tokens[LEVELS - 1] > 0 {
                     out.push(Hit { stream, tokens });
                 }
@@ -331,10 +348,14 @@ impl Walk {
 
     /// Returns the certain part of each of these hits whose stream has blocks that might be gone, or that might not be those of the prompt.
     pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
-        if !view.has_uncertain_copies && self.twins.is_empty() {
+        if !view.has_uncertain_copies && self.twins.is_empty() && self.unfinished.is_empty() {
             return;
         }
         for hit in hits {
+            if self.unfinished.contains(&hit.stream) {
+                out.push(hit.without_certainty());
+                continue;
+            }
             let has = |streams: &[u64]| {
                 let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
                 streams.get(word).is_some_and(|bits| bits >> bit & 1 == 1)
@@ -364,10 +385,13 @@ impl Walk {
         self.steps = self.certain_steps(view, hit.stream, &known.0, &places);
         let mut only = vec![0; view.visible.len()];
         set_bit(&mut only, hit.stream, true);
-        let mut found = Vec::new();
+        let (mut found, unfinished) = (Vec::new(), self.unfinished.len());
         self.hits(view, scheme, prompt, &only, &mut found);
         self.steps = known.0;
         self.together.truncate(known.1);
+        if self.unfinished.len() > unfinished {
+            found.clear();
+        }
         found.first().map_or([0; LEVELS], |found| found.tokens)
     }
 
@@ -561,7 +585,7 @@ impl Walk {
         });
     }
 
-    /// Tokens of a stream whose groups are searched, by level. Of one that is looked up by hashes these are an estimate: the blocks of its
+    /// Tokens of a stream whose groups are searched, by level, and whether the searches ended. Of one that is looked up by hashes these are an estimate: the blocks of its
     /// groups with full attention.
     fn search_groups(
         &self,
@@ -570,7 +594,7 @@ impl Walk {
         lookup: &GroupLookup,
         scheme: Scheme,
         prompt: PromptLength,
-    ) -> [u32; LEVELS] {
+    ) -> ([u32; LEVELS], bool) {
         let (groups, size) = (&lookup.groups, scheme.size as usize);
         let numbers: Vec<i64> = groups.known().map(|group| group.number).collect();
         let levels = self.levels_of_groups(view, stream, &numbers);
@@ -580,7 +604,7 @@ impl Walk {
         };
         let end = scheme.blocks(prompt.tokens) * size;
         if groups.full_size() != Some(scheme.size) {
-            return [0; LEVELS];
+            return ([0; LEVELS], true);
         }
         if groups.method() == Method::Records {
             return by_level(|level| {
@@ -593,7 +617,10 @@ impl Walk {
             .collect();
         by_level(|level| {
             let is_whole = |block: &usize| needed.iter().all(|&group| is_held(group, block * size, level));
-            (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size
+            CachedPrefix {
+                tokens: (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size,
+                is_exact: true,
+            }
         })
     }
 
@@ -610,6 +637,7 @@ impl Walk {
                     }
                 }
             }
+            step_counter::count(1);
             GroupStep { end: step.end, lowest }
         };
         self.steps.iter().map(step).collect()

@@ -4,8 +4,11 @@
 use proptest::prelude::*;
 
 use crate::limits::Limits;
+use crate::lookup::{Matches, Scope};
 use crate::prefix_index::{Index, Outcome};
 use crate::step_counter::{self, Steps};
+use crate::store::members::Worker;
+use crate::testing::cases::text;
 use crate::wire::scan::{Limits as ScanLimits, Schema};
 
 /// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
@@ -14,6 +17,9 @@ const PER_BYTE: usize = 40;
 const SAVED: usize = 3 << 20;
 /// For each block that was stored before: partial clears may look at it so often.
 const PER_BLOCK: usize = 20;
+
+/// Steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without uncertain blocks.
+const PER_TOKEN: usize = 200;
 
 /// Steps for which other streams may have to wait, and lookups of the same blocks: at 5 to 20 nanoseconds each at most 5 milliseconds.
 const PER_HOLD: usize = 250_000;
@@ -31,7 +37,18 @@ struct RepeatedEvent {
     token: u8,
     place: Option<u8>,
     group: u8,
+    /// The kind of its group: a number in `SPECS`.
+    spec: u8,
 }
+
+/// Kinds of groups of a hybrid model, each with its window.
+const SPECS: [(&str, u8); 5] = [
+    ("full_attention", 0),
+    ("sliding_window", 9),
+    ("sliding_window", 90),
+    ("mamba", 0),
+    ("other", 0),
+];
 
 fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
     let times = prop_oneof![Just(1_u16), 1..40_u16, Just(2_000)];
@@ -39,10 +56,16 @@ fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
     let hash = prop_oneof![Just(7_u8), 0..100_u8];
     let event = (
         (0..5_u8, times, hash.clone(), count, any::<bool>()),
-        (prop::option::of(hash), 0..100_u8, prop::option::of(0..3_u8), 0..2_u8),
+        (
+            prop::option::of(hash),
+            0..100_u8,
+            prop::option::of(0..3_u8),
+            0..6_u8,
+            0..SPECS.len() as u8,
+        ),
     );
     let event = event.prop_map(
-        |((kind, times, first, count, has_equal_hashes), (parent, token, place, group))| RepeatedEvent {
+        |((kind, times, first, count, has_equal_hashes), (parent, token, place, group, spec))| RepeatedEvent {
             kind,
             times,
             first,
@@ -52,6 +75,7 @@ fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
             token,
             place,
             group,
+            spec,
         },
     );
     prop::collection::vec(event, 1..6)
@@ -105,7 +129,8 @@ impl RepeatedEvent {
         if self.group > 0 && self.kind == 3 {
             fields.push(vec![self.group]);
         } else if self.group > 0 {
-            fields.extend([nil.clone(), nil, vec![self.group]]);
+            let (kind, window) = SPECS[usize::from(self.spec)];
+            fields.extend([nil.clone(), nil, vec![self.group], text(kind), vec![window]]);
         }
         [vec![0x90 | fields.len() as u8], fields.concat()].concat()
     }
@@ -154,10 +179,26 @@ fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
     assert!(longest <= PER_HOLD, "others wait for {longest} steps, {before} blocks before");
 }
 
+/// Looks a prompt up, within the bounds.
+fn look_up(index: &Index, tokens: &[u32]) -> Matches {
+    step_counter::taken();
+    let found = index.match_prompt(tokens, &Scope::default());
+    let Steps { taken, .. } = step_counter::taken();
+    let most = PER_TOKEN * (tokens.len() + 1);
+    assert!(taken <= most, "{taken} steps of {most} for {} tokens", tokens.len());
+    found
+}
+
 fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
     let index = index();
     for (seq, events) in payloads.iter().enumerate() {
         apply(&index, "bad", seq as i64, &payload_of(events, most));
+        for event in events {
+            look_up(
+                &index,
+                &(0..400).map(|at| (u32::from(event.token) + at) % 100).collect::<Vec<_>>(),
+            );
+        }
         assert!(index.stream("bad", 0).is_none_or(|stream| stream.lock().is_counted()));
     }
 }
@@ -189,6 +230,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
         token: 0,
         place,
         group: 0,
+        spec: 0,
     }
 }
 
@@ -367,6 +409,66 @@ fn many_orphans() {
             &batch_of(&(0..35_000).map(event).collect::<Vec<_>>()),
         );
     }
+}
+
+// --- lookups
+
+/// Blocks of a group of a hybrid model.
+fn group(number: u8, kind: &str, window: u32, size: u8, numbers: impl ExactSizeIterator<Item = u32>, tokens: u32) -> Vec<u8> {
+    let tokens = hashes(0..tokens);
+    let fields = [
+        hashes(numbers),
+        vec![0xC0],
+        tokens,
+        vec![size, 0xC0, 0xC0, 0xC0, 0xC0, number],
+    ];
+    let spec = [text(kind), vec![0xCE], window.to_be_bytes().to_vec()];
+    [b"\x9C\xABBlockStored".to_vec(), fields.concat(), spec.concat()].concat()
+}
+
+/// Windows that are searched again each time that one of two states shortens the prefix by a block.
+#[test]
+fn groups_that_disagree_at_every_block() {
+    const TOKENS: u32 = 2_000;
+    for windows in [1, 8, 55] {
+        let index = index();
+        let mut events = vec![group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS)];
+        events.extend((1..=windows).map(|at| group(at, "sliding_window", 1_900 + u32::from(at), 1, 0..TOKENS, 0)));
+        let half = TOKENS as usize / 2;
+        events.push(group(60, "mamba", 0, 1, (0..TOKENS).step_by(2), 0));
+        events.push(group(61, "mamba", 0, 2, (1..TOKENS).step_by(2).take(half), 0));
+        apply(&index, "bad", 0, &batch_of(&events));
+        let found = look_up(&index, &(0..TOKENS).collect::<Vec<_>>());
+        assert!(
+            found
+                .hits
+                .iter()
+                .all(|hit| !found.is_certain(hit) && found.certain(hit) == [0; 4])
+        );
+        assert!(
+            windows == 1 || found.hits.len() == 1,
+            "what is not searched to its end is not certain"
+        );
+    }
+}
+
+/// Decisions of the overlay that are over at the same time.
+#[test]
+fn many_decisions_that_end_at_once() {
+    let index = index();
+    apply(&index, "bad", 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
+    let worker = Worker {
+        source: "bad".into(),
+        rank: 0,
+    };
+    for at in 0..60 {
+        let tokens: Vec<u32> = (at..at + 16_384).collect();
+        index.speculate(&worker, &tokens, &Scope::default(), 0.0, 1.0);
+    }
+    assert_eq!(index.speculated(0.0).blocks, 60 << 14);
+    step_counter::taken();
+    assert_eq!(index.speculated(1.0).expired, 60);
+    assert!(step_counter::taken().longest <= PER_HOLD);
 }
 
 // --- what only the tolerant decoder reads
