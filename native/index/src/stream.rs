@@ -547,11 +547,6 @@ impl Stream {
         self.collisions.is_counted()
     }
 
-    /// Whether any blocks share a hash.
-    pub fn has_collisions(&self) -> bool {
-        !self.collisions.is_empty()
-    }
-
     /// Returns the pending blocks that can be placed after a block that arrived.
     pub fn take_awaiting(&mut self, hash: u64) -> Option<Waiting> {
         self.waiting.take_one_awaiting(hash)

@@ -20,44 +20,19 @@ const READ_AT_ONCE: usize = 1 << 10;
 /// Tokens of a buffer that are copied in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
-/// Token ids of a caller. They are borrowed if the caller's buffer holds 32-bit numbers, and copied otherwise.
-pub(super) enum Tokens {
-    Shared(PyUntypedBuffer),
-    Owned(Vec<u32>),
-}
-
-impl Tokens {
-    /// The token ids. Read them while the GIL is held, or copy them.
-    pub(super) fn slice(&self) -> &[u32] {
-        match self {
-            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it
-            // from Python needs the GIL, which callers hold while they read.
-            Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
-            Self::Owned(tokens) => tokens,
-        }
+/// Copies a contiguous buffer of 32-bit numbers in parts, between which other threads can run.
+fn copied_at_once(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
+    let mut copy = Vec::with_capacity(buffer.item_count());
+    while copy.len() < buffer.item_count() {
+        // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it from
+        // Python needs the GIL, which is held while this reads.
+        let all = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) };
+        let part = &all[copy.len()..];
+        let part = &part[..part.len().min(COPIED_AT_ONCE)];
+        copy.extend_from_slice(part);
+        turns.spend(part.len() / COPIES_PER_READ)?;
     }
-
-    pub(super) fn len(&self) -> usize {
-        self.slice().len()
-    }
-
-    /// Returns a copy, made in parts, between which other threads can run.
-    pub(super) fn copied(&self, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
-        let mut copy = Vec::with_capacity(self.len());
-        while copy.len() < self.len() {
-            let rest = &self.slice()[copy.len()..];
-            copy.extend_from_slice(&rest[..rest.len().min(COPIED_AT_ONCE)]);
-            turns.spend(COPIED_AT_ONCE.min(rest.len()) / COPIES_PER_READ)?;
-        }
-        Ok(copy)
-    }
-
-    pub(super) fn into_owned(self, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
-        match self {
-            Self::Shared(_) => self.copied(turns),
-            Self::Owned(tokens) => Ok(tokens),
-        }
-    }
+    Ok(copy)
 }
 
 fn kind_of(given: &Bound<'_, PyAny>) -> String {
@@ -117,7 +92,8 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     Ok(Some(found))
 }
 
-pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Tokens> {
+/// Returns a copy of the token ids of a caller, which no other thread can change while the GIL is released.
+pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     if let Ok(list) = given.cast::<PyList>() {
         return read_item(given, || list.len(), ffi::PyList_GetItem, turns);
     }
@@ -126,14 +102,14 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     }
     let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
     if buffer.item_count() == 0 {
-        return Ok(Tokens::Owned(Vec::new()));
+        return Ok(Vec::new());
     }
     let shared = kind == ElementType::UnsignedInteger { bytes: 4 } && buffer.is_c_contiguous();
     if shared && buffer.buf_ptr().cast::<u32>().is_aligned() {
-        return Ok(Tokens::Shared(buffer));
+        return copied_at_once(&buffer, turns);
     }
     let refused = || PyOverflowError::new_err("a token is outside of 0 to 2**32 - 1");
-    copied(&buffer, kind, turns)?.map(Tokens::Owned).ok_or_else(refused)
+    copied(&buffer, kind, turns)?.ok_or_else(refused)
 }
 
 /// Reads a number of a list or a tuple, borrowed while it is read. Other threads can change the list only when the GIL is released.
@@ -142,7 +118,7 @@ fn read_item(
     length: impl Fn() -> usize,
     item_at: unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject,
     turns: &mut Turns<'_>,
-) -> PyResult<Tokens> {
+) -> PyResult<Vec<u32>> {
     let py = given.py();
     let mut tokens = Vec::with_capacity(length());
     // Other threads can have changed the list between turns.
@@ -174,7 +150,7 @@ fn read_item(
         }
         turns.spend(READ_AT_ONCE)?;
     }
-    Ok(Tokens::Owned(tokens))
+    Ok(tokens)
 }
 
 pub(super) fn keys_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u64>> {

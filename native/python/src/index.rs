@@ -1,4 +1,5 @@
-//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and releases the GIL if that is worth it.
+//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and releases the GIL before it calls the index, whose locks
+//! it would otherwise wait for with the GIL.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -12,7 +13,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
-use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
+use super::arguments::{Named, Pieces, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use super::matches::{Match, counters};
 use super::refusals::{damaged, of_parent};
 use super::turns::{Signals, Turns};
@@ -25,13 +26,8 @@ use kvevents_index::stream::Estimate;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::decode::Heartbeat;
 use kvevents_index::wire::scan::Schema;
-use kvevents_index::{ApplyResult, Held, Index, Info, Matches, Outcome, Scope};
+use kvevents_index::{ApplyResult, Held, Index, Info, Matches, Outcome};
 
-/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. A thread never waits for a lock while
-/// it holds the GIL, for any size.
-const MANY_BYTES: usize = 2_048;
-/// Tokens of a prompt from which on the GIL is released: about ten microseconds of work.
-const MANY_TOKENS: usize = 1 << 16;
 /// Tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
 /// Work, in the unit of `Turns`, of reading a batch's attributes or creating a worker's dictionary.
@@ -147,31 +143,6 @@ impl NativeIndex {
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
 
-    /// Matches one prompt. It never waits for a lock while it holds the GIL, and copies memory that other threads could change without it.
-    fn match_prompt(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
-        let index = self.undamaged(py)?;
-        if tokens.len() < MANY_TOKENS
-            && let Some(found) = index.try_match_prefix(tokens.slice(), longest, scope)
-        {
-            return Ok(found);
-        }
-        let copy = tokens.copied(&mut Turns::new(py))?;
-        Ok(py.detach(|| index.match_prefix(&copy, longest, scope)))
-    }
-
-    /// Applies a payload. It never waits for a lock while it holds the GIL.
-    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<ApplyResult> {
-        let ((source, rank), index) = (stream, self.index(py)?);
-        run_change(index, || {
-            if payload.len() < MANY_BYTES
-                && let Some(applied) = index.try_batch(source, rank, incarnation, seq, payload)
-            {
-                return applied;
-            }
-            py.detach(|| index.batch(source, rank, incarnation, seq, payload))
-        })
-    }
-
     fn outcome_object(&self, py: Python<'_>, outcome: Outcome) -> PyResult<Py<PyAny>> {
         match outcome {
             Outcome::Applied(false) => Ok(self.applied.clone_ref(py)),
@@ -272,8 +243,9 @@ impl NativeIndex {
         seq: i64,
         payload: Bound<'_, PyBytes>,
     ) -> PyResult<Py<PyAny>> {
-        let named = Named::from_object(&stream)?;
-        let applied = (slf.get()).batch(slf.py(), named.parts()?, incarnation, seq, payload.as_bytes())?;
+        let (py, named) = (slf.py(), Named::from_object(&stream)?);
+        let ((source, rank), index, payload) = (named.parts()?, slf.get().index(py)?, payload.as_bytes());
+        let applied = run_change(index, || py.detach(|| index.batch(source, rank, incarnation, seq, payload)))?;
         Self::found(slf, applied)
     }
 
@@ -389,7 +361,7 @@ impl NativeIndex {
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), of which one of 32-bit
-    /// unsigned integers is read in place. `namespace` limits the lookup; without one, it covers workers without a model, and blocks
+    /// unsigned integers is copied as a whole. `namespace` limits the lookup; without one, it covers workers without a model, and blocks
     /// without LoRA and salt. With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or
     /// `OverflowError` for invalid token ids.
     ///
@@ -404,14 +376,17 @@ impl NativeIndex {
         max_tokens: Option<usize>,
     ) -> PyResult<Match> {
         let (py, this) = (slf.py(), slf.get());
-        let given = tokens_of(tokens, &mut Turns::new(py))?;
-        let scope = scope_of(namespace)?;
-        let longest = max_tokens.unwrap_or(usize::MAX).min(given.len());
-        let mut found = this.match_prompt(py, &given, longest, &scope)?;
-        if overlay {
-            let (index, now, tokens) = (this.index(py)?, Self::now(slf)?, given.copied(&mut Turns::new(py))?);
-            py.detach(|| index.extend_by_overlay(&tokens[..longest], &scope, now, &mut found));
-        }
+        let tokens = tokens_of(tokens, &mut Turns::new(py))?;
+        let (scope, index) = (scope_of(namespace)?, this.undamaged(py)?);
+        let longest = max_tokens.unwrap_or(usize::MAX).min(tokens.len());
+        let now = overlay.then(|| Self::now(slf)).transpose()?;
+        let found = py.detach(|| {
+            let mut found = index.match_prefix(&tokens, longest, &scope);
+            if let Some(now) = now {
+                index.extend_by_overlay(&tokens[..longest], &scope, now, &mut found);
+            }
+            found
+        });
         Ok(Match { found })
     }
 
@@ -427,10 +402,9 @@ impl NativeIndex {
         let (index, mut turns, mut found) = (self.undamaged(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
         let mut prompts = prompts.iter().peekable();
         while prompts.peek().is_some() {
-            // Copies of several prompts, which no other thread can change while the GIL is released.
             let (mut copies, mut tokens) = (Vec::<Vec<u32>>::new(), 0);
             while let Some(prompt) = prompts.next_if(|_| tokens < TOKENS_AT_ONCE) {
-                copies.push(tokens_of(prompt, &mut turns)?.into_owned(&mut turns)?);
+                copies.push(tokens_of(prompt, &mut turns)?);
                 tokens += copies.last().map_or(0, Vec::len) + 1;
             }
             let matched: Vec<Matches> = py.detach(|| copies.iter().map(|tokens| index.match_prompt(tokens, &scope)).collect());
@@ -559,7 +533,7 @@ impl NativeIndex {
         ttl: f64,
     ) -> PyResult<()> {
         let (index, mut turns) = (self.index(tokens.py())?, Turns::new(tokens.py()));
-        let prompt = tokens_of(tokens, &mut turns)?.into_owned(&mut turns)?;
+        let prompt = tokens_of(tokens, &mut turns)?;
         let scope = scope_of(namespace)?;
         let source = source.to_owned();
         let worker = Worker { source, rank };

@@ -43,7 +43,7 @@ fn hashes<'py>(
 ) -> PyResult<Bound<'py, PyList>> {
     let py = tokens.py();
     let (scheme, mut turns) = (scheme_of(block_size, eagle)?, Turns::new(py));
-    let prompt = tokens_of(tokens, &mut turns)?.into_owned(&mut turns)?;
+    let prompt = tokens_of(tokens, &mut turns)?;
     let scope = scope_of(namespace)?;
     let mut found = Vec::new();
     py.detach(|| {

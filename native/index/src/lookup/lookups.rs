@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::hint::spin_loop;
 use std::sync::Arc;
 
-use parking_lot::{MutexGuard, RwLockReadGuard};
+use parking_lot::MutexGuard;
 
 use crate::groups::Method;
 use crate::groups::cache::{Found, GroupLookup};
@@ -18,8 +18,7 @@ use crate::prefix_index::Index;
 use crate::step_counter;
 use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
-use crate::store::read_view::{Reading, View};
-use crate::store::shared_state::SharedState;
+use crate::store::read_view::View;
 
 /// Blocks of a prompt that are looked up before the others are hashed, and their tokens: of many prompts not even the beginning is known.
 const FIRST_BLOCKS: usize = 64;
@@ -219,31 +218,6 @@ impl Index {
 
     /// Workers that hold a beginning of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
     pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
-        let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
-        self.match_by_hashes(tokens, longest, scope, locks).unwrap_or_default()
-    }
-
-    /// Workers that hold a beginning of a prompt. None if it would have to wait for a lock.
-    pub fn try_match_prompt(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
-        self.try_match_prefix(tokens, tokens.len(), scope)
-    }
-
-    /// Calls `match_prefix`, or returns None if it would have to wait for a lock.
-    pub fn try_match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
-        let locks = (|| self.view.try_read(), || self.shared_lock.try_read());
-        self.match_by_hashes(tokens, longest, scope, locks)
-    }
-
-    fn match_by_hashes<'a>(
-        &'a self,
-        tokens: &[u32],
-        longest: usize,
-        scope: &Scope,
-        (view, alone): (
-            impl Fn() -> Option<Reading<'a, View>>,
-            impl Fn() -> Option<RwLockReadGuard<'a, SharedState>>,
-        ),
-    ) -> Option<Matches> {
         let length = PromptLength {
             tokens: tokens.len(),
             longest: longest.min(tokens.len()),
@@ -258,8 +232,8 @@ impl Index {
                 for cut in &mut room.cuts {
                     scope.extend(&variants[cut.variant], cut.scheme, cut.wanted, &mut cut.locals);
                 }
-                let alone = if tries < TRIES { None } else { Some(alone()?) };
-                let view = view()?;
+                let alone = (tries >= TRIES).then(|| self.shared_lock.read());
+                let view = self.view.read();
                 let model = view.models.get(&scope.model);
                 if !room.is_cut(&view, scope, model) {
                     continue;
@@ -322,7 +296,7 @@ impl Index {
                     names,
                 };
                 matches.compare(certain);
-                return Some(matches);
+                return matches;
             }
         })
     }

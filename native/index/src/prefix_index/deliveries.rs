@@ -12,7 +12,7 @@ use crate::store::shared_state::SharedState;
 use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::sync::yielding_lock::Writer;
 use crate::wire::decode::{Heartbeat, Rejected, normalise, normalise_whole};
-use crate::wire::scan::{Event, Kind, Schema, Scratch, scan};
+use crate::wire::scan::{Event, Schema, Scratch, scan};
 
 /// The outcome of a batch, and its report if it has one.
 #[derive(Debug, PartialEq)]
@@ -86,9 +86,6 @@ pub(super) struct Beside {
     pub(super) loses_events: bool,
     heartbeat: Option<Heartbeat>,
 }
-
-/// Blocks of a batch up to which it is applied by `try_batch`: some tens of microseconds.
-const QUICK_BLOCKS: usize = 256;
 
 impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
@@ -174,48 +171,6 @@ impl Index {
                 let (digest, attestation) = (beat.digest.as_deref(), beat.attestation);
                 (found.agrees, found.attested) = self.compare(source, rank, beside.stated, digest, attestation);
             }
-            Some(ApplyResult::new(outcome, found))
-        })
-    }
-
-    /// Applies a small batch without findings if no lock has to be waited for. Otherwise returns None and changes nothing.
-    pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<ApplyResult> {
-        ROOM.with_borrow_mut(|room| {
-            if scan(payload, &self.schema, &mut room.scratch).is_none() {
-                room.scratch.shrink();
-                return None;
-            }
-            if !room.is_quick() || self.overlay.try_lock()?.expects(source, rank) {
-                return None;
-            }
-            let stream = {
-                let registry = self.registry.try_read()?;
-                registry
-                    .find_rank(source, rank)
-                    .filter(|rank| rank.carrier.is_none())?
-                    .stream
-                    .clone()
-            };
-            let mut stream = stream.try_lock()?;
-            if stream.gone
-                || !stream.stated_ranks.admit(room.scratch.stated_rank())
-                || incarnation != stream.incarnation
-                || !stream.waiting.is_empty()
-                || stream.has_collisions()
-                || stream.must_resize(QUICK_BLOCKS)
-            {
-                return None;
-            }
-            let mut writer = self.shared_lock.try_write()?;
-            writer.keep_locked();
-            let outcome = self.applied(&mut stream, &mut writer, |stream, writer| {
-                room.apply(payload, stream, writer, seq, |_| true)
-            });
-            room.shrink();
-            let found = BatchReport {
-                estimate: stream.take_new_estimate(),
-                ..BatchReport::default()
-            };
             Some(ApplyResult::new(outcome, found))
         })
     }
@@ -311,7 +266,16 @@ impl Index {
         if is_new {
             stream.begin_incarnation(&mut writer, incarnation);
         }
-        let outcome = self.applied(stream, &mut writer, apply);
+        if self.is_damaged() {
+            return Outcome::Damaged;
+        }
+        let outcome = apply(stream, &mut writer);
+        if let Some(member) = &writer.view.members[stream.number as usize] {
+            member.blocks.store(stream.blocks, Ordering::Relaxed);
+        }
+        if self.limits.memory.is_some() {
+            stream.recount(&mut writer);
+        }
         drop(writer);
         if let Some(stored) = stream.stored.take() {
             let mut overlay = self.overlay.lock();
@@ -319,25 +283,6 @@ impl Index {
                 overlay.forget(source, Some(rank));
             }
             overlay.confirm(source, rank, &stored);
-        }
-        outcome
-    }
-
-    fn applied(
-        &self,
-        stream: &mut Stream,
-        writer: &mut Writer<'_, SharedState>,
-        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
-    ) -> Outcome {
-        if self.is_damaged() {
-            return Outcome::Damaged;
-        }
-        let outcome = apply(stream, writer);
-        if let Some(member) = &writer.view.members[stream.number as usize] {
-            member.blocks.store(stream.blocks, Ordering::Relaxed);
-        }
-        if self.limits.memory.is_some() {
-            stream.recount(writer);
         }
         outcome
     }
@@ -371,12 +316,6 @@ impl Room {
         stream.publish_groups(writer);
         stream.last = seq;
         Outcome::Applied(cleared)
-    }
-
-    /// Whether the batch only stores or removes a few blocks.
-    fn is_quick(&self) -> bool {
-        let is_clear = |event: &Event| event.kind == Kind::Cleared;
-        !self.scratch.events.iter().any(is_clear) && self.scratch.hashes.len() + self.scratch.events.len() <= QUICK_BLOCKS
     }
 
     fn shrink(&mut self) {

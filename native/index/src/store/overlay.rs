@@ -50,7 +50,7 @@ pub struct Overlay {
 }
 
 /// Blocks of decisions that end in one call of `Overlay::expire`, after which other threads can lock the overlay.
-const ENDED_PER_HOLD: usize = 1 << 13;
+const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.
 fn order(moment: f64) -> i64 {

@@ -162,15 +162,6 @@ impl<T> Reader<T> {
             value: &self.0.value,
         }
     }
-
-    /// Reads it if no lock has to be waited for.
-    #[inline]
-    pub fn try_read(&self) -> Option<Reading<'_, T>> {
-        Some(Reading {
-            _locked: self.0.lock.0.try_read()?,
-            value: &self.0.value,
-        })
-    }
 }
 
 impl<T> std::fmt::Debug for Reader<T> {

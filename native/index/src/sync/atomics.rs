@@ -76,10 +76,6 @@ mod checked {
             self.0.read().expect("a model stops at its first panic")
         }
 
-        pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
-            self.0.try_read().ok()
-        }
-
         pub fn write(&self) -> RwLockWriteGuard<'_, T> {
             self.0.write().expect("a model stops at its first panic")
         }

@@ -66,12 +66,6 @@ impl<T: Publish> YieldingRwLock<T> {
         }
     }
 
-    /// Locks it for reading without waiting; None if it is locked.
-    #[inline]
-    pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
-        self.lock.try_read()
-    }
-
     /// Locks it for writing.
     pub fn write(&self) -> Writer<'_, T> {
         #[cfg(test)]
@@ -80,22 +74,13 @@ impl<T: Publish> YieldingRwLock<T> {
             shared_lock: self,
             guard: Some(self.lock_for_writing()),
             left: WORK_PER_HOLD,
-            holds_on: false,
         }
     }
 
-    /// Locks it for writing without waiting; None if it is locked.
-    pub fn try_write(&self) -> Option<Writer<'_, T>> {
-        #[cfg(test)]
-        self.holds.fetch_add(1, Ordering::Relaxed);
-        let guard = self.lock.try_write()?;
-        step_counter::begin_hold();
-        Some(Writer {
-            shared_lock: self,
-            guard: Some(guard),
-            left: WORK_PER_HOLD,
-            holds_on: false,
-        })
+    /// Number of waiting threads.
+    #[cfg(test)]
+    pub fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
     }
 
     fn lock_for_writing(&self) -> RwLockWriteGuard<'_, T> {
@@ -127,8 +112,6 @@ pub struct Writer<'a, T: Publish> {
     shared_lock: &'a YieldingRwLock<T>,
     guard: Option<RwLockWriteGuard<'a, T>>,
     left: usize,
-    /// Whether it does not yield, since there is little to do.
-    holds_on: bool,
 }
 
 impl<T: Publish> Writer<'_, T> {
@@ -142,10 +125,8 @@ impl<T: Publish> Writer<'_, T> {
             return false;
         }
         self.left = WORK_PER_HOLD;
-        if !self.holds_on {
-            step_counter::end_hold();
-        }
-        if self.shared_lock.waiting.load(Ordering::Relaxed) > 0 && !self.holds_on {
+        step_counter::end_hold();
+        if self.shared_lock.waiting.load(Ordering::Relaxed) > 0 {
             self.yield_to_waiting();
         } else if self.is_due() {
             self.publish();
@@ -155,18 +136,10 @@ impl<T: Publish> Writer<'_, T> {
 
     /// Calls `work` while other threads can read and write.
     pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
-        if self.holds_on {
-            return work();
-        }
         self.release();
         let done = work();
         self.lock_again();
         done
-    }
-
-    /// Does not yield until the guard is dropped: for a caller that must not wait, and has little to do.
-    pub fn keep_locked(&mut self) {
-        self.holds_on = true;
     }
 
     #[cold]
