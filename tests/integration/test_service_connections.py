@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
+from http2_cases import DATA, HEADERS, encode_request, encode_settings, receive_frames
 from service_cases import DEADLINE, Client, Service, serving, wait_for, write
 
 # --- a real service ----------------------------------------------------------------------------------------------------------
@@ -308,6 +309,24 @@ def test_a_client_that_never_reads_is_disconnected(service: Service) -> None:
             wait_for("the disconnection", is_disconnected)
     closed = read_metrics(service, "kvevents_http_connections_closed_total")
     assert closed['reason="unread"'] >= 1
+
+
+@pytest.mark.parametrize("window", [0, 1, 20_000])
+@pytest.mark.parametrize("path", ["/livez", "/openapi.json"])
+def test_answers_count_and_end_although_http_2_does_not_permit_to_send_them(service: Service, path: str, window: int) -> None:
+    """The client requests answers of both planes, and opens no window for them."""
+    length, count = len(service.get(path).body), 10
+    window = min(window, length - 1)
+    before = read_metrics(service, "kvevents_http_connections_closed_total")['reason="unread"']
+    requests = [encode_request(2 * number + 1, path, method="GET") for number in range(count)]
+    with connect_to(service, encode_settings(window) + b"".join(requests)) as connection:
+        frames = receive_frames(connection)
+        while count:
+            count -= next(frames).kind == HEADERS
+        assert read_metrics(service, "kvevents_http_response_buffer_bytes")[""] >= length * len(requests)
+        assert sum(len(frame.payload) for frame in frames if frame.kind == DATA) <= window * len(requests)
+    assert read_metrics(service, "kvevents_http_response_buffer_bytes")[""] == 0
+    assert read_metrics(service, "kvevents_http_connections_closed_total")['reason="unread"'] == before + 1
 
 
 def test_pipelined_requests_are_bounded(service: Service) -> None:

@@ -11,8 +11,8 @@
 //! | Idle | is kept for the next request | `idle_seconds` |
 //! | Closing | has its last answer, which may be on its way | `CLOSING`; input is discarded meanwhile |
 //!
-//! In each state, a client that does not read its answers is cut off after `unread_seconds`, unless it has taken `MIN_TAKEN`
-//! bytes since.
+//! In each state, a client that does not read its answers is cut off after `unread_seconds`. Each answer must be sent completely within
+//! this time; or a part of it must be sent, and `MIN_TAKEN` bytes of all answers of the connection.
 //!
 //! At `max_clients` connections a new one replaces another without a request in progress: the oldest one that has sent no request within
 //! `YOUNG`, else the one that is idle for the longest time. If each has a request in progress, the new one is
@@ -22,8 +22,8 @@
 //!
 //! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. All connections together hold at most
 //! `max_received_bytes` beyond that; a request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes`
-//! are kept:
-//! above that the connection with the most is cut off.
+//! are kept: above that the connection with the most is cut off. An answer counts from its beginning until it is sent, also while an
+//! HTTP/2 client does not permit to send any of it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(crate) const CLOSING: Duration = Duration::from_secs(2);
 const YOUNG: Duration = Duration::from_millis(50);
 /// Request bytes that each connection can hold independently of the others.
 pub(crate) const FREE: usize = 1 << 16;
-/// Bytes of a long answer that a client must read within `unread_seconds`.
+/// Bytes of long answers that a client must read within `unread_seconds`.
 const MIN_TAKEN: u64 = 1 << 20;
 
 /// The state of a connection.
@@ -79,6 +79,24 @@ pub(crate) enum Order {
     Abort,
 }
 
+/// An answer, or a part of one, that is not sent.
+#[derive(Debug)]
+struct Unsent {
+    /// Bytes of memory that it has.
+    size: usize,
+    clock: Clock,
+    /// Whether some of it was sent since the clock began.
+    has_progressed: bool,
+}
+
+/// The time that a client has to read.
+#[derive(Clone, Copy, Debug)]
+struct Clock {
+    end: Instant,
+    /// Bytes that the client had taken when the clock began.
+    taken: u64,
+}
+
 #[derive(Debug)]
 struct Inner {
     state: State,
@@ -91,10 +109,48 @@ struct Inner {
     active: usize,
     /// Bytes of all its requests.
     held: usize,
-    unread: usize,
+    /// Bytes that could not be written to the socket.
+    unwritten: usize,
+    /// Bytes that were written.
     taken: u64,
-    /// Start of the clock for unread answers, and the bytes that the client had read by then.
-    stuck_at: Option<(Instant, u64)>,
+    /// The clock of the unwritten bytes.
+    stuck_at: Option<Clock>,
+    /// Answers that are not sent, by the number that each has.
+    unsent: HashMap<u64, Unsent>,
+    /// Number of the newest answer.
+    answers: u64,
+}
+
+impl Inner {
+    /// Bytes of answers that the client has not read.
+    fn unread(&self) -> usize {
+        self.unsent.values().map(|one| one.size).sum::<usize>().max(self.unwritten)
+    }
+
+    fn clock(&self, end: Instant) -> Clock {
+        Clock { end, taken: self.taken }
+    }
+
+    /// Whether the client has not read in time. Clocks of clients that have read enough begin again.
+    fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
+        let (again, taken) = (self.clock(now + time), self.taken);
+        let mut is_stuck = false;
+        let mut check = |clock: &mut Clock, has_progressed: bool| {
+            if now >= clock.end {
+                is_stuck |= !has_progressed || taken - clock.taken < MIN_TAKEN;
+                *clock = again;
+            }
+        };
+        if let Some(clock) = &mut self.stuck_at {
+            check(clock, true);
+        }
+        for one in self.unsent.values_mut() {
+            let has_ended = now >= one.clock.end;
+            check(&mut one.clock, one.has_progressed);
+            one.has_progressed &= !has_ended;
+        }
+        is_stuck
+    }
 }
 
 /// One connection.
@@ -136,6 +192,18 @@ impl Connection {
 
     fn state(&self) -> State {
         self.inner.lock().state
+    }
+
+    /// A part of an answer was sent.
+    pub(crate) fn has_progressed(&self, number: u64) {
+        if let Some(unsent) = self.inner.lock().unsent.get_mut(&number) {
+            unsent.has_progressed = true;
+        }
+    }
+
+    /// An answer was sent, or dropped.
+    pub(crate) fn remove_unsent(&self, number: u64) {
+        self.inner.lock().unsent.remove(&number);
     }
 
     /// Time until which the request that is being received must be complete.
@@ -215,7 +283,7 @@ impl Connections {
 
     /// Bytes of answers that clients have not read.
     pub(crate) fn unread(&self) -> usize {
-        self.groups.lock().all().map(|each| each.inner.lock().unread).sum()
+        self.groups.lock().all().map(|each| each.inner.lock().unread()).sum()
     }
 
     /// Connections by state.
@@ -271,9 +339,11 @@ impl Connections {
                 is_in_head: true,
                 active: 0,
                 held: 0,
-                unread: 0,
+                unwritten: 0,
                 taken: 0,
                 stuck_at: None,
+                unsent: HashMap::new(),
+                answers: 0,
             }),
             order: AtomicU8::new(0),
             lingers: AtomicBool::new(false),
@@ -412,15 +482,29 @@ impl Connections {
     pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
-        inner.unread = left;
+        inner.unwritten = left;
         if left == 0 {
             inner.stuck_at = None;
             if inner.state == State::Closing && written > 0 {
                 enter(&mut inner, State::Closing, now, Some(CLOSING));
             }
         } else if inner.stuck_at.is_none() {
-            inner.stuck_at = Some((now + self.limits.unread_time(), inner.taken));
+            inner.stuck_at = Some(inner.clock(now + self.limits.unread_time()));
         }
+    }
+
+    /// Records an answer, or a part of one, of this many bytes. Returns its number.
+    pub(crate) fn add_unsent(&self, connection: &Connection, size: usize, now: Instant) -> u64 {
+        let mut inner = connection.inner.lock();
+        inner.answers += 1;
+        let (number, clock) = (inner.answers, inner.clock(now + self.limits.unread_time()));
+        let unsent = Unsent {
+            size,
+            clock,
+            has_progressed: false,
+        };
+        inner.unsent.insert(number, unsent);
+        number
     }
 
     // --- their time
@@ -433,15 +517,12 @@ impl Connections {
         let all: Vec<Arc<Connection>> = groups.all().cloned().collect();
         for connection in all {
             let mut inner = connection.inner.lock();
-            let is_stuck = inner.stuck_at.is_some_and(|(at, _)| now >= at) && {
-                let before = inner.stuck_at.map_or(0, |(_, taken)| taken);
-                inner.stuck_at = Some((now + self.limits.unread_time(), inner.taken));
-                inner.taken - before < MIN_TAKEN
-            };
+            let is_stuck = inner.is_stuck(now, self.limits.unread_time());
             // While an answer is not read, that alone ends a connection that is closing.
-            let is_due = inner.deadline.is_some_and(|deadline| now >= deadline)
-                && !(inner.state == State::Closing && inner.stuck_at.is_some());
-            let (state, is_in_head, size) = (inner.state, inner.is_in_head, inner.unread);
+            let has_unread = inner.stuck_at.is_some() || !inner.unsent.is_empty();
+            let is_due =
+                inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
+            let (state, is_in_head, size) = (inner.state, inner.is_in_head, inner.unread());
             if is_due && (state == State::Idle || (state == State::Reading && is_in_head)) {
                 enter(&mut inner, State::Closing, now, Some(CLOSING));
             }
@@ -680,6 +761,49 @@ mod tests {
         scene.after(8.1);
         assert_eq!(slow.order(), Order::Abort);
         assert_eq!(scene.closed(), [("unread", 2)]);
+    }
+
+    #[test]
+    fn each_answer_must_be_sent() {
+        let mut scene = Scene::new(|_| {});
+        let made = [scene.admit(), scene.admit(), scene.admit()];
+        let [stuck, slow, quick] = &made;
+        let numbers = made.each_ref().map(|each| {
+            scene.ask(each);
+            scene.connections.add_unsent(each, 5 << 20, scene.now)
+        });
+        assert_eq!(scene.connections.unread(), 15 << 20);
+        for _ in 0..2 {
+            // The client reads other answers.
+            scene.connections.has_written(stuck, 4 << 20, 0, scene.now);
+            for (each, number, written) in [(slow, numbers[1], 1 << 10), (quick, numbers[2], 1 << 20)] {
+                each.has_progressed(number);
+                scene.connections.has_written(each, written, 0, scene.now);
+            }
+            scene.after(8.1);
+            assert_eq!(
+                made.each_ref().map(|each| each.order()),
+                [Order::Abort, Order::Abort, Order::GoOn]
+            );
+        }
+        quick.remove_unsent(numbers[2]);
+        scene.after(100.0);
+        assert_eq!((quick.order(), scene.connections.unread()), (Order::GoOn, 0));
+        assert_eq!(scene.closed(), [("unread", 2)]);
+    }
+
+    #[test]
+    fn an_answer_must_make_progress_in_each_period() {
+        let mut scene = Scene::new(|_| {});
+        let client = scene.admit();
+        scene.ask(&client);
+        let number = scene.connections.add_unsent(&client, 5 << 20, scene.now);
+        client.has_progressed(number);
+        for order in [Order::GoOn, Order::Abort] {
+            scene.connections.has_written(&client, 1 << 20, 0, scene.now);
+            scene.after(8.1);
+            assert_eq!(client.order(), order);
+        }
     }
 
     #[test]

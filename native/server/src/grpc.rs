@@ -177,7 +177,7 @@ fn percent_encoded(text: &str) -> String {
 /// Answers a call.
 pub(crate) async fn respond(
     shared: &Arc<Shared>,
-    progress: InProgress,
+    progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
     began: Instant,
@@ -211,7 +211,7 @@ fn deadline(headers: &HeaderMap) -> Option<Duration> {
 
 async fn answer(
     shared: &Arc<Shared>,
-    progress: InProgress,
+    progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
     began: Instant,
@@ -220,12 +220,12 @@ async fn answer(
     let (path, question) = match Call::from_path(path) {
         None => return Err(Status::new(Code::Unimplemented, format!("unknown method {path}"))),
         Some(Call::Check) => {
-            let message = received(shared, &progress, body).await?.map_err(|()| too_large())?;
+            let message = received(shared, progress, body).await?.map_err(|()| too_large())?;
             return check(shared, &message);
         }
         Some(Call::Watch) => {
             admit(shared, peer, &as_http(&head, Question::Match)).await?;
-            let message = received(shared, &progress, body).await?.map_err(|()| too_large())?;
+            let message = received(shared, progress, body).await?.map_err(|()| too_large())?;
             return watch(shared, progress, &message);
         }
         Some(Call::Query(path, question)) => (path, question),
@@ -236,7 +236,7 @@ async fn answer(
     if !is_admitted {
         admit(shared, peer, &forwarded).await?;
     }
-    let Ok(message) = received(shared, &progress, body).await? else {
+    let Ok(message) = received(shared, progress, body).await? else {
         // The control plane reports what is too large.
         return Err(
             match ask(shared, peer, &forwarded, Sent::Announced((limit + 1).to_string())).await? {
@@ -420,7 +420,7 @@ fn check(shared: &Shared, message: &Bytes) -> Result<Response<Body>, Status> {
 }
 
 /// Sends the health now and after each change, until the connection ends.
-fn watch(shared: &Arc<Shared>, progress: InProgress, message: &Bytes) -> Result<Response<Body>, Status> {
+fn watch(shared: &Arc<Shared>, progress: &InProgress, message: &Bytes) -> Result<Response<Body>, Status> {
     let is_known = is_known(message)?;
     let (sender, messages) = mpsc::channel(1);
     let (shared, connection) = (shared.clone(), progress.connection.clone());
@@ -444,7 +444,6 @@ fn watch(shared: &Arc<Shared>, progress: InProgress, message: &Bytes) -> Result<
     let mut response = Response::new(Body::Messages {
         messages,
         trailers: Some(Status::from(&Problem::ending()).trailers()),
-        _progress: progress,
     });
     response.headers_mut().insert(CONTENT_TYPE, GRPC);
     Ok(response)

@@ -23,7 +23,7 @@ use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Notify, Semaphore};
 
-use crate::body::{Body, InProgress};
+use crate::body::{Body, InProgress, Sending};
 use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
 use crate::endpoints::{Endpoints, Format, Head, Question};
 use crate::fleet::Table;
@@ -281,7 +281,7 @@ async fn handle(
     progress: InProgress,
     peer: String,
     request: Request<Incoming>,
-) -> Result<Response<Body>, Gone> {
+) -> Result<Response<Sending>, Gone> {
     let began = Instant::now();
     let is_reserved = progress.connection.is_reserved;
     let (mut head, body) = request.into_parts();
@@ -314,29 +314,30 @@ async fn handle(
             problem.response()
         }
     } else if is_call {
-        grpc::respond(&shared, progress, &peer, (head, body), began).await
+        grpc::respond(&shared, &progress, &peer, (head, body), began).await
     } else {
-        respond(&shared, progress, &peer, (head, body), began).await?
+        respond(&shared, &progress, &peer, (head, body), began).await?
     };
     if is_reserved {
         response.headers_mut().insert(CONNECTION, CLOSE);
     }
-    Ok(response)
+    progress.hold(0);
+    Ok(response.map(|body| Sending::new(body, progress)))
 }
 
 async fn respond(
     shared: &Shared,
-    progress: InProgress,
+    progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
     began: Instant,
 ) -> Result<Response<Body>, Gone> {
-    let connection = progress.connection.clone();
+    let connection = &progress.connection;
     let path = head.uri.path();
     let has_body = !body.is_end_stream();
     if shared.settings.probes.iter().any(|probe| probe == path) {
         // The answer to a liveness probe waits for nothing.
-        shared.connections.is_answering(&connection, began);
+        progress.is_answering();
         let mut response = match answer_probe(shared, &head) {
             Some(response) => {
                 shared
@@ -345,7 +346,7 @@ async fn respond(
                     .request(path, response.status().as_u16(), began.elapsed());
                 response
             }
-            None => forward(shared, progress, &head, peer, Sent::Whole(Bytes::new())).await,
+            None => forward(shared, &head, peer, Sent::Whole(Bytes::new())).await,
         };
         if has_body {
             connection.linger();
@@ -364,23 +365,23 @@ async fn respond(
             None => "chunked".into(),
         };
         let Some(answer) = shared.upstream.ask(&head, peer, Sent::Announced(announced)).await else {
-            return Ok(close_after(&connection, Problem::ending().response()));
+            return Ok(close_after(connection, Problem::ending().response()));
         };
         if answer.status() != StatusCode::NO_CONTENT {
-            return Ok(close_after(&connection, relay_answer(answer, progress)));
+            return Ok(close_after(connection, relay_answer(answer)));
         }
     }
-    let body = match receive(&progress, body, &shared.settings.limits).await {
+    let body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
         Err(Unreceived::Gone) => return Err(Gone),
         Err(Unreceived::Refused(problem)) => {
             count(&shared.connections.refusals, problem.reason);
-            return Ok(close_after(&connection, problem.response()));
+            return Ok(close_after(connection, problem.response()));
         }
         Err(Unreceived::TooLarge) => {
             let length = shared.settings.limits.max_body_bytes as u64 + 1;
-            let response = forward(shared, progress, &head, peer, Sent::Announced(length.to_string())).await;
-            return Ok(close_after(&connection, response));
+            let response = forward(shared, &head, peer, Sent::Announced(length.to_string())).await;
+            return Ok(close_after(connection, response));
         }
     };
     if is_admitted
@@ -397,7 +398,7 @@ async fn respond(
         response.headers_mut().insert(CONTENT_TYPE, kind);
         return Ok(response);
     }
-    Ok(forward(shared, progress, &head, peer, Sent::Whole(body)).await)
+    Ok(forward(shared, &head, peer, Sent::Whole(body)).await)
 }
 
 /// An answer to a request whose body is not received: the connection ends after it.
@@ -454,21 +455,15 @@ async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &B
 }
 
 /// Forwards a request to the control plane.
-async fn forward(shared: &Shared, progress: InProgress, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
+async fn forward(shared: &Shared, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
     match shared.upstream.ask(head, peer, sent).await {
-        Some(answer) => relay_answer(answer, progress),
+        Some(answer) => relay_answer(answer),
         None => Problem::ending().response(),
     }
 }
 
-fn relay_answer(answer: Response<Incoming>, progress: InProgress) -> Response<Body> {
+fn relay_answer(answer: Response<Incoming>) -> Response<Body> {
     let (mut head, body) = answer.into_parts();
     head.headers = end_to_end(&head.headers);
-    Response::from_parts(
-        head,
-        Body::Forwarded {
-            body,
-            _progress: progress,
-        },
-    )
+    Response::from_parts(head, Body::Forwarded(body))
 }

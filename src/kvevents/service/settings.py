@@ -76,7 +76,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     idle_seconds: Seconds = 75.0
     """Time after which an idle connection is closed. It is longer than in common client pools, so that clients close first."""
     unread_seconds: Seconds = 10.0
-    """Longest time for a client to read an answer, or the next MiB of a long one."""
+    """Longest time for a client to read an answer, or a part of it and the next MiB."""
     drain_seconds: Seconds = 5.0
     """Longest time for requests in progress after the service received a stop signal."""
 
