@@ -88,12 +88,35 @@ def exceed_max_clients(service: Service) -> Answer:
     return wait_for("a refused request", try_request)
 
 
+def two_hosts(*hosts: str) -> bytes:
+    return "\r\n".join(["GET /health HTTP/1.1", *(f"host: {host}" for host in hosts), "", ""]).encode()
+
+
+def many_headers(count: int, size: int = 1) -> bytes:
+    more = b"".join(b"x%d: %b\r\n" % (number, b"y" * size) for number in range(count - 2))
+    return b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + more + b"\r\n"
+
+
 HEAD: Final = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer reading-0123456789\r\n"
 QUERY: Final = {"model_name": "m", "token_ids": [1, 2]}
 ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Service], Answer]]]] = {
     # Status, reason, the operation of the document (None for a request that it does not describe), and the request.
     "malformed": (400, "malformed-body", ("post", "/query"), make_request("POST", "/query", b"{", content_type=JSON)),
     "not http": (400, "malformed-request", None, lambda service: exchange(service, b"no http at all\r\n\r\n")),
+    "no host": (400, "malformed-request", None, lambda service: exchange(service, b"GET /health HTTP/1.1\r\n\r\n")),
+    "two hosts": (400, "malformed-request", None, lambda service: exchange(service, two_hosts("localhost", "localhost"))),
+    "two different hosts": (
+        400,
+        "malformed-request",
+        None,
+        lambda service: exchange(service, two_hosts("localhost", "a.example")),
+    ),
+    "connect": (
+        501,
+        "not-a-proxy",
+        None,
+        lambda service: exchange(service, b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: 127.0.0.1:22\r\n\r\n"),
+    ),
     "endpoint": (400, "bad-endpoint", ("post", "/register"), make_post("/register", registration(7, "tcp://x"))),
     "no token": (401, "unauthorized", ("post", "/query"), make_post("/query", QUERY, token=None)),
     "wrong token": (401, "unauthorized", ("post", "/v1/match"), make_post("/v1/match", {}, token="x" * 20)),
@@ -126,6 +149,7 @@ ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Servic
         None,
         lambda service: exchange(service, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000),
     ),
+    "many headers": (431, "headers-too-large", None, lambda service: exchange(service, many_headers(101))),
     "too many clients": (503, "too-many-clients", ("get", "/v1/stats"), exceed_max_clients),
 }
 
@@ -147,11 +171,22 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
         assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
+def test_431_names_the_limit(service: Service) -> None:
+    assert exchange(service, many_headers(100, 500)).status == 200
+    assert "more than 100 headers" in exchange(service, many_headers(101, 500)).json["detail"]
+    assert "more than 65536 bytes" in exchange(service, many_headers(100, 700)).json["detail"]
+
+
+def test_http_1_0_needs_no_host(service: Service) -> None:
+    assert exchange(service, b"GET /health HTTP/1.0\r\n\r\n").status == 200
+
+
 def test_requests_for_an_unknown_host_are_421() -> None:
     """Host names are verified if requests need no token."""
     with serving() as service:
-        answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
-        assert (answer.status, answer.reason) == (421, "unknown-host")
+        for target, host in (("/query", "evil.example"), ("http://evil.example/query", "localhost")):
+            answer = service.ask("POST", target, b"{}", host=host, content_type=JSON)
+            assert (answer.status, answer.reason) == (421, "unknown-host")
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,28 @@ impl Problem {
         }
     }
 
-    pub(crate) fn malformed() -> Self {
+    pub(crate) fn malformed(detail: impl Into<String>) -> Self {
         Self {
-            detail: "Invalid HTTP request received.".into(),
+            detail: detail.into(),
             reason: "malformed-request",
             hint: "speak HTTP/1.1",
             status: StatusCode::BAD_REQUEST,
         }
     }
 
-    pub(crate) fn headers_too_large(limit: usize) -> Self {
+    pub(crate) fn not_a_proxy() -> Self {
         Self {
-            detail: format!("the request's headers have more than {limit} bytes"),
+            detail: "CONNECT is not supported".into(),
+            reason: "not-a-proxy",
+            hint: "send requests for this service itself",
+            status: StatusCode::NOT_IMPLEMENTED,
+        }
+    }
+
+    /// `limit` is a number with its unit.
+    pub(crate) fn headers_too_large(limit: &str) -> Self {
+        Self {
+            detail: format!("the request has more than {limit}"),
             reason: "headers-too-large",
             hint: "send what is long in the body",
             status: StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,

@@ -14,7 +14,7 @@ use hyper::body::{Body as _, Incoming};
 use hyper::header::{ACCEPT, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use parking_lot::{Mutex, RwLock};
@@ -285,11 +285,10 @@ async fn handle(
     let began = Instant::now();
     let is_reserved = progress.connection.is_reserved;
     let (mut head, body) = request.into_parts();
-    if let Some(authority) = head.uri.authority()
-        && !head.headers.contains_key(HOST)
-        && let Ok(host) = HeaderValue::from_str(authority.as_str())
-    {
-        head.headers.insert(HOST, host); // as HTTP/1.1 has it
+    if let Err(problem) = read_host(&mut head) {
+        count(&shared.connections.refusals, problem.reason);
+        let response = close_after(&progress.connection, problem.response());
+        return Ok(response.map(|body| Sending::new(body, progress)));
     }
     let path = head.uri.path();
     let is_call = grpc::is_call(&head);
@@ -323,6 +322,27 @@ async fn handle(
     }
     progress.hold(0);
     Ok(response.map(|body| Sending::new(body, progress)))
+}
+
+/// Sets `Host` to the host that the request's target names, as RFC 9112 (3.2) requires. Returns an error for a request over HTTP/1.1
+/// without exactly one `Host`, and for CONNECT, whose target is another server.
+fn read_host(head: &mut Parts) -> Result<(), Problem> {
+    if head.method == Method::CONNECT {
+        return Err(Problem::not_a_proxy());
+    }
+    let hosts = head.headers.get_all(HOST).iter().count();
+    if hosts > 1 || (hosts == 0 && head.version == Version::HTTP_11) {
+        return Err(Problem::malformed(format!(
+            "the request has {hosts} Host headers, expected 1"
+        )));
+    }
+    if let Some(authority) = head.uri.authority() {
+        let host = authority.as_str().rsplit('@').next().map(HeaderValue::from_str);
+        if let Some(Ok(host)) = host {
+            head.headers.insert(HOST, host);
+        }
+    }
+    Ok(())
 }
 
 async fn respond(

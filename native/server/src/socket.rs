@@ -15,8 +15,10 @@ use crate::connections::{Connection, Connections, Order, count};
 use crate::problems::Problem;
 use crate::settings::Limits;
 
-/// Most bytes of a request's first line and headers: eight times the limit of common proxies.
+/// Maximum number of bytes of a request's first line and headers: eight times the limit of common proxies.
 pub(crate) const MAX_HEAD: usize = 65_536;
+/// Maximum number of headers over HTTP/1.1, which is hyper's.
+const MAX_HEADERS: usize = 100;
 /// Bytes that end any head and make it malformed.
 const POISON: &[u8] = b"\0\r\n\r\n";
 
@@ -26,6 +28,8 @@ pub(crate) struct Socket<S> {
     connection: Arc<Connection>,
     limits: Limits,
     is_poisoned: bool,
+    /// Bytes that were read since bytes were last written: those of the head that is being received.
+    received: usize,
     /// The answer that replaces hyper's refusal.
     refusal: Option<(Vec<u8>, usize)>,
     /// Whether the client can be sending when the last answer is written. Closing at once would destroy the answer then.
@@ -41,6 +45,7 @@ impl<S> Socket<S> {
             connection,
             limits,
             is_poisoned: false,
+            received: 0,
             refusal: None,
             lingers: false,
             has_shut_down: false,
@@ -56,9 +61,11 @@ impl<S> Socket<S> {
         Some(if self.is_poisoned {
             Problem::too_slow(self.limits.request_seconds)
         } else if bytes.starts_with(b"HTTP/1.1 400") {
-            Problem::malformed()
+            Problem::malformed("Invalid HTTP request received.")
+        } else if self.received >= MAX_HEAD {
+            Problem::headers_too_large(&format!("{MAX_HEAD} bytes of headers"))
         } else {
-            Problem::headers_too_large(MAX_HEAD)
+            Problem::headers_too_large(&format!("{MAX_HEADERS} headers"))
         })
     }
 }
@@ -84,12 +91,15 @@ impl<S: AsyncWrite + Unpin> Socket<S> {
         Poll::Ready(Ok(size))
     }
 
-    fn note(&self, result: &Poll<io::Result<usize>>, offered: usize) {
+    fn note(&mut self, result: &Poll<io::Result<usize>>, offered: usize) {
         let written = match result {
             Poll::Ready(Ok(count)) => *count,
             Poll::Ready(Err(_)) => return,
             Poll::Pending => 0,
         };
+        if written > 0 {
+            self.received = 0;
+        }
         self.connections
             .has_written(&self.connection, written, offered - written, Instant::now());
     }
@@ -109,6 +119,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.inner).poll_read(cx, buf))?;
         let now = Instant::now();
+        this.received += buf.filled().len() - before;
         if buf.filled().len() > before {
             this.connections.has_received(&this.connection, now);
         } else if this.connections.has_left(&this.connection, now) {

@@ -50,7 +50,14 @@ CLOSE_REASONS: Final = (
     "draining",
 )
 """Reasons why the data plane closes connections."""
-REJECT_REASONS: Final = ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients")
+REJECT_REASONS: Final = (
+    "too-slow",
+    "headers-too-large",
+    "malformed-request",
+    "too-much-at-once",
+    "too-many-clients",
+    "not-a-proxy",
+)
 """Reasons why the data plane rejects requests before it knows their path."""
 
 
