@@ -20,7 +20,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from certificate_cases import make_certificates
+from certificate_cases import make_certificates, sign_certificate
 from cli_cases import refuse_connections, run
 from kvevents.client.schemas import Problem
 from kvevents.events import BlockStored, EventBatch
@@ -603,6 +603,50 @@ def test_tls_and_mutual_tls_are_required_as_configured(certificates: Path, tmp_p
         with pytest.raises((ssl.SSLError, ConnectionError)):
             stranger.get("/health")
         stranger.close()
+
+
+def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
+    """Files that cannot be used change nothing: /health and the log say so until they are replaced."""
+    certificates = make_certificates(tmp_path)
+    for name in ("first", "second"):
+        sign_certificate(certificates, name)
+    config = write(
+        tmp_path / "tls.toml", f'tls = {{ certificate = "{certificates}/server.pem", key = "{certificates}/server.key" }}\n'
+    )
+    context = make_client_context(certificates)
+    with serving("--config", config, tls=context) as service:
+
+        def name_of_server() -> str:
+            with (
+                socket.create_connection((service.host, service.port), DEADLINE) as made,
+                context.wrap_socket(made, server_hostname=service.host) as connection,
+            ):
+                found: Any = connection.getpeercert()
+            return found["subject"][0][0][1]
+
+        def install(content: str, suffix: str) -> None:
+            (certificates / "new").write_text(content)
+            (certificates / "new").replace(certificates / f"server.{suffix}")
+
+        def refuse(content: str) -> None:
+            """Install a certificate that cannot be used, and wait until it is refused."""
+            refused = len(service.log_lines("tls cannot be used"))
+            install(content, "pem")
+            wait_for("a refusal", lambda: len(service.log_lines("tls cannot be used")) > refused)
+
+        assert name_of_server() == "server"
+        whole = (certificates / "first.pem").read_text()
+        for content in ("", whole[: len(whole) // 2], whole):  # the last one has another key
+            refuse(content)
+            assert name_of_server() == "server"
+            (warning,) = service.get("/health").json["warnings"]
+            assert warning.endswith("new connections use the certificate that was read before")
+        for name in ("first", "second"):
+            for suffix in ("pem", "key"):
+                install((certificates / f"{name}.{suffix}").read_text(), suffix)
+            wait_for("the new certificate", lambda name=name: name_of_server() == name)
+            wait_for("no warning", lambda: service.get("/health").json["warnings"] == [])
+        wait_for("the log", lambda: len(service.log_lines("was read again")) == 2)
 
 
 def test_only_engines_with_the_configured_curve_key_are_followed(tmp_path: Path) -> None:

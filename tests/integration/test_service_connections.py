@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from certificate_cases import make_certificates
-from http2_cases import DATA, HEADERS, encode_request, encode_settings, receive_frames
+from http2_cases import ACK, DATA, HEADERS, PING, encode_frame, encode_request, encode_settings, receive_frames
 from service_cases import DEADLINE, Client, Service, serving, wait_for, write
 
 # --- a real service ----------------------------------------------------------------------------------------------------------
@@ -327,6 +327,53 @@ def test_answers_count_and_end_although_http_2_does_not_permit_to_send_them(serv
         assert sum(len(frame.payload) for frame in frames if frame.kind == DATA) <= window * len(requests)
     assert read_metrics(service, "kvevents_http_response_buffer_bytes")[""] == 0
     assert read_metrics(service, "kvevents_http_connections_closed_total")['reason="unread"'] == before + 1
+
+
+WATCH: Final = encode_request(1, "/grpc.health.v1.Health/Watch", b"\0" * 5, content_type="application/grpc")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_dead_client_of_http_2_is_disconnected(service: Service, is_alive: bool) -> None:
+    """A client that watches the health sends nothing itself. It must answer pings."""
+    with connect_to(service, encode_settings(1 << 16) + WATCH) as connection:
+        pings = 0
+        for frame in receive_frames(connection):
+            if frame.kind == PING and not frame.flags & ACK:
+                pings += 1
+                if is_alive:
+                    connection.sendall(encode_frame(PING, ACK, 0, frame.payload))
+                if pings == 3:
+                    break
+    assert (pings == 3) == is_alive
+
+
+def test_pings_between_requests_do_not_end_a_connection(tmp_path: Path) -> None:
+    """They are answers to pings of the service, and no beginning of a request that is never complete."""
+    limits = {"request_seconds": 0.5, "unread_seconds": 0.2}
+    sent = encode_settings(1 << 16) + encode_request(1, "/livez", method="GET")
+    with serving("--config", write_config(tmp_path, limits)) as service, connect_to(service, sent) as connection:
+        pings = answers = 0
+        for frame in receive_frames(connection):
+            answers += frame.kind == HEADERS
+            if frame.kind == PING and not frame.flags & ACK:
+                pings += 1
+                connection.sendall(encode_frame(PING, ACK, 0, frame.payload))
+                if pings == 10:  # after two seconds at least
+                    connection.sendall(encode_request(3, "/livez", method="GET"))
+            if answers == 2:
+                break
+    assert answers == 2
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux")
+def test_connections_have_tcp_keep_alive(patient: Service) -> None:
+    """The system checks whether the client of a connection without traffic is there: it has a timer of kind 2."""
+    with connect_to(patient, PROBE) as connection:
+        receive_response_head(connection)
+        ours, theirs = (f":{address[1]:04X}" for address in (connection.getsockname(), connection.getpeername()))
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers = [row[5] for row in rows if row[1].endswith(theirs) and row[2].endswith(ours)]
+    assert [timer.partition(":")[0] for timer in timers] == ["02"]
 
 
 def test_pipelined_requests_are_bounded(service: Service) -> None:

@@ -64,6 +64,12 @@ impl DataPlane {
         self.server.replace_probes(live, ready);
     }
 
+    /// Reads the TLS files again, for new connections. Raises `ValueError` if they cannot be used.
+    fn reload_tls(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.server.reload_tls())
+            .map_err(|failure| PyValueError::new_err(failure.to_string()))
+    }
+
     /// Counters as JSON.
     fn metrics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.metrics()))

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::HeaderMap;
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use hyper::{HeaderMap, Version};
 use tokio::sync::mpsc;
 
 use crate::connections::{Connection, Connections};
@@ -26,8 +26,8 @@ pub(crate) struct InProgress {
 }
 
 impl InProgress {
-    pub(crate) fn new(connections: Arc<Connections>, connection: Arc<Connection>) -> Self {
-        connections.has_head(&connection, Instant::now());
+    pub(crate) fn new(connections: Arc<Connections>, connection: Arc<Connection>, version: Version) -> Self {
+        connections.has_head(&connection, version == Version::HTTP_2, Instant::now());
         Self {
             connections,
             connection,

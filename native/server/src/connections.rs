@@ -6,7 +6,7 @@
 //! | state | the connection | ends after |
 //! |---|---|---|
 //! | New | has sent nothing yet, or is in its TLS handshake | `request_seconds`, without an answer |
-//! | Reading | is in the middle of a request, from its first byte on | `request_seconds`, with 408 |
+//! | Reading | is in the middle of a request: over HTTP/1.1 from its first byte on, over HTTP/2 from the end of its head | `request_seconds`, with 408 |
 //! | Answering | waits for the service, whose own limits bound that | never |
 //! | Idle | is kept for the next request | `idle_seconds` |
 //! | Closing | has its last answer, which may be on its way | `CLOSING`; input is discarded meanwhile |
@@ -105,6 +105,8 @@ struct Inner {
     deadline: Option<Instant>,
     /// Whether a request's head is being received.
     is_in_head: bool,
+    /// Whether it has had a request over HTTP/2: bytes can be other frames then, such as answers to pings.
+    is_http2: bool,
     /// Requests whose answers are not complete: over HTTP/2 several.
     active: usize,
     /// Bytes of all its requests.
@@ -337,6 +339,7 @@ impl Connections {
                 since: now,
                 deadline: Some(now + self.limits.request()),
                 is_in_head: true,
+                is_http2: false,
                 active: 0,
                 held: 0,
                 unwritten: 0,
@@ -394,21 +397,22 @@ impl Connections {
     /// Bytes have arrived. Only the first bytes of a request set its deadline.
     pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
-        if matches!(inner.state, State::New | State::Idle) {
+        if matches!(inner.state, State::New | State::Idle) && !inner.is_http2 {
             inner.is_in_head = true;
             enter(&mut inner, State::Reading, now, Some(self.limits.request()));
         }
     }
 
     /// The head of a request is complete. From now on other connections are replaced before this one.
-    pub(crate) fn has_head(&self, connection: &Arc<Connection>, now: Instant) {
+    pub(crate) fn has_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
             let was_idle = inner.state == State::Idle;
             inner.is_in_head = false;
+            inner.is_http2 = is_http2;
             inner.active += 1;
             if was_idle {
-                // It was received together with the request before it.
+                // It was received together with the request before it, or over HTTP/2.
                 enter(&mut inner, State::Reading, now, Some(self.limits.request()));
             }
             !connection.is_reserved
@@ -627,7 +631,7 @@ mod tests {
         /// Simulates a complete request.
         fn ask(&self, connection: &Arc<Connection>) {
             self.connections.has_received(connection, self.now);
-            self.connections.has_head(connection, self.now);
+            self.connections.has_head(connection, false, self.now);
             self.connections.is_answering(connection, self.now);
         }
 
@@ -673,6 +677,21 @@ mod tests {
         assert_eq!([slow.order(), idle.order()], [Order::Abort, Order::Abort]);
         assert!(scene.connections.is_empty());
         assert_eq!(scene.closed(), [("idle", 1), ("not-closed", 2), ("silent", 1)]);
+    }
+
+    #[test]
+    fn frames_between_requests_of_http_2_are_no_request() {
+        let mut scene = Scene::new(|_| {});
+        let client = scene.admit();
+        scene.connections.has_received(&client, scene.now);
+        scene.connections.has_head(&client, true, scene.now);
+        scene.connections.is_answering(&client, scene.now);
+        scene.connections.has_answered(&client, scene.now);
+        for order in [Order::GoOn, Order::Close] {
+            scene.connections.has_received(&client, scene.now);
+            scene.after(25.1);
+            assert_eq!(client.order(), order);
+        }
     }
 
     #[test]
@@ -735,7 +754,7 @@ mod tests {
         let [one, two] = [scene.admit(), scene.admit()];
         scene.ask(&one);
         scene.connections.has_received(&two, scene.now);
-        scene.connections.has_head(&two, scene.now);
+        scene.connections.has_head(&two, false, scene.now);
         assert!(scene.admit().is_reserved);
         assert_eq!([one.order(), two.order()], [Order::GoOn, Order::Abort]);
     }

@@ -101,7 +101,7 @@ impl Server {
             silence: AtomicU32::new(0),
             heavy: Semaphore::new(settings.threads),
             is_draining: Notify::new(),
-            tls: settings.tls.as_ref().map(tls::acceptor).transpose()?,
+            tls: settings.tls.as_ref().map(tls::acceptor).transpose()?.map(RwLock::new),
             settings,
         });
         runtime.spawn(accept(shared.clone(), listener));
@@ -128,6 +128,17 @@ impl Server {
             ready: answer(ready),
         });
         self.shared.silence.store(0, Ordering::Relaxed);
+    }
+
+    /// Reads the certificate, the key and the authorities again, for connections from now on.
+    ///
+    /// # Errors
+    /// If they cannot be used; those that were read before stay.
+    pub fn reload_tls(&self) -> Result<(), Failure> {
+        if let (Some(acceptor), Some(files)) = (&self.shared.tls, &self.shared.settings.tls) {
+            *acceptor.write() = tls::acceptor(files)?;
+        }
+        Ok(())
     }
 
     /// Returns the counters as JSON.
@@ -215,8 +226,8 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
         match &shared.tls {
             None => serve(&shared, &connection, stream, &peer).await,
             Some(acceptor) => {
-                let handshake = tokio::time::timeout(shared.settings.limits.request(), acceptor.accept(stream));
-                match handshake.await {
+                let handshake = acceptor.read().accept(stream);
+                match tokio::time::timeout(shared.settings.limits.request(), handshake).await {
                     Ok(Ok(stream)) => serve(&shared, &connection, stream, &peer).await,
                     _ => count(&shared.connections.closed, "handshake"),
                 }
@@ -248,9 +259,10 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let limits = shared.settings.limits.clone();
+    let keep_alive = limits.unread_time();
     let socket = Socket::new(stream, shared.connections.clone(), connection.clone(), limits);
-    let service = service_fn(|request| {
-        let progress = InProgress::new(shared.connections.clone(), connection.clone());
+    let service = service_fn(|request: Request<Incoming>| {
+        let progress = InProgress::new(shared.connections.clone(), connection.clone(), request.version());
         handle(shared.clone(), progress, peer.to_owned(), request)
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -263,6 +275,8 @@ where
         .http2()
         .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(MAX_HEAD as u32)
+        .keep_alive_interval(keep_alive)
+        .keep_alive_timeout(keep_alive)
         .timer(TokioTimer::new());
     let mut served = pin!(builder.serve_connection(TokioIo::new(socket), service));
     let mut is_ending = false;

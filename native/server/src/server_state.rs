@@ -40,7 +40,7 @@ pub(crate) struct Shared {
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
-    pub(crate) tls: Option<TlsAcceptor>,
+    pub(crate) tls: Option<RwLock<TlsAcceptor>>,
 }
 
 impl Shared {

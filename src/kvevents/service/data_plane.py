@@ -143,6 +143,11 @@ class DataPlane:
             (200 if ready.ready else 503, _encode(ready)),
         )
 
+    def reload_tls(self) -> None:
+        """Read the TLS files again, for new connections. Raises `ValueError` if they cannot be used."""
+        if self._native is not None:
+            self._native.reload_tls()
+
     # --- from the data plane
 
     def counts(self) -> Counts:

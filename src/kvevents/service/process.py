@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,12 +23,13 @@ from kvevents.errors import ConfigError
 from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
+from kvevents.service.certificates import check_tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
-from kvevents.service.settings import Limits, ServiceSettings, Tls
+from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 1_024
 SEND_BYTES: Final = 1 << 18
 """Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
+KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""TCP options of clients' connections, as far as the system has them: a dead client is noticed after 60 s."""
 MAX_THREADS: Final = 8
 """Most threads of the data plane; it has one for each CPU up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
@@ -97,30 +99,12 @@ def check_settings(config: ServiceSettings, watched: Path | None) -> None:
     Access(config.access)
     EndpointAllowList(config.allow)
     if config.tls is not None:
-        _check_tls(config.tls)
+        check_tls(config.tls)
     if config.plane is not None:
         check_connection(config.plane)
     if config.state_dir is not None:
         _check_folder(Path(config.state_dir))
     check_engines(config, watched)
-
-
-def _check_tls(tls: Tls) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    file = tls.certificate
-    try:
-        for file in (tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca is not None else [])):
-            Path(file).read_bytes()
-        file = tls.certificate
-        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
-        if tls.client_ca is not None:
-            file = tls.client_ca
-            context.load_verify_locations(tls.client_ca)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError or a ValueError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"tls cannot be used: {file}: {reason}; certificate, key and client_ca are PEM files, the key without password"
-        ) from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -284,6 +268,10 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         listening.bind((host, port))
     except OSError as error:
         listening.close()

@@ -21,6 +21,7 @@ from kvevents.package_metadata import version
 from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
+from kvevents.service.certificates import CertificateFiles
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
@@ -82,6 +83,7 @@ class Service:
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
+        self._certificates = None if config.tls is None else CertificateFiles(config.tls, self.data_plane.reload_tls)
         self.lookups = Lookups(self.fleet, self.metrics)
         self.lost: list[str] = []
         """Sentences about saved state that could not be restored."""
@@ -118,6 +120,8 @@ class Service:
         self.registrations.restore(self._report_lost)
         work = [self._prober.run(), self._discovery.run()] if self.replica is None else [self.replica.run()]
         work.append(self._refresh_data_plane())
+        if self._certificates is not None:
+            work.append(self._certificates.watch())
         if self.state_store is not None:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -250,6 +254,8 @@ class Service:
             found.append("tokens travel in clear: set tls")
         if self.snapshot_fault is not None:
             found.append(self.snapshot_fault)
+        if self._certificates is not None and self._certificates.fault is not None:
+            found.append(self._certificates.fault)
         if self.replica is not None:
             faults = (self.replica.fault, self.replica.snapshot_fault, *self.replica.unreadable_snapshots)
             found += [fault for fault in faults if fault]

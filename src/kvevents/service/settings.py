@@ -76,7 +76,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     idle_seconds: Seconds = 75.0
     """Time after which an idle connection is closed. It is longer than in common client pools, so that clients close first."""
     unread_seconds: Seconds = 10.0
-    """Longest time for a client to read an answer, or a part of it and the next MiB."""
+    """Longest time for a client to read an answer, or a part of it and the next MiB, and to answer an HTTP/2 ping."""
     drain_seconds: Seconds = 5.0
     """Longest time for requests in progress after the service received a stop signal."""
 
@@ -113,7 +113,7 @@ class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The server's certificate, as PEM files."""
+    """The server's certificate, as PEM files, which are read again when they change."""
 
     certificate: FilePath
     """PEM file of the certificate of the HTTP server."""

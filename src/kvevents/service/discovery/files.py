@@ -68,11 +68,11 @@ class FileProvider:
         found = Finding()
         seen: _Stamp | str = "never"
         while True:
-            stamp = await asyncio.to_thread(_stamp, self.path)
+            stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != seen:
                 read = await asyncio.to_thread(self._load, found)
                 # If the file was written meanwhile, only half of it may have been read: the next check reads it again.
-                if stamp == await asyncio.to_thread(_stamp, self.path):
+                if stamp == await asyncio.to_thread(file_stamp, self.path):
                     seen, found = stamp, read
                     yield found
             await self.clock.sleep(jittered(self.interval, self.clock.random))
@@ -86,7 +86,8 @@ class FileProvider:
             return replace(known, faults=faults)
 
 
-def _stamp(path: Path) -> _Stamp:
+def file_stamp(path: Path) -> _Stamp:
+    """Return what identifies the content of a file: another value after each change and after each replacement."""
     try:
         found = path.stat()
     except OSError:

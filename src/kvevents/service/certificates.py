@@ -1,0 +1,80 @@
+"""The TLS certificate of the service: a check of its files, which are read again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvevents.errors import ConfigError
+from kvevents.service.discovery.files import CHECK_SECONDS, file_stamp
+from kvevents.service.settings import Tls
+
+log: Final = logging.getLogger("kvevents.service")
+
+
+def check_tls(tls: Tls) -> None:
+    """Raise `ConfigError` for files that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    file = tls.certificate
+    try:
+        for file in _files(tls):
+            Path(file).read_bytes()
+        file = tls.certificate
+        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
+        if tls.client_ca is not None:
+            file = tls.client_ca
+            context.load_verify_locations(tls.client_ca)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError or a ValueError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"tls cannot be used: {file}: {reason}; certificate, key and client_ca are PEM files, the key without password"
+        ) from error
+
+
+def _files(tls: Tls) -> list[str]:
+    return [tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca is not None else [])]
+
+
+class CertificateFiles:
+    """The files of a certificate. `reload` makes the server read them again, and raises `ValueError` if it cannot use them."""
+
+    def __init__(self, tls: Tls, reload: Callable[[], None]) -> None:
+        self._tls: Final = tls
+        self._reload: Final = reload
+        self._read = self._newest = self._stamps()
+        self.fault: str | None = None
+        """Why the newest files are not used; None if they are."""
+
+    async def watch(self) -> None:
+        """Check the files regularly."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.to_thread(self.check)
+
+    def check(self) -> None:
+        """Read the files again if they changed before the last check and not since: by then they are written completely.
+
+        Files that cannot be used change nothing, except that `fault` says so.
+        """
+        before, self._newest = self._newest, self._stamps()
+        if self._newest == self._read or self._newest != before:
+            return
+        self._read = self._newest
+        try:
+            check_tls(self._tls)
+            self._reload()
+        except (ConfigError, ValueError) as error:
+            self.fault = f"{error}; new connections use the certificate that was read before"
+        else:
+            self.fault = None
+        if self.fault is None:
+            log.info("the TLS certificate %s was read again", self._tls.certificate)
+        else:
+            log.error("%s", self.fault)
+
+    def _stamps(self) -> list[object]:
+        return [file_stamp(Path(file)) for file in _files(self._tls)]
