@@ -11,7 +11,6 @@ use pyo3::types::PyBytes;
 use super::index::NativeIndex;
 use super::routing::EngineLoads;
 use kvevents_server::Server;
-use kvevents_server::fleet::Table;
 
 fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
     // SAFETY: the call uses no memory of ours, and fails for a descriptor that is not open.
@@ -48,15 +47,11 @@ impl DataPlane {
         Ok(Self { server })
     }
 
-    /// Answers queries from an index and a routing table, which is JSON, from now on.
-    fn replace_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, table: &[u8]) -> PyResult<()> {
+    /// Answers queries from an index and a routing table from now on. JSON has the changes of the table.
+    fn replace_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, changes: &[u8]) -> PyResult<()> {
         let index = index.get().shared(py)?;
-        py.detach(|| -> Result<(), String> {
-            let table = Table::read(table, index).map_err(|error| error.to_string())?;
-            self.server.replace_table(table);
-            Ok(())
-        })
-        .map_err(PyValueError::new_err)
+        py.detach(|| self.server.replace_table(changes, index))
+            .map_err(PyValueError::new_err)
     }
 
     /// Answers `/livez` and `/readyz` with these statuses and bodies from now on.

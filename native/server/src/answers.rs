@@ -46,7 +46,7 @@ fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     let mut places = HashMap::with_capacity(rows.len());
     let mut found: Vec<Vec<Row>> = Vec::with_capacity(rows.len());
     for row in rows {
-        let place = *places.entry(table.worker(row.place).instance_number).or_insert(found.len());
+        let place = *places.entry(table.instance_number(row.place)).or_insert(found.len());
         if place == found.len() {
             found.push(Vec::new());
         }

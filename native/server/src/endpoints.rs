@@ -14,9 +14,9 @@ use crate::metrics::Metrics;
 use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
 use crate::select;
 use crate::settings::Limits;
-use kvevents_index::Matches;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
+use kvevents_index::{Index, Matches};
 use kvevents_routing::{EngineLoads, Terms, Ties, Trust, WorkerTrust};
 
 /// A query that is answered here.
@@ -106,10 +106,12 @@ impl Endpoints {
         }
     }
 
-    /// Answers from another table from now on.
-    pub(crate) fn replace(&self, table: Table) {
+    /// Answers from another table from now on, as `Table::read` reads it.
+    pub(crate) fn replace(&self, changes: &[u8], index: Arc<Index>) -> Result<(), String> {
+        let table = Table::read(changes, index, self.table().as_deref())?;
         let before = self.table.write().replace(Arc::new(table));
         drop(before); // without the lock
+        Ok(())
     }
 
     /// Returns the body of the answer. None for a query that is not answered here, which is forwarded.

@@ -95,12 +95,18 @@ pub(crate) struct Worker {
     /// The instance's name as JSON.
     #[serde(skip)]
     pub(crate) json_name: String,
-    /// A number that workers of one instance name share.
-    #[serde(skip)]
-    pub(crate) instance_number: u32,
 }
 
 impl Worker {
+    /// Returns the worker with what follows from its fields.
+    fn completed(self) -> Self {
+        Self {
+            trust_if_uncertain: Some(self.trust.if_uncertain()),
+            json_name: serde_json::Value::from(self.instance.as_str()).to_string(),
+            ..self
+        }
+    }
+
     /// Returns the state by which its tokens are weighed. A stream that waits only for a live batch to confirm replay, as of every idle
     /// engine, counts as exact: nothing contradicts it.
     pub(crate) fn weighed_state(&self) -> State {
@@ -124,7 +130,10 @@ impl Worker {
 #[derive(Deserialize)]
 struct TableMessage {
     has_failed: bool,
-    workers: Vec<Worker>,
+    /// All workers by their numbers, in order.
+    order: Vec<u64>,
+    /// The workers that the table before does not have, or not like this.
+    workers: HashMap<u64, Worker>,
     /// Tokens per block, the smallest first, by fleet.
     block_sizes: Vec<(String, String, String, Vec<u32>)>,
     /// Models that have a LoRA, by its name, tenant and group.
@@ -150,7 +159,11 @@ pub(crate) struct Candidates {
 pub struct Table {
     pub(crate) index: Arc<Index>,
     has_failed: bool,
-    pub(crate) workers: Vec<Worker>,
+    pub(crate) workers: Vec<Arc<Worker>>,
+    /// By the control plane's numbers.
+    rows: HashMap<u64, Arc<Worker>>,
+    /// By place, a number that workers of one instance name share.
+    instance_numbers: Vec<u32>,
     places: HashMap<Stream, u32>,
     labels: HashMap<Scope, String>,
     fleets: HashSet<Fleet>,
@@ -160,42 +173,54 @@ pub struct Table {
 }
 
 impl Table {
-    /// Reads the table from the control plane's JSON; it is answered from `index`.
+    /// Reads the control plane's JSON, which describes the changes of a table; it is answered from `index`.
     ///
     /// # Errors
-    /// If the JSON has another shape.
-    pub fn read(json: &[u8], index: Arc<Index>) -> Result<Self, serde_json::Error> {
-        let mut message: TableMessage = serde_json::from_slice(json)?;
-        let mut numbers = HashMap::new();
-        let (mut places, mut labels) = (HashMap::new(), HashMap::new());
-        for (place, worker) in message.workers.iter_mut().enumerate() {
-            worker.trust_if_uncertain = Some(worker.trust.if_uncertain());
-            worker.json_name = serde_json::to_string(&worker.instance)?;
-            let next = numbers.len() as u32;
-            worker.instance_number = *numbers.entry(worker.instance.clone()).or_insert(next);
-            let stream = Stream {
-                source: worker.source.clone(),
-                rank: worker.rank,
-            };
-            places.insert(stream, place as u32);
-            labels.insert(worker.scope.clone(), worker.label.clone());
-        }
-        let by_fleet = |(model, tenant, group, of)| ((model, tenant, group), of);
-        Ok(Self {
+    /// If the JSON has another shape, or lacks a worker that the table before lacks too.
+    pub fn read(json: &[u8], index: Arc<Index>, before: Option<&Self>) -> Result<Self, String> {
+        let message: TableMessage = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+        let mut changed = message.workers;
+        let mut table = Self {
             index,
             has_failed: message.has_failed,
-            fleets: message.workers.iter().map(|worker| worker.scope.fleet()).collect(),
-            workers: message.workers,
-            places,
-            labels,
+            workers: Vec::with_capacity(message.order.len()),
+            rows: HashMap::with_capacity(message.order.len()),
+            instance_numbers: Vec::with_capacity(message.order.len()),
+            places: HashMap::with_capacity(message.order.len()),
+            labels: HashMap::new(),
+            fleets: HashSet::new(),
             block_sizes: message.block_sizes.into_iter().map(by_fleet).collect(),
-            bases: message
-                .bases
-                .into_iter()
-                .map(|(adapter, tenant, group, of)| ((adapter, tenant, group), of))
-                .collect(),
+            bases: message.bases.into_iter().map(by_fleet).collect(),
             remembered: RwLock::default(),
-        })
+        };
+        let mut instances = HashMap::new();
+        for number in message.order {
+            let worker = match (changed.remove(&number), before.and_then(|table| table.rows.get(&number))) {
+                (Some(worker), _) => Arc::new(worker.completed()),
+                (None, Some(known)) => known.clone(),
+                (None, None) => return Err(format!("worker {number} is not described")),
+            };
+            let next = instances.len() as u32;
+            table
+                .instance_numbers
+                .push(*instances.entry(worker.instance.clone()).or_insert(next));
+            table.add(number, worker);
+        }
+        Ok(table)
+    }
+
+    fn add(&mut self, number: u64, worker: Arc<Worker>) {
+        let stream = Stream {
+            source: worker.source.clone(),
+            rank: worker.rank,
+        };
+        self.places.insert(stream, self.workers.len() as u32);
+        if !self.labels.contains_key(&worker.scope) {
+            self.labels.insert(worker.scope.clone(), worker.label.clone());
+            self.fleets.insert(worker.scope.fleet());
+        }
+        self.rows.insert(number, worker.clone());
+        self.workers.push(worker);
     }
 
     /// The worker of a stream.
@@ -279,6 +304,11 @@ impl Table {
         })
     }
 
+    /// A number that workers of one instance name share.
+    pub(crate) fn instance_number(&self, place: u32) -> u32 {
+        self.instance_numbers[place as usize]
+    }
+
     /// The worker at a place.
     pub(crate) fn worker(&self, place: u32) -> &Worker {
         &self.workers[place as usize]
@@ -316,6 +346,10 @@ pub(crate) fn is_short(name: &str) -> bool {
     name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
+fn by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Fleet, T) {
+    ((model, tenant, group), of)
+}
+
 /// None, and the value if it is present.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
@@ -348,14 +382,73 @@ mod tests {
     use kvevents_index::limits::Limits;
     use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
 
+    /// A worker as the control plane writes it.
+    fn row(instance: &str, state: &str) -> serde_json::Value {
+        serde_json::json!({
+            "source": instance, "rank": 0, "instance": instance, "label": "m", "is_hidden": false, "distance": 0, "block_size": null,
+            "scope": {"model": "m", "tenant": "default", "group": "default", "lora": null, "salt": null},
+            "trust": {"state": state, "reason": "", "reason_codes": [], "attested": false}})
+    }
+
+    fn read(order: &[u64], workers: serde_json::Value, before: Option<&Table>) -> Result<Table, String> {
+        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
+        let changes = serde_json::json!({
+            "has_failed": false, "order": order, "workers": workers, "block_sizes": [["m", "default", "default", [16]]], "bases": []});
+        Table::read(changes.to_string().as_bytes(), Arc::new(index), before)
+    }
+
+    fn states(table: &Table) -> Vec<(&str, State)> {
+        table
+            .workers
+            .iter()
+            .map(|worker| (worker.instance.as_str(), worker.trust.state))
+            .collect()
+    }
+
+    #[test]
+    fn what_is_not_described_again_is_as_before() {
+        let first = read(
+            &[7, 3],
+            serde_json::json!({"3": row("b", "EXACT"), "7": row("a", "STALE")}),
+            None,
+        )
+        .unwrap();
+        assert_eq!(states(&first), [("a", State::Stale), ("b", State::Exact)]);
+        let second = read(
+            &[3, 9, 7],
+            serde_json::json!({"9": row("c", "EXACT"), "3": row("b", "STALE")}),
+            Some(&first),
+        )
+        .unwrap();
+        assert_eq!(
+            states(&second),
+            [("b", State::Stale), ("c", State::Exact), ("a", State::Stale)]
+        );
+        let third = read(&[9], serde_json::json!({}), Some(&second)).unwrap();
+        assert_eq!(states(&third), [("c", State::Exact)]);
+        assert_eq!(
+            third.place(&Stream {
+                source: "c".to_owned(),
+                rank: 0
+            }),
+            Some(0)
+        );
+        assert_eq!(
+            third.place(&Stream {
+                source: "a".to_owned(),
+                rank: 0
+            }),
+            None
+        );
+        assert!(
+            read(&[7], serde_json::json!({}), Some(&third)).is_err(),
+            "a worker that has left is described again"
+        );
+    }
+
     #[test]
     fn only_scopes_with_short_names_are_remembered() {
-        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
-        let table = r#"{"has_failed": false, "block_sizes": [], "bases": [], "workers": [{
-            "source": "s", "rank": 0, "instance": "i", "label": "m", "is_hidden": false, "distance": 0, "block_size": null,
-            "scope": {"model": "m", "tenant": "default", "group": "default", "lora": null, "salt": null},
-            "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": false}}]}"#;
-        let table = Table::read(table.as_bytes(), Arc::new(index)).unwrap();
+        let table = read(&[1], serde_json::json!({"1": row("i", "EXACT")}), None).unwrap();
         let plain = table.workers[0].scope.clone();
         let mut remembered = 0;
         for (length, is_remembered) in [(1, true), (512, true), (513, false), (2_000_000, false)] {

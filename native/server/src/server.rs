@@ -26,7 +26,6 @@ use tokio::sync::{Notify, Semaphore};
 use crate::body::{Body, InProgress, Sending};
 use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
 use crate::endpoints::{Endpoints, Format, Head, Question};
-use crate::fleet::Table;
 use crate::forward::{Sent, Upstream, end_to_end};
 use crate::grpc;
 use crate::metrics::Metrics;
@@ -37,6 +36,7 @@ use crate::server_state::{MAX_SILENCE, Probes, Shared};
 use crate::settings::{Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
+use kvevents_index::Index;
 use kvevents_routing::EngineLoads;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
@@ -112,9 +112,13 @@ impl Server {
         })
     }
 
-    /// Answers queries from another table from now on.
-    pub fn replace_table(&self, table: Table) {
-        self.shared.endpoints.replace(table);
+    /// Answers queries from another table from now on. `changes` is JSON: the order of all workers, and what is new of them. One thread at
+    /// a time may call this.
+    ///
+    /// # Errors
+    /// If the JSON has another shape, or lacks a worker that was never described.
+    pub fn replace_table(&self, changes: &[u8], index: Arc<Index>) -> Result<(), String> {
+        self.shared.endpoints.replace(changes, index)
     }
 
     /// Answers probes with these from now on: status and body of `/livez` and `/readyz`.

@@ -130,25 +130,27 @@ class EndpointAllowList:
         self._tcp_patterns = [_tcp_pattern(pattern, rest) for pattern, transport, rest in split if transport == "tcp"]
         self._paths = [_path(pattern, transport, rest) for pattern, transport, rest in split if transport != "tcp"]
 
-    def check(self, endpoint: str, *, bind: bool = False) -> None:
+    def check(self, endpoint: str, *, bind: bool = False) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        This method does not resolve names: they also need `check_addresses`. With `bind` the service is to listen at the
-        endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes a
-        file that is at the path.
+        Return whether its host is a name: its addresses need `check_addresses` too. With `bind` the service is to listen at
+        the endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes
+        a file that is at the path.
         """
         _check_characters(endpoint)
         transport, _, rest = endpoint.partition("://")
         if transport != "tcp":
             self._check_path(endpoint, transport, rest, bind=bind)
-            return
+            return False
         target = _target(endpoint, bind=bind)
         if target.address is not None:
             self._check_address(target, target.address, bind=bind)
-        elif not any(
+            return False
+        if not any(
             pattern.has_name(target) or (pattern.network and pattern.has_port(target.port)) for pattern in self._tcp_patterns
         ):
             raise target.refused("no pattern of the allow-list covers it", _hint(target.host, target.port))
+        return True
 
     def check_addresses(self, endpoint: str, addresses: Iterable[str | Address], *, bind: bool = False) -> None:
         """Check an endpoint and every address of its host.

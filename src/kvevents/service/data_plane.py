@@ -1,7 +1,7 @@
 """The control plane's view of the data plane: the native HTTP server that clients connect to.
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
-`DataPlane.publish` writes the whole table whenever the fleet changes. The data plane forwards all other requests to
+`DataPlane.publish` writes what has changed of it whenever the fleet changes. The data plane forwards all other requests to
 `kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. With spans
 it forwards all queries; the start decides that once.
 """
@@ -15,13 +15,15 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from itertools import count
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from kvevents.client.schemas import HealthAnswer, ReadyAnswer
+from kvevents.client.schemas import HealthAnswer, ReadyAnswer, TrustStatus
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
@@ -65,6 +67,8 @@ class Counts(msgspec.Struct):
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
+_numbers = count()
+"""Numbers of workers in routing tables."""
 
 
 class ControlPlane(Protocol):
@@ -93,6 +97,8 @@ class DataPlane:
         self._upstream: socket.socket | None = None
         self._lock: Final = threading.Lock()
         self._published: tuple[Any, ...] | None = None
+        self._rows: dict[Member, _Row] = {}
+        """What the newest table has of each worker, so that the change of one is not written with all others."""
         self._answers_queries = False
 
     def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], settings: Mapping[str, Any]) -> None:
@@ -130,7 +136,9 @@ class DataPlane:
                 return
             self._published = version
             if self._answers_queries:
-                native.replace_table(fleet.index, _encode(_table(fleet)))
+                rows = {member: _row(member, self._rows.get(member)) for member in list(fleet.workers.values())}
+                native.replace_table(fleet.index, _encode(_changes(fleet, rows, self._rows)))
+                self._rows = rows
         self.refresh()
 
     def refresh(self) -> None:
@@ -189,16 +197,35 @@ def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]
 # --- the routing table
 
 
-def _table(fleet: Fleet) -> Mapping[str, Any]:
-    members = list(fleet.workers.values())
-    models = {member.registration.scope[:3] for member in members}
+class _Row(NamedTuple):
+    """What the newest table has of a worker."""
+
+    number: int
+    state: tuple[TrustStatus, bool, int]
+    """What may change of it."""
+    scope: Scope
+
+
+def _row(member: Member, known: _Row | None) -> _Row:
+    """Return the row of a worker: the known one if the worker is as it was."""
+    state = (member.trust_status, member.is_hidden, member.distance)
+    if known is not None and known.state == state:
+        return known
+    return _Row(next(_numbers) if known is None else known.number, state, member.registration.scope)
+
+
+def _changes(fleet: Fleet, rows: Mapping[Member, _Row], before: Mapping[Member, _Row]) -> Mapping[str, Any]:
+    """Return the order of all workers, what is new of them, and what the fleet has beside them."""
+    scopes = {row.scope for row in rows.values()}
+    models = {scope[:3] for scope in scopes}
     bases: dict[tuple[str, str, str], set[str]] = {}
-    for scope in {*(member.registration.scope for member in members), *fleet.adapters}:
+    for scope in scopes | fleet.adapters:
         if isinstance(scope.lora, str) and scope[:3] in models:
             bases.setdefault((scope.lora, scope.tenant, scope.group), set()).add(scope.model)
     return {
         "has_failed": fleet.failure is not None,
-        "workers": [_worker(member) for member in members],
+        "order": [row.number for row in rows.values()],
+        "workers": {row.number: _worker(member) for member, row in rows.items() if before.get(member) is not row},
         "block_sizes": [(*scope, sizes) for scope, sizes in fleet.all_block_sizes.items()],
         "bases": [(*adapter, sorted(found)) for adapter, found in bases.items()],
     }

@@ -55,16 +55,17 @@ async def check_allowed(allowed: EndpointAllowList, registration: Registration) 
 
     A name that does not resolve is allowed. The prober checks it again later.
     """
-    check_endpoints(allowed, registration)
-    for endpoint, bind in _endpoints(registration):
+    for endpoint, bind in check_endpoints(allowed, registration):
         with suppress(socket.gaierror, TimeoutError):
             allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
 
 
-def check_endpoints(allowed: EndpointAllowList, registration: Registration) -> None:
-    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names."""
-    for endpoint, bind in _endpoints(registration):
-        allowed.check(endpoint, bind=bind)
+def check_endpoints(allowed: EndpointAllowList, registration: Registration) -> list[tuple[str, bool]]:
+    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names. Return the endpoints that have one.
+
+    Each comes with whether the service listens there.
+    """
+    return [(endpoint, bind) for endpoint, bind in _endpoints(registration) if allowed.check(endpoint, bind=bind)]
 
 
 def _endpoints(registration: Registration) -> list[tuple[str, bool]]:

@@ -38,7 +38,7 @@ from kvevents.service.replica.replica import Replica
 from kvevents.service.selection import CandidateCache
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
 from kvevents.service.state_store import StateStore
-from kvevents.stream import Checkpoint, Trust
+from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ class Service:
         It stays ready until it ends or fails; trust reports later problems.
         """
         members = list(self.fleet.members.values())
-        exact = sum(member.trust == Trust.EXACT for member in members)
+        exact = sum(member.trust_status.state == "EXACT" for member in members)
         caught_up = sum(member.is_caught_up for member in members)
         why = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
         self._is_ready = self._is_ready or not why

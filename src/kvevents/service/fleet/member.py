@@ -66,6 +66,7 @@ class Member:
         "status",
         "suppressed_losses",
         "trust",
+        "trust_inputs",
         "trust_status",
         "worker",
     )
@@ -88,6 +89,8 @@ class Member:
         self.trust = Trust.CONNECTING
         self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """Trust with its reasons, for answers."""
+        self.trust_inputs: tuple[object, ...] = ()
+        """What the trust was derived from."""
         self.reported: tuple[str, str, bool] = ("", "", False)
         """State and sentence of the last report of the subscriber."""
         self.faults: Mapping[str, SourceFault] = {}
@@ -117,6 +120,11 @@ class Member:
 
     def update_trust(self, trust: Trust, now: float) -> TrustState | None:
         """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
+        known = None if self.status is None else (self.status.error, self.status.degraded_reasons)
+        inputs = (trust.name, trust.reason, trust.attested, self.faults, self.index_faults, self.tiers, known)
+        if inputs == self.trust_inputs:
+            return None
+        self.trust_inputs = inputs
         sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
@@ -196,7 +204,7 @@ class Member:
     @property
     def is_caught_up(self) -> bool:
         """Whether no batch is known to be missing: it is EXACT, or waits for a live batch that confirms its replay."""
-        return self.trust == Trust.EXACT or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
+        return self.trust_status.state == "EXACT" or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
     def distance(self) -> int:
