@@ -1,5 +1,6 @@
 //! Queries: from the body of a request to that of its answer.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
@@ -215,6 +216,7 @@ impl Endpoints {
     // --- the index
 
     fn rows(&self, table: &Table, matches: &Matches, rows: &mut Vec<Row>) {
+        rows.reserve(matches.hits.len());
         for hit in &matches.hits {
             if let Some(place) = table.place(matches.worker(hit)) {
                 let [gpu, cpu, disk, tokens] = hit.tokens;
@@ -232,22 +234,16 @@ impl Endpoints {
         }
     }
 
-    /// How much of a prompt each worker holds. None for too many media.
-    fn find(&self, table: &Table, found: &Candidates, tokens: &[u32], options: &Options<'_>) -> Option<Vec<Row>> {
+    /// How much of a prompt each worker holds. `scopes` are those of the candidates, with the items of the request.
+    fn find(&self, table: &Table, scopes: &[kvevents_index::Scope], tokens: &[u32], options: &Options) -> Vec<Row> {
         // Engines recompute the last token, and with it the block that it is in.
         let usable = if options.whole_prompt {
             tokens
         } else {
             tokens.split_last().map_or(tokens, |(_, rest)| rest)
         };
-        let items = requests::items(options.media)?;
-        let mut rows = Vec::with_capacity(found.workers.len());
-        for scope in &found.within {
-            let with_items = (!items.is_empty()).then(|| kvevents_index::Scope {
-                items: items.clone(),
-                ..scope.clone()
-            });
-            let scope = with_items.as_ref().unwrap_or(scope);
+        let mut rows = Vec::new();
+        for scope in scopes {
             let mut matches = table.index.match_prefix(tokens, usable.len(), scope);
             if options.expected {
                 table.index.extend_by_overlay(usable, scope, monotonic(), &mut matches);
@@ -255,7 +251,7 @@ impl Endpoints {
             self.rows(table, &matches, &mut rows);
         }
         self.metrics.lookup(tokens.len(), longest(&rows));
-        Some(rows)
+        rows
     }
 
     // --- the endpoints
@@ -265,11 +261,10 @@ impl Endpoints {
         self.check_tokens(tokens.len())?;
         let found = table.candidates(&request.scope()?)?;
         let options = Options {
-            media: &[],
             expected: false,
             whole_prompt: request.whole_prompt,
         };
-        let rows = self.find(table, &found, tokens, &options)?;
+        let rows = self.find(table, &found.within, tokens, &options);
         self.field(
             table,
             &found,
@@ -341,11 +336,11 @@ impl Endpoints {
         self.check_tokens(tokens.len())?;
         let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
         let options = Options {
-            media: &request.mm,
             expected: request.expected,
             whole_prompt: request.whole_prompt,
         };
-        let mut rows = self.find(table, &found, tokens, &options)?;
+        let scopes = with_items(&found, &request.mm)?;
+        let mut rows = self.find(table, &scopes, tokens, &options);
         add_others(&mut rows, &found.workers);
         let answer = MatchAnswer {
             prompt_tokens: tokens.len(),
@@ -359,13 +354,13 @@ impl Endpoints {
         self.check_tokens(prompts.iter().map(Vec::len).sum())?;
         let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
         let options = Options {
-            media: &request.mm,
             expected: request.expected,
             whole_prompt: request.whole_prompt,
         };
         let mut matches = Vec::with_capacity(prompts.len());
+        let scopes = with_items(&found, &request.mm)?;
         for tokens in prompts {
-            let rows = self.find(table, &found, tokens, &options)?;
+            let rows = self.find(table, &scopes, tokens, &options);
             matches.push(PromptMatch {
                 prompt_tokens: tokens.len(),
                 holders: answers::held(table, &rows),
@@ -405,11 +400,11 @@ impl Endpoints {
             None => found.workers.iter().map(all).collect(),
         };
         let options = Options {
-            media: &request.mm,
             expected: request.expected,
             whole_prompt: request.whole_prompt,
         };
-        let rows = self.find(table, &found, tokens, &options)?;
+        let scopes = with_items(&found, &request.mm)?;
+        let rows = self.find(table, &scopes, tokens, &options);
         let (selected, place) = select::select(
             table,
             &found,
@@ -433,10 +428,22 @@ impl Endpoints {
 }
 
 /// How a prompt is looked up.
-struct Options<'a> {
-    media: &'a [Object<Media>],
+struct Options {
     expected: bool,
     whole_prompt: bool,
+}
+
+/// Returns the scopes of candidates with the items of a request. None for too many items.
+fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Option<Cow<'a, [kvevents_index::Scope]>> {
+    let items = requests::items(media)?;
+    if items.is_empty() {
+        return Some(Cow::Borrowed(&found.within));
+    }
+    let with_items = |scope: &kvevents_index::Scope| kvevents_index::Scope {
+        items: items.clone(),
+        ..scope.clone()
+    };
+    Some(found.within.iter().map(with_items).collect())
 }
 
 fn longest(rows: &[Row]) -> u32 {

@@ -17,9 +17,9 @@ use crate::settings::Settings;
 
 /// Number of sweeps without a report after which the control plane counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Size of a body from which on a separate thread reads it, so that it does not delay other clients.
+/// Size of a body above which a separate thread reads it, so that it does not delay other clients.
 const MANY_BYTES: usize = 1 << 16;
-/// Size of the body of a prompt from which on a separate thread reads it; token ids are read faster.
+/// Size of the body of a prompt above which a separate thread reads it; token ids are read faster.
 const MANY_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
@@ -59,7 +59,9 @@ impl Shared {
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let most = match question {
             Question::Query | Question::Match => MANY_PROMPT_BYTES,
-            Question::QueryByHash | Question::MatchMany | Question::Select => MANY_BYTES,
+            Question::QueryByHash | Question::Select => MANY_BYTES,
+            // Six bytes can be a prompt that every worker holds, and each of them is a row of the answer.
+            Question::MatchMany => 0,
         };
         if size <= most {
             return Some(work());
