@@ -63,7 +63,10 @@ def test_a_healthy_engine_has_no_warnings() -> None:
     with play_on_adjacent_ports() as (tape,):
         tape.play(20)
         tape.start_playing(rate=200.0, times=1_000)
-        ended = run("doctor", tape.endpoint, *DURATION)
+        for seconds in (0.6, 3.0, 15.0):  # a busy machine sees too little in a short time, and says so
+            ended = run("doctor", tape.endpoint, "--duration", seconds)
+            if "warn" not in ended.out:
+                break
     assert ended.code == 0, ended.out
     assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
     for expected in (

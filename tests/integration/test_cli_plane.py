@@ -75,7 +75,7 @@ def test_plane_status_shows_the_snapshots_of_each_partition(server: NatsServer) 
         wait_for("pages of the bridge", lambda: plane_status("--nats", server.url, "--plane", "snapshots").code == 0)
         ended = plane_status("--nats", server.url, "--plane", "snapshots")
         for line in (
-            r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
+            r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, \d+ s ago by the clock of b$",
             r"snapshot  none of partitions 1, 3$",
         ):
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)

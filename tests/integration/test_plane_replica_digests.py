@@ -105,6 +105,7 @@ def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: Na
     plane = plane_at(server.url, name="many", partitions=1)
     stream_digests = digests(STREAMS)
     other = {**stream_digests, (LARGE_NAME % 0, 0): "another"}
+    same, another = (read_log(content).encode() for content in (stream_digests, other))  # before: digests expire
 
     async def exchange() -> PlaneView:
         client = await nats.connect(server.url)
@@ -112,8 +113,8 @@ def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: Na
             js = client.jetstream()
             layout = await create_plane(js, plane)
             bucket = await js.key_value(layout.digests)
-            for name, content in (("a", stream_digests), ("b", stream_digests), ("c", other)):
-                await bucket.put(name, read_log(content).encode())
+            for name, log in (("a", same), ("b", same), ("c", another)):
+                await bucket.put(name, log)
             return await inspect_plane(js, layout)
         finally:
             await client.close()

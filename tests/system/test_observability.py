@@ -168,7 +168,8 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
     assert fleet.value("kvevents_lookup_match_ratio_count") >= 3
     assert fleet.value("kvevents_lookup_hits_total") >= 3
     assert fleet.value("kvevents_index_limit_bytes") == 1 << 30
-    assert fleet.value("kvevents_source_engine_requests", engine="healing") == 5
+    # A reading that is too old does not count, so a busy machine may show none for a moment.
+    wait_for("a load", lambda: fleet.value("kvevents_source_engine_requests", engine="healing") == 5)
     assert fleet.value("kvevents_source_engine_load_known", engine="healing") == 1
     assert fleet.value("kvevents_source_engine_load_known", engine="killed") == 0
     assert 0 <= time() - fleet.value("kvevents_source_last_batch_timestamp_seconds", engine="healing") < SECONDS

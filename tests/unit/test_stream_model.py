@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -325,7 +326,9 @@ class ForeignReplayMachine(RuleBasedStateMachine):
         assert self.held == held if not self.stream.degraded_reasons else self.held.items() <= held.items()
 
 
-SETTINGS = settings(max_examples=300, stateful_step_count=40)
+pytestmark = pytest.mark.timeout(600)
+"""A limit that a busy machine reaches would look like results that differ from run to run."""
+SETTINGS = settings(max_examples=200, stateful_step_count=40)
 TestStream = StreamMachine.TestCase
 TestStream.settings = SETTINGS
 TestRawStream = RawStreamMachine.TestCase
