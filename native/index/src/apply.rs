@@ -146,8 +146,6 @@ impl Stream {
         if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.set_aside("too-many-clears");
         }
-        self.changed_copies.clear();
-        self.rebuild_group_cache(writer);
         false
     }
 

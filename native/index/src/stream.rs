@@ -13,6 +13,7 @@ mod room;
 mod stated_ranks;
 mod tally;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -34,6 +35,7 @@ use crate::holders::holder_sets::Move;
 use crate::holders::placements::{AttestedGroup, Placement};
 use crate::keys::Scheme;
 use crate::memory::table::{CacheLevel, Stage, Table, TableHash, TablePosition};
+use crate::step_counter;
 use crate::store::records::Records;
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::pending::{Queue, Waiting};
@@ -49,6 +51,8 @@ struct Foreign {
 
 /// Blocks that partial clears may examine before any block is stored.
 const FIRST_EXAMINATIONS: usize = 1 << 20;
+/// How often the blocks by hash are dropped in an incarnation.
+const CACHE_DROPS: u8 = 4;
 /// Stores in which the hash scheme of an engine is searched.
 const SAMPLES: u8 = 4;
 
@@ -104,6 +108,8 @@ pub struct Stream {
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
     /// Copies that the current batch has changed, by hash, group and level; kept with `group_cache` only.
     pub changed_copies: Vec<(u64, i64, u8)>,
+    /// How often `group_cache` may still be dropped when lookups do not need it: each time that they do again, it is filled from all blocks.
+    cache_drops_left: u8,
     /// Whether `groups` has changed since it was published to lookups.
     pub has_new_groups: bool,
     /// A store from which the hash scheme of the engine can be found later, if it is needed.
@@ -182,6 +188,7 @@ impl Stream {
             groups: Groups::default(),
             group_cache: None,
             changed_copies: Vec::new(),
+            cache_drops_left: CACHE_DROPS,
             has_new_groups: false,
             sample: None,
             samples_left: SAMPLES,
@@ -226,20 +233,38 @@ impl Stream {
     ///
     /// A sender that attests announces each copy once: that applies to its stores from now on, and after an equal attestation also to all
     /// earlier ones.
-    pub fn attest(&mut self, shared: &mut SharedState, attestation: u64, is_limited: bool) -> Option<bool> {
+    pub fn attest(&mut self, writer: &mut Writer<'_, SharedState>, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
         self.groups.copied_levels |= 1;
-        if is_equal && !self.copies.is_empty() {
-            let on_device = self.named.iter().filter(|named| named.is_on_device());
-            let on_device: Vec<u16> = on_device.map(|named| named.placement).collect();
-            for (number, placement) in self.copies.certify(|placement| on_device.contains(&placement)) {
-                self.note(shared, number, placement, Change::BecameCertain);
-            }
-            self.rebuild_group_cache(shared);
+        if is_equal {
+            self.certify_copies(writer);
         }
         self.attested = (is_equal || !is_limited || !self.lacks_refused_blocks()).then_some(is_equal);
         self.attested
+    }
+
+    /// Makes the numbers of copies on the device certain, which an equal attestation proves.
+    fn certify_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let is_meant = |named: &&NamedPlacement| named.is_on_device() && self.copies.are_inexact(named.placement);
+        let inexact: Vec<u16> = self.named.iter().filter(is_meant).map(|named| named.placement).collect();
+        for placement in inexact {
+            let (certain, foreign) = writer.unlocked(|| {
+                let foreign: HashMap<u32, u64> = match &self.group_cache {
+                    Some(_) => self.foreign().collect(),
+                    None => HashMap::new(),
+                };
+                (self.copies.certify(placement), foreign)
+            });
+            step_counter::count(foreign.len());
+            for number in certain {
+                self.note(writer, number, placement, Change::BecameCertain);
+                let hash = foreign.get(&number).copied().unwrap_or_else(|| writer.records.hash(number));
+                self.note_changed_copy(writer, hash, placement);
+                self.spend(writer, 1);
+            }
+        }
+        self.publish_changed_copies(writer);
     }
 
     /// The attestation that the engine has if it holds the stream's blocks, including waiting ones.
@@ -382,7 +407,7 @@ impl Stream {
         self.leave_placements(writer);
         self.groups.forget();
         (self.group_cache, self.sample, self.samples_left) = (None, None, SAMPLES);
-        (self.misses_salts, self.has_new_groups) = (false, false);
+        (self.misses_salts, self.has_new_groups, self.cache_drops_left) = (false, false, CACHE_DROPS);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
         self.evidence = Evidence::default();

@@ -6,7 +6,8 @@
 //!
 //! A clear that names no tier leaves blocks on lower tiers, or removes them. So their lower bound is 0 until they are stored again.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 
 /// Bounds of the number of copies of one block on one placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +42,11 @@ impl Copies {
         }
     }
 
+    /// Whether the number is known.
+    fn is_exact(self) -> bool {
+        self.least == self.most
+    }
+
     /// Whether it is possible that no copy is left.
     pub fn is_uncertain(self) -> bool {
         self.least == 0
@@ -72,6 +78,8 @@ impl Change {
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,
+    /// Records with different bounds, by placement.
+    inexact: HashMap<u16, HashSet<u32>>,
     uncertain: usize,
 }
 
@@ -111,14 +119,14 @@ impl CopyTable {
             self.entries.insert((number, placement), copies)
         };
         self.shrink();
-        self.changed(before.unwrap_or(Copies::ONE), copies)
+        self.changed(number, placement, before.unwrap_or(Copies::ONE), copies)
     }
 
     /// Removes a block that is no longer held. Returns its former copies.
     pub fn remove(&mut self, number: u32, placement: u16) -> (Copies, Change) {
         let before = self.entries.remove(&(number, placement)).unwrap_or(Copies::ONE);
         self.shrink();
-        (before, self.changed(before, Copies::ONE))
+        (before, self.changed(number, placement, before, Copies::ONE))
     }
 
     /// Records one more store of a block that is held.
@@ -127,7 +135,7 @@ impl CopyTable {
         let before = *copies;
         *copies = copies.stored(is_certain);
         let after = *copies;
-        self.changed(before, after)
+        self.changed(number, placement, before, after)
     }
 
     /// Records one removal of a held block. Returns None if that was the last copy.
@@ -136,22 +144,22 @@ impl CopyTable {
         (after.most > 0).then(|| self.set(number, placement, after))
     }
 
-    /// Makes the numbers on the placements that `meant` accepts certain, at their upper bounds. Returns the blocks that might have been
-    /// gone.
-    pub fn certify(&mut self, meant: impl Fn(u16) -> bool) -> Vec<(u32, u16)> {
-        let mut found = Vec::new();
-        self.entries.retain(|&block, copies| {
-            if meant(block.1) {
-                if copies.is_uncertain() {
-                    found.push(block);
-                }
-                copies.least = copies.most;
-            }
-            *copies != Copies::ONE
+    /// Whether a placement has blocks with different bounds.
+    pub fn are_inexact(&self, placement: u16) -> bool {
+        self.inexact.contains_key(&placement)
+    }
+
+    /// Makes the numbers on a placement certain, at their upper bounds. Returns the records of blocks that might have been gone.
+    pub fn certify(&mut self, placement: u16) -> Vec<u32> {
+        let inexact = self
+            .inexact
+            .get(&placement)
+            .map_or_else(Vec::new, |numbers| numbers.iter().copied().collect());
+        let certified = inexact.into_iter().filter(|&number| {
+            let Copies { most, .. } = self.get(number, placement);
+            self.set(number, placement, Copies { least: most, most }) == Change::BecameCertain
         });
-        self.uncertain -= found.len();
-        self.shrink();
-        found
+        certified.collect()
     }
 
     /// Blocks that might be gone.
@@ -162,23 +170,42 @@ impl CopyTable {
             .map(|(key, _)| *key)
     }
 
-    /// Number of entries, and capacity.
+    /// Number of entries, and capacity, of each of its tables.
     #[inline]
-    pub fn room(&self) -> (usize, usize) {
-        (self.entries.len(), self.entries.capacity())
+    pub fn rooms(&self) -> impl Iterator<Item = (usize, usize)> {
+        let inexact = self.inexact.values().map(|numbers| (numbers.len(), numbers.capacity()));
+        inexact.chain([(self.entries.len(), self.entries.capacity())])
     }
 
     /// Makes room for more.
     pub fn reserve(&mut self, more: usize) {
         self.entries.reserve(more);
+        self.inexact.values_mut().for_each(|numbers| numbers.reserve(more));
     }
 
     /// Approximate heap bytes, including the list of uncertain blocks that lookups read.
     pub fn bytes(&self) -> usize {
-        self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1) + self.uncertain * UNCERTAIN_BYTES
+        let inexact: usize = self.inexact.values().map(HashSet::capacity).sum();
+        self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1)
+            + inexact * (size_of::<u32>() + 1)
+            + self.uncertain * UNCERTAIN_BYTES
     }
 
-    fn changed(&mut self, before: Copies, after: Copies) -> Change {
+    fn changed(&mut self, number: u32, placement: u16, before: Copies, after: Copies) -> Change {
+        match (before.is_exact(), after.is_exact()) {
+            (true, false) => {
+                self.inexact.entry(placement).or_default().insert(number);
+            }
+            (false, true) => {
+                if let Entry::Occupied(mut numbers) = self.inexact.entry(placement) {
+                    numbers.get_mut().remove(&number);
+                    if numbers.get().is_empty() {
+                        numbers.remove();
+                    }
+                }
+            }
+            _ => {}
+        }
         let change = Change::between(before, after);
         match change {
             Change::Same => {}

@@ -14,7 +14,7 @@ use crate::store::members::{Member, Worker};
 use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
-use crate::sync::yielding_lock::YieldingRwLock;
+use crate::sync::yielding_lock::{Writer, YieldingRwLock};
 
 /// A stream, with data that can be read while it is locked.
 #[derive(Clone, Debug)]
@@ -212,9 +212,9 @@ impl Index {
             None => registry.drafts.remove(source),
         };
         drop(registry);
-        self.change_ranks(source, |stream, shared| {
+        self.change_ranks(source, |stream, writer| {
             stream.groups.drafts = groups.clone();
-            stream.use_groups(shared);
+            stream.use_groups(writer);
         });
     }
 
@@ -224,7 +224,7 @@ impl Index {
     }
 
     /// Changes every stream of a source.
-    fn change_ranks(&self, source: &str, change: impl Fn(&mut Stream, &mut SharedState)) {
+    fn change_ranks(&self, source: &str, change: impl Fn(&mut Stream, &mut Writer<'_, SharedState>)) {
         let ranks = |registry: &Registry| -> Vec<_> {
             let ranks = registry.streams.get(source).into_iter().flatten();
             ranks.map(|rank| rank.stream.clone()).collect()
@@ -287,6 +287,8 @@ impl Index {
         drop(writer);
         let mut blocks = 0;
         for rank in &removed {
+            // The stream is locked before the registry, against the order of `Index`: `replacing` keeps out the one other thread that would
+            // lock both, which replaces the whole index.
             let mut stream = rank.stream.lock();
             if stream.gone {
                 continue;

@@ -14,7 +14,7 @@ use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 impl Stream {
     /// Searches prompts by the groups that are known now.
-    pub fn use_groups(&mut self, shared: &mut SharedState) {
+    pub fn use_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.has_new_groups = false;
         if self.groups.needs_hashing()
             && self.samples_left > 0
@@ -25,57 +25,77 @@ impl Stream {
         }
         let method = self.groups.method();
         match (method, &self.group_cache) {
-            (Method::Hashes, None) => self.rebuild_group_cache(shared),
-            (Method::Hashes, Some(_)) => {}
-            _ => self.group_cache = None,
+            (Method::Hashes, None) => self.fill_group_cache(writer),
+            (Method::Bitmaps | Method::Records, Some(_)) if self.cache_drops_left > 0 => {
+                self.cache_drops_left -= 1;
+                self.group_cache = None;
+            }
+            _ => {}
         }
         let lookup = || GroupLookup {
             groups: self.groups.clone(),
             cache: self.group_cache.clone(),
         };
         let lookup = (method != Method::Bitmaps).then(|| Arc::new(lookup()));
-        shared.use_lookup(self.number, lookup);
+        writer.use_lookup(self.number, lookup);
     }
 
-    /// Collects all blocks by their hashes, where lookups need that.
-    pub fn rebuild_group_cache(&mut self, shared: &SharedState) {
-        if self.groups.method() != Method::Hashes {
-            return;
-        }
+    /// Collects all copies by their hashes, for lookups that begin to need them.
+    fn fill_group_cache(&mut self, writer: &mut Writer<'_, SharedState>) {
         let mut cache = GroupCache::default();
         if self.misses_salts {
             cache.miss_salts();
         }
-        let named: Vec<(u16, i64, usize)> = (self.named.iter())
-            .map(|named| (named.placement, shared.view.placements.get(named.placement)))
-            .map(|(number, placement)| (number, placement.group, placement.level()))
-            .collect();
-        let blocks = self.own_numbers().map(|number| (number, shared.records.hash(number)));
-        let placed = blocks.chain(self.foreign()).flat_map(|(number, hash)| {
-            let placements = shared.sets.placements(shared.records.set(number), self.number);
-            placements.map(move |placement| (hash, placement))
-        });
-        let waiting = self.waiting.iter().map(|waiting| (waiting.hash, waiting.placement));
-        for (hash, placement) in placed.chain(waiting) {
-            if let Some(&(_, group, level)) = named.iter().find(|(known, ..)| *known == placement) {
-                let (is_held, is_certain) = self.holds(shared, hash, group, level);
-                cache.put(group, hash, level, is_held, is_certain);
+        self.group_cache = Some(Arc::new(RwLock::new(cache)));
+        for (number, hash) in self.all_blocks(writer) {
+            self.note_copies_of(writer, hash.unwrap_or(writer.records.hash(number)), number);
+            if self.changed_copies.len() >= WORK_PER_HOLD {
+                self.publish_changed_copies(writer);
             }
         }
-        step_counter::count(self.blocks + self.waiting.len());
-        match &self.group_cache {
-            Some(known) => {
-                let mut known = known.write();
-                let salts = known.salts().map(|(part, salt)| (part, salt.to_owned())).collect::<Vec<_>>();
-                cache.resume(salts);
-                *known = cache;
-            }
-            None => self.group_cache = Some(Arc::new(RwLock::new(cache))),
+        self.note_waiting(writer, |_| true);
+        self.publish_changed_copies(writer);
+    }
+
+    /// The records of all blocks, each with its hash in this stream if that differs.
+    pub(super) fn all_blocks(&self, writer: &mut Writer<'_, SharedState>) -> Vec<(u32, Option<u64>)> {
+        writer.unlocked(|| {
+            let own = self.own_numbers().map(|number| (number, None));
+            let foreign = self.foreign().map(|(number, hash)| (number, Some(hash)));
+            own.chain(foreign).collect()
+        })
+    }
+
+    /// Notes for lookups by hashes that a copy has changed.
+    pub(super) fn note_changed_copy(&mut self, shared: &SharedState, hash: u64, placement: u16) {
+        if self.group_cache.is_some() {
+            let placement = shared.view.placements.get(placement);
+            self.changed_copies.push((hash, placement.group, placement.level() as u8));
         }
     }
 
-    /// Ends a batch: lookups search what it has changed.
-    pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
+    /// Notes that all copies of a block have changed.
+    pub(super) fn note_copies_of(&mut self, shared: &SharedState, hash: u64, number: u32) {
+        if self.group_cache.is_some() {
+            for placement in shared.sets.placements(shared.records.set(number), self.number) {
+                self.note_changed_copy(shared, hash, placement);
+            }
+        }
+    }
+
+    /// Notes that copies have changed that cannot be placed yet.
+    pub(super) fn note_waiting(&mut self, shared: &SharedState, meant: impl Fn(u16) -> bool) {
+        if self.group_cache.is_some() {
+            step_counter::count(self.waiting.len());
+            let waiting = self.waiting.iter().filter(|waiting| meant(waiting.placement));
+            for (hash, placement) in waiting.map(|waiting| (waiting.hash, waiting.placement)).collect::<Vec<_>>() {
+                self.note_changed_copy(shared, hash, placement);
+            }
+        }
+    }
+
+    /// Publishes the copies that have changed to lookups by hashes.
+    pub(super) fn publish_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         let changed = std::mem::take(&mut self.changed_copies);
         for some in changed.chunks(WORK_PER_HOLD) {
             if let Some(cache) = &self.group_cache {
@@ -87,6 +107,11 @@ impl Stream {
             }
             self.spend(writer, some.len());
         }
+    }
+
+    /// Ends a batch: lookups search what it has changed.
+    pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
+        self.publish_changed_copies(writer);
         if self.has_new_groups {
             self.use_groups(writer);
         }

@@ -5,7 +5,7 @@ use crate::holders::copies::Copies;
 use crate::memory::table::{TableHash, TablePosition};
 use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
-use crate::sync::yielding_lock::WORK_PER_HOLD;
+use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 /// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
 const EXAMINATIONS_PER_BLOCK: usize = 16;
@@ -112,8 +112,9 @@ impl Stream {
                 }
                 return;
             }
-            let (length, capacity) = self.copies.room();
-            step_counter::count_growth(length, capacity);
+            self.copies
+                .rooms()
+                .for_each(|(length, capacity)| step_counter::count_growth(length, capacity));
             let change = self.copies.store(number, placement, self.has_attested);
             self.note(shared, number, placement, change);
             if !self.has_attested && self.groups.all().len() > 1 {
@@ -142,7 +143,7 @@ impl Stream {
     ///
     /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
     /// group does not hold. A request that is computed again is announced in the same way.
-    pub fn mark_fresh_uncertain(&mut self, shared: &mut SharedState) {
+    pub fn mark_fresh_uncertain(&mut self, shared: &mut Writer<'_, SharedState>) {
         let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
         if !fresh.is_empty() && !repeated.is_empty() {
             repeated.sort_unstable();
@@ -155,6 +156,7 @@ impl Stream {
                     let change = self.copies.set(number, placement, Copies { least: 0, most });
                     self.note(shared, number, placement, change);
                 }
+                self.spend(shared, 1);
             }
         }
         if fresh.capacity().max(repeated.capacity()) <= WORK_PER_HOLD {

@@ -209,6 +209,7 @@ impl Stream {
         for placement in placements {
             shared.toggle(number, placement, self.number, &mut self.removed);
             let copies = self.forget_copies(shared, number, placement);
+            self.note_changed_copy(shared, hash, placement);
             let named = self.named_mut(placement);
             named.held -= 1;
             let copy = named.marks.copy(hash, key);
@@ -232,6 +233,7 @@ impl Stream {
         }
         self.examinations_left -= looks;
         let bound = writer.records.bound();
+        self.note_waiting(writer, &meant);
         let (numbers, foreign) = writer.unlocked(|| {
             self.waiting.clear(&meant);
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
@@ -268,10 +270,9 @@ impl Stream {
         let keeps = held != 0 && self.clear(writer, is_emptied) && self.doubt_all(writer);
         self.evidence.begin(pending | if keeps { 0 } else { held }, keeps);
         if keeps {
+            self.note_waiting(writer, |_| true);
             self.waiting.clear(|_| true);
-            self.changed_copies.clear();
             self.clear_unkept(None);
-            self.rebuild_group_cache(writer);
         } else {
             self.remove_all(writer);
             self.leave_placements(writer);
@@ -285,14 +286,14 @@ impl Stream {
         }
         self.examinations_left -= self.blocks;
         step_counter::count(self.blocks);
-        let numbers: Vec<u32> = writer.unlocked(|| self.numbers().collect());
-        for number in numbers {
+        for (number, hash) in self.all_blocks(writer) {
             let placements: Vec<u16> = writer.sets.placements(writer.records.set(number), self.number).collect();
             for placement in placements {
                 let Copies { most, .. } = self.copies.get(number, placement);
                 let change = self.copies.set(number, placement, Copies { least: 0, most });
                 self.note(writer, number, placement, change);
             }
+            self.note_copies_of(writer, hash.unwrap_or(writer.records.hash(number)), number);
             self.spend(writer, 1);
         }
         true

@@ -21,7 +21,7 @@ impl Stream {
         let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
         is_tight(self.foreign.len(), self.foreign.capacity())
             || is_tight(self.collisions.room().0, self.collisions.room().1)
-            || is_tight(self.copies.room().0, self.copies.room().1)
+            || self.copies.rooms().any(|(length, capacity)| is_tight(length, capacity))
             || self.foreign.capacity() > LARGE && self.must_shrink()
     }
 

@@ -189,10 +189,28 @@ fn look_up(index: &Index, tokens: &[u32]) -> Matches {
     found
 }
 
+/// Compares a stream with equal attestations, of which the second one finds nothing to change.
+fn attest(index: &Index) {
+    let Some(stream) = index.stream("bad", 0) else { return };
+    let locked = stream.lock();
+    let (attestation, blocks) = (locked.attestation(), locked.blocks);
+    drop(locked);
+    for most in [PER_BLOCK * blocks, 10] {
+        step_counter::taken();
+        index.compare("bad", 0, None, None, Some(attestation));
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(
+            taken <= most && longest <= PER_HOLD,
+            "{taken} steps of {most}, others wait for {longest}"
+        );
+    }
+}
+
 fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
     let index = index();
     for (seq, events) in payloads.iter().enumerate() {
         apply(&index, "bad", seq as i64, &payload_of(events, most));
+        attest(&index);
         for event in events {
             look_up(
                 &index,
@@ -450,6 +468,74 @@ fn groups_that_disagree_at_every_block() {
             "what is not searched to its end is not certain"
         );
     }
+}
+
+/// A hybrid stream of blocks of which some are known by the engine's hashes only.
+fn by_hashes(index: &Index) {
+    for part in 0..2 {
+        apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));
+    }
+    let states = group(1, "mamba", 0, 5, 0..1, 0);
+    apply(index, "bad", 2, &batch_of(&[states]));
+    assert!(index.stream("bad", 0).unwrap().lock().group_cache.is_some());
+}
+
+/// Blocks of full attention.
+fn group_chain(part: u32) -> Vec<u8> {
+    let numbers = part * MANY..(part + 1) * MANY;
+    let fields = [
+        hashes(numbers),
+        vec![0xC0],
+        hashes(2 * part * MANY..2 * (part + 1) * MANY),
+        vec![2, 0xC0, 0xC0, 0xC0, 0xC0, 0],
+    ];
+    [b"\x9B\xABBlockStored".to_vec(), fields.concat(), text("full_attention")].concat()
+}
+
+/// Clears of a tier that holds nothing, of a hybrid stream.
+#[test]
+fn clears_that_remove_nothing() {
+    let index = index();
+    by_hashes(&index);
+    let clear = [b"\x82\xA4type\xB0AllBlocksCleared\xA6medium".to_vec(), text("DISK")].concat();
+    step_counter::taken();
+    index.batch("bad", 0, 0, 3, &batch_of(&vec![clear; 1_000]));
+    assert!(step_counter::taken().taken < 100_000);
+}
+
+/// Equal attestations of a hybrid stream with second copies: only the first one changes anything.
+#[test]
+fn equal_attestations() {
+    let index = index();
+    by_hashes(&index);
+    apply(&index, "bad", 3, &batch_of(&[group_chain(0)]));
+    let attestation = index.stream("bad", 0).unwrap().lock().attestation();
+    for most in [10 * MANY as usize, 10, 10] {
+        step_counter::taken();
+        assert_eq!(index.compare("bad", 0, None, None, Some(attestation)).1, Some(true));
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(
+            taken <= most && longest <= PER_HOLD,
+            "{taken} steps, others wait for {longest}"
+        );
+    }
+}
+
+/// Groups whose kinds change all the time, so that lookups need hashes for some batches and not for others.
+#[test]
+fn kinds_that_change_with_each_batch() {
+    let index = index();
+    by_hashes(&index);
+    let mut steps = 0;
+    for seq in 3..40 {
+        let kind = if seq % 2 == 0 { "mamba" } else { "other" };
+        step_counter::taken();
+        index.batch("bad", 0, 0, seq, &batch_of(&[group(1, kind, 0, 5, 0..1, 0)]));
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+        steps += taken;
+    }
+    assert!(steps <= 8 * 2 * MANY as usize, "{steps} steps");
 }
 
 /// Decisions of the overlay that are over at the same time.
