@@ -229,6 +229,19 @@ proptest! {
 }
 
 /// A chain is one event; what was removed before its end is stored, and removed again.
+/// With a walk to the root for each of them, this took minutes.
+#[test]
+fn a_long_chain_of_dead_ancestors_that_share_hashes_is_exported() {
+    const BLOCKS: u64 = 60_000;
+    let (mut state, tokens) = (State::default(), (0..2 * BLOCKS as u32 + 2).collect::<Vec<_>>());
+    let hashes: Vec<u64> = (0..BLOCKS).map(|at| 1 + at % (BLOCKS / 2)).chain([1 << 40]).collect();
+    state.store(&store(&hashes, None, &tokens, &GPU)).expect("within limits");
+    for some in hashes[..BLOCKS as usize].chunks(2_000) {
+        state.remove(some, &GPU).expect("within limits");
+    }
+    assert!(exported(&state).is_some());
+}
+
 #[test]
 fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     let mut state = State::default();

@@ -13,13 +13,13 @@ pub struct Twins(HashMap<u64, Vec<u32>>);
 impl Twins {
     /// Creates it for all blocks.
     pub fn new(blocks: &Blocks) -> Self {
-        let mut all: HashMap<u64, Vec<u32>> = HashMap::new();
+        let (mut all, mut depths): (HashMap<u64, Vec<u32>>, _) = (HashMap::new(), Depths::new(blocks));
         for number in blocks.iter_dead() {
             all.entry(blocks.get(number).hash).or_default().push(number);
         }
         for (hash, list) in &mut all {
             if list.len() > 1 {
-                list.sort_by_cached_key(|&number| (depth(blocks, number), blocks.get(number).key));
+                list.sort_by_cached_key(|&number| (depths.get(number), blocks.get(number).key));
             }
             if !blocks.same_hash().contains_key(hash) {
                 list.extend(blocks.find(*hash));
@@ -79,9 +79,31 @@ impl Phases {
     }
 }
 
-fn depth(blocks: &Blocks, number: u32) -> usize {
-    let above = |&at: &u32| Some(blocks.get(at).parent).filter(|&parent| parent != ROOT);
-    std::iter::successors(Some(number), above).count()
+/// Numbers of the blocks from roots to blocks. Each is computed once, since chains of dead blocks are long.
+struct Depths<'a> {
+    blocks: &'a Blocks,
+    known: HashMap<u32, usize>,
+}
+
+impl<'a> Depths<'a> {
+    fn new(blocks: &'a Blocks) -> Self {
+        let known = HashMap::new();
+        Self { blocks, known }
+    }
+
+    fn get(&mut self, number: u32) -> usize {
+        let (mut path, mut at) = (Vec::new(), number);
+        while at != ROOT && !self.known.contains_key(&at) {
+            path.push(at);
+            at = self.blocks.get(at).parent;
+        }
+        let mut depth = self.known.get(&at).copied().unwrap_or(0);
+        for at in path.into_iter().rev() {
+            depth += 1;
+            self.known.insert(at, depth);
+        }
+        depth
+    }
 }
 
 /// Iterates over the runs, in an order in which parents come first.
