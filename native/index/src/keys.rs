@@ -5,6 +5,7 @@
 //! `compute_content_hash` and `chain_prefix_hash` of SMG (crate kv-index 2.0.0, `block.rs`). Namespaces change the seed of local hashes:
 //! `1337 + XXH3(LoRA) + XXH3(salt, seed 1)`.
 
+use crate::step_counter;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 const SEED: u64 = 1337;
@@ -178,10 +179,15 @@ pub struct Item {
 pub fn with_placeholders(tokens: &[u32], items: &[Item]) -> Vec<u32> {
     let mut replaced = tokens.to_vec();
     let place = |at: i64| usize::try_from(at).unwrap_or(0).min(tokens.len());
-    for item in items {
-        let (start, end) = (place(item.start), place(item.start.saturating_add(item.length)));
+    let span = |item: &Item| (place(item.start), place(item.start.saturating_add(item.length)));
+    let mut spans: Vec<(usize, usize)> = items.iter().map(span).collect();
+    spans.sort_unstable();
+    let mut filled = 0;
+    for (start, end) in spans {
+        let start = start.max(filled);
         if start < end {
             replaced[start..end].fill(PLACEHOLDER);
+            filled = end;
         }
     }
     replaced
@@ -193,6 +199,11 @@ pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
+/// Items of one block beyond the number of its tokens. Those of engines share tokens rarely, as the frames and the sound of a film do.
+const MAX_OVERLAPS: usize = 16;
+/// The local hash from a block on that has more items than any engine's.
+const NO_BLOCK: u64 = 0;
+
 /// Local hashes of the blocks `from..to` of a prompt, appended to `out`.
 pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
     let size = scheme.size as usize;
@@ -200,14 +211,21 @@ pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks:
     if items.is_empty() && window == size {
         return plain(&tokens[blocks.start * size..blocks.end * size], size, seed, out);
     }
-    let mut extras = Vec::new();
-    for block in blocks {
+    let mut by_start: Vec<&Item> = items.iter().collect();
+    by_start.sort_by_key(|item| item.start);
+    let mut next = by_start.into_iter().peekable();
+    let (mut inside, mut extras): (Vec<&Item>, Vec<u64>) = Default::default();
+    for block in blocks.clone() {
         let (start, end) = ((block * size) as i64, (block * size + size) as i64);
+        inside.extend(std::iter::from_fn(|| next.next_if(|item| item.start < end)));
+        inside.retain(|item| item.start.saturating_add(item.length) > start);
+        step_counter::count(1 + inside.len());
+        if inside.len() > size + MAX_OVERLAPS {
+            out.resize(out.len() + (blocks.end - block), NO_BLOCK);
+            return;
+        }
         extras.clear();
-        let inside = items
-            .iter()
-            .filter(|item| item.start < end && item.start.saturating_add(item.length) > start);
-        extras.extend(inside.map(|item| {
+        extras.extend(inside.iter().map(|item| {
             if item.placeless {
                 item.id
             } else {

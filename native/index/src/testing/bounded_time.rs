@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 
+use crate::keys::Item;
 use crate::limits::Limits;
 use crate::lookup::{Matches, Scope};
 use crate::prefix_index::{Index, Outcome};
@@ -180,9 +181,9 @@ fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
 }
 
 /// Looks a prompt up, within the bounds.
-fn look_up(index: &Index, tokens: &[u32]) -> Matches {
+fn look_up(index: &Index, tokens: &[u32], scope: &Scope) -> Matches {
     step_counter::taken();
-    let found = index.match_prompt(tokens, &Scope::default());
+    let found = index.match_prompt(tokens, scope);
     let Steps { taken, .. } = step_counter::taken();
     let most = PER_TOKEN * (tokens.len() + 1);
     assert!(taken <= most, "{taken} steps of {most} for {} tokens", tokens.len());
@@ -215,6 +216,7 @@ fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
             look_up(
                 &index,
                 &(0..400).map(|at| (u32::from(event.token) + at) % 100).collect::<Vec<_>>(),
+                &Scope::default(),
             );
         }
         assert!(index.stream("bad", 0).is_none_or(|stream| stream.lock().is_counted()));
@@ -456,7 +458,7 @@ fn groups_that_disagree_at_every_block() {
         events.push(group(60, "mamba", 0, 1, (0..TOKENS).step_by(2), 0));
         events.push(group(61, "mamba", 0, 2, (1..TOKENS).step_by(2).take(half), 0));
         apply(&index, "bad", 0, &batch_of(&events));
-        let found = look_up(&index, &(0..TOKENS).collect::<Vec<_>>());
+        let found = look_up(&index, &(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
         assert!(
             found
                 .hits
@@ -538,18 +540,46 @@ fn kinds_that_change_with_each_batch() {
     assert!(steps <= 8 * 2 * MANY as usize, "{steps} steps");
 }
 
+/// Multimodal items that cover a whole prompt, each of which would be hashed in every block.
+#[test]
+fn items_that_share_their_tokens() {
+    let index = index();
+    apply(&index, "bad", 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
+    let item = |id| Item {
+        id,
+        placeless: false,
+        start: 0,
+        length: i64::MAX,
+    };
+    for count in [1, 17, 18, 1_024] {
+        let scope = Scope {
+            items: (0..count).map(item).collect(),
+            ..Scope::default()
+        };
+        let tokens = vec![7; 20_000];
+        look_up(&index, &tokens, &scope);
+        step_counter::taken();
+        index.speculate(&worker(), &tokens, &scope, 0.0, 1.0);
+        let taken = step_counter::taken().taken;
+        assert!(taken <= PER_TOKEN * tokens.len(), "{taken} steps");
+    }
+}
+
+fn worker() -> Worker {
+    Worker {
+        source: "bad".into(),
+        rank: 0,
+    }
+}
+
 /// Decisions of the overlay that are over at the same time.
 #[test]
 fn many_decisions_that_end_at_once() {
     let index = index();
     apply(&index, "bad", 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
-    let worker = Worker {
-        source: "bad".into(),
-        rank: 0,
-    };
     for at in 0..60 {
         let tokens: Vec<u32> = (at..at + 16_384).collect();
-        index.speculate(&worker, &tokens, &Scope::default(), 0.0, 1.0);
+        index.speculate(&worker(), &tokens, &Scope::default(), 0.0, 1.0);
     }
     assert_eq!(index.speculated(0.0).blocks, 60 << 14);
     step_counter::taken();
