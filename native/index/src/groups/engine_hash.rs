@@ -265,7 +265,7 @@ impl EngineHash {
     /// The inverse of `parts`; None if no such scheme exists.
     pub fn of_parts([algorithm, seed, unit, lookahead]: [u64; 4]) -> Option<Self> {
         let is_known = algorithm < ALGORITHMS.len() as u64 && seed < SEEDS.len() as u64;
-        let is_valid = is_known && unit > 0 && lookahead <= MAX_LOOKAHEAD as u64;
+        let is_valid = is_known && (1..=MAX_SAMPLE as u64).contains(&unit) && lookahead <= MAX_LOOKAHEAD as u64;
         is_valid.then_some(Self {
             algorithm: algorithm as usize,
             seed: seed as usize,

@@ -83,6 +83,11 @@ impl Holders {
     }
 }
 
+/// Words of a set in memory: lookups have a copy of its own of a set of many.
+fn resident_words(words: &[Word]) -> usize {
+    words.len() * if words.len() > FEW { 2 } else { 1 }
+}
+
 /// All sets in use.
 #[derive(Debug)]
 pub struct Sets {
@@ -90,6 +95,7 @@ pub struct Sets {
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
     scratch: Vec<Word>,
+    /// Their words, as `resident_words` counts them.
     words: usize,
     births: u64,
     secret: Secret,
@@ -304,7 +310,7 @@ impl Sets {
             refs: 0,
             created: self.births,
         };
-        self.words += words.len();
+        self.words += resident_words(words);
         let number = if let Some(number) = self.free.pop() {
             self.entries[number as usize] = entry;
             number
@@ -334,7 +340,7 @@ impl Sets {
         let words = std::mem::take(&mut entry.words);
         self.births += 1;
         entry.created = self.births;
-        self.words -= words.len();
+        self.words -= resident_words(&words);
         self.lookup.remove(hash_of(self.secret, &words), |&number| number == set);
         self.free.push(set);
         if self.lookup.is_empty() {
@@ -392,6 +398,20 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+
+    /// Lookups have a copy of the words of a large set.
+    #[test]
+    fn bytes_are_those_of_both_copies() {
+        let (mut sets, mut view) = (Sets::new(Secret::new()), Vec::new());
+        let before = sets.bytes();
+        let set = (0..100).fold(EMPTY, |set, placement| sets.moved(set, placement, 0, &mut Move::default()));
+        sets.move_to(&mut view);
+        let resident = sets.words(set).len() + view[set as usize].many.len();
+        assert_eq!(resident, 200);
+        assert!(sets.bytes() - before >= resident * size_of::<Word>());
+        (0..100).fold(set, |set, placement| sets.moved(set, placement, 0, &mut Move::default()));
+        assert_eq!(sets.words, 0);
+    }
 
     /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a
     /// lookup compares.

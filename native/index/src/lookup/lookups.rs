@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::sync::Arc;
 
@@ -72,7 +73,7 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
-    /// The certain matches of workers with blocks that might be gone, or that are only expected, if these are shorter.
+    /// The certain matches of workers with blocks that might be gone, or that are only expected, if these are shorter; by stream.
     uncertain: Vec<Hit>,
     /// Streams for which not even an upper bound of the match is known.
     unknown: Vec<u32>,
@@ -88,8 +89,8 @@ impl Matches {
 
     /// Tokens that the worker of a hit certainly holds, by level: fewer than those of the hit if some of its blocks might be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
-        let found = self.uncertain.iter().find(|certain| certain.stream == hit.stream);
-        found.map_or(hit.tokens, |certain| certain.tokens)
+        let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
+        found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
     }
 
     /// Whether the worker of a hit certainly holds all of it, on each level, and not more.
@@ -103,11 +104,12 @@ impl Matches {
             return;
         }
         merge(&mut certain);
-        let differs = |certain: &Hit| {
-            let hit = self.hits.iter().find(|hit| hit.stream == certain.stream);
-            hit.is_some_and(|hit| hit.tokens != certain.tokens)
+        let shorter = |hit: &Hit| {
+            let at = certain.binary_search_by_key(&hit.stream, |certain| certain.stream).ok()?;
+            (certain[at].tokens != hit.tokens).then_some(certain[at])
         };
-        self.uncertain = certain.into_iter().filter(differs).collect();
+        self.uncertain = self.hits.iter().filter_map(shorter).collect();
+        self.uncertain.sort_unstable_by_key(|certain| certain.stream);
     }
 }
 
@@ -417,8 +419,11 @@ impl Index {
                 Some(at) => {
                     let hit = found.hits[at];
                     let tokens = hit.tokens.map(|tokens| depth.max(tokens));
-                    if tokens != hit.tokens && !found.uncertain.iter().any(|certain| certain.stream == hit.stream) {
-                        found.uncertain.push(hit);
+                    let place = found.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
+                    if let Err(place) = place
+                        && tokens != hit.tokens
+                    {
+                        found.uncertain.insert(place, hit);
                     }
                     found.hits[at].tokens = tokens;
                 }
@@ -497,6 +502,17 @@ fn find_by_hashes(
 ) -> Option<HashedPrompt> {
     let Answer { hits, certain, unknown } = answer;
     unknown.clear();
+    if streams
+        .iter()
+        .zip(&view.hybrid)
+        .all(|(streams, hybrid)| streams & hybrid == 0)
+    {
+        return None;
+    }
+    let is_hashed = |hit: &Hit| lookup_by_hashes(view, hit.stream).is_some_and(|lookup| lookup.cache.is_some());
+    certain.retain(|hit| !is_hashed(hit));
+    let estimates = hits.extract_if(.., |hit| is_hashed(hit));
+    let estimates: HashMap<u32, [u32; LEVELS]> = estimates.map(|hit| (hit.stream, hit.tokens)).collect();
     for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
         let mut bits = streams & hybrid & visible;
         while bits != 0 {
@@ -532,9 +548,7 @@ fn find_by_hashes(
                 _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
                 _ => None,
             };
-            certain.retain(|hit| hit.stream != stream);
-            let known = hits.iter().position(|hit| hit.stream == stream);
-            let (known, is_known) = (known.map(|at| hits.swap_remove(at).tokens), found.is_some());
+            let (known, is_known) = (estimates.get(&stream).copied(), found.is_some());
             let found = found.unwrap_or_else(|| {
                 let partial = lookup
                     .groups

@@ -132,6 +132,7 @@ impl Schema {
             max_payload_bytes: usize::MAX,
             max_events: usize::MAX,
             max_hashes: usize::MAX,
+            max_fields: usize::MAX,
             max_free_form_bytes: usize::MAX,
             ..self.limits
         };
