@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -622,7 +623,11 @@ def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None
                 context.wrap_socket(made, server_hostname=service.host) as connection,
             ):
                 found: Any = connection.getpeercert()
-            return found["subject"][0][0][1]
+                name: str = found["subject"][0][0][1]
+            return name
+
+        def is_used(name: str) -> bool:
+            return name_of_server() == name
 
         def install(content: str, suffix: str) -> None:
             (certificates / "new").write_text(content)
@@ -644,7 +649,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None
         for name in ("first", "second"):
             for suffix in ("pem", "key"):
                 install((certificates / f"{name}.{suffix}").read_text(), suffix)
-            wait_for("the new certificate", lambda name=name: name_of_server() == name)
+            wait_for("the new certificate", partial(is_used, name))
             wait_for("no warning", lambda: service.get("/health").json["warnings"] == [])
         wait_for("the log", lambda: len(service.log_lines("was read again")) == 2)
 

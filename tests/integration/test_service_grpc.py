@@ -167,6 +167,8 @@ def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -
             ("Select", {**ours, "load_weight": 1001}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "load_weight": "NaN"}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "wait_weight": -1}, ("INVALID_ARGUMENT", "bad-shape")),
+            ("Select", {**ours, "tiers": {"nvme": 1}}, ("INVALID_ARGUMENT", "bad-shape")),
+            ("Select", {**ours, "trust": {"GOOD": 1}}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "candidates": [{"instance": "a"}] * 2}, ("INVALID_ARGUMENT", "duplicate-candidate")),
         ):
             assert call_and_fail(channel, messages, method, fields) == expected
