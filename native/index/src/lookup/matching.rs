@@ -602,7 +602,8 @@ impl Walk {
             let at = levels.partition_point(|step| step.end * size < position);
             levels.get(at).is_some_and(|step| usize::from(step.lowest[group]) <= level) && position.is_multiple_of(size)
         };
-        let end = scheme.blocks(prompt.tokens) * size;
+        // No group holds a block after the last step.
+        let end = scheme.blocks(prompt.tokens).min(self.steps.last().map_or(0, |step| step.end)) * size;
         if groups.full_size() != Some(scheme.size) {
             return ([0; LEVELS], true);
         }
