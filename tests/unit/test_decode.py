@@ -757,13 +757,9 @@ def fill_megabyte(event: bytes) -> bytes:
 
 
 def cpu_time(action: Callable[[], object]) -> float:
-    """Return the least CPU time of three runs."""
-    times = []
-    for _ in range(3):
-        before = thread_time()
-        action()
-        times.append(thread_time() - before)
-    return min(times)
+    before = thread_time()
+    action()
+    return thread_time() - before
 
 
 def stored(**changes: Any) -> bytes:
@@ -805,10 +801,19 @@ SLOW: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_megabyte_takes_a_bounded_time(name: str) -> None:
-    """About 100 ms. The reference, a loop of about 50 ms, makes the limit independent of the machine."""
-    reference = cpu_time(lambda: sum(number * number for number in range(1_000_000)))
+    """About 100 ms. The reference, a loop of about 50 ms, makes the limit independent of the machine.
+
+    Both are measured in turn until they fit, since another program on the same core slows one of them down for a while.
+    """
     payload = SLOW[name]
-    assert cpu_time(lambda: decode_batch(payload)) < 4 * reference * max(1.0, len(payload) / 1e6)
+    limit = 4 * max(1.0, len(payload) / 1e6)
+    taken, reference = [], []
+    for _ in range(10):
+        reference.append(cpu_time(lambda: sum(number * number for number in range(1_000_000))))
+        taken.append(cpu_time(lambda: decode_batch(payload)))
+        if min(taken) < limit * min(reference):
+            return
+    pytest.fail(f"{min(taken):.3f} s, {min(taken) / min(reference):.1f} times the reference; the limit is {limit:.1f}")
 
 
 def calls(action: Callable[[], object]) -> int:
