@@ -69,7 +69,7 @@ pub enum Method {
 }
 
 /// The groups of one engine, by number, and what else decides how it looks prompts up.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
     /// The scheme by which it hashes prompts; None until it is known.

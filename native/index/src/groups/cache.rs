@@ -130,7 +130,7 @@ impl GroupCache {
         let unit = groups.unit() as usize;
         let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();
         let find = |levels: Held| {
-            search::find(groups, hashes.len() * unit, longest, |group, position| {
+            search::find(groups, hashes.len() * unit, longest, |group: usize, position: usize| {
                 let hash = hashes.get((position / unit).wrapping_sub(1));
                 let found = hash.zip(held[group]).and_then(|(hash, held)| held.get(hash));
                 found.is_some_and(|held| held & levels != 0)

@@ -17,10 +17,27 @@ pub struct CachedPrefix {
     pub is_exact: bool,
 }
 
+/// The blocks that groups hold of a prompt.
+pub trait Blocks {
+    /// Whether a group, by its index in `Groups::known`, holds the block that ends at a position.
+    fn is_held(&self, group: usize, position: usize) -> bool;
+
+    /// The first and the last position of a range around this one, in which each group holds all blocks whose sizes it has, or none.
+    fn alike(&self, position: usize) -> (usize, usize) {
+        (position, position)
+    }
+}
+
+impl<F: Fn(usize, usize) -> bool> Blocks for F {
+    fn is_held(&self, group: usize, position: usize) -> bool {
+        self(group, position)
+    }
+}
+
 /// Returns the prefix that an engine finds cached, of at most `longest` tokens. `end` is the last position at which a block of the prompt
-/// can end. `is_held` returns whether a group, by its index in `Groups::known`, holds the block that ends at a position.
-pub fn find(groups: &Groups, end: usize, longest: usize, is_held: impl Fn(usize, usize) -> bool) -> CachedPrefix {
-    let search = Search::new(groups, end, is_held);
+/// can end.
+pub fn find(groups: &Groups, end: usize, longest: usize, blocks: impl Blocks) -> CachedPrefix {
+    let search = Search::new(groups, end, blocks);
     let tokens = if search.specs.is_empty() { 0 } else { search.run(longest) };
     CachedPrefix {
         tokens,
@@ -47,7 +64,7 @@ struct Spec {
 /// One lookup.
 struct Search<F> {
     specs: Vec<Spec>,
-    is_block_held: F,
+    blocks: F,
     /// Blocks that it may still look at. After the last one it ends.
     looks_left: Cell<usize>,
     end: usize,
@@ -60,8 +77,8 @@ struct Search<F> {
     is_single: bool,
 }
 
-impl<F: Fn(usize, usize) -> bool> Search<F> {
-    fn new(groups: &Groups, end: usize, is_block_held: F) -> Self {
+impl<F: Blocks> Search<F> {
+    fn new(groups: &Groups, end: usize, blocks: F) -> Self {
         let unit = groups.unit() as usize;
         let positions = end / unit + 1;
         let mut specs: Vec<Spec> = Vec::new();
@@ -87,7 +104,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
             is_single: groups.known().count() == 1,
             alignment: if is_fine { unit } else { multiple },
             specs,
-            is_block_held,
+            blocks,
             looks_left: Cell::new((LOOKS_PER_POSITION * positions).min(MAX_LOOKS).max(4 * positions)),
             end,
             unit,
@@ -144,12 +161,17 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
 
     /// Whether all groups of a spec hold the block that ends at a position.
     fn is_held(&self, spec: &Spec, position: usize) -> bool {
-        spec.groups.iter().all(|&group| {
-            let left = self.looks_left.get().saturating_sub(1);
-            self.looks_left.set(left);
-            step_counter::count(1);
-            left > 0 && (self.is_block_held)(group, position)
-        })
+        spec.groups
+            .iter()
+            .all(|&group| self.looks(1) && self.blocks.is_held(group, position))
+    }
+
+    /// Counts looks. Returns whether any are left.
+    fn looks(&self, count: usize) -> bool {
+        let left = self.looks_left.get().saturating_sub(count);
+        self.looks_left.set(left);
+        step_counter::count(count);
+        left > 0
     }
 
     fn find(&self, spec: &Spec, most: usize, drops: bool) -> usize {
@@ -162,9 +184,11 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
 
     fn find_full(&self, spec: &Spec, most: usize, drops: bool) -> usize {
         let alignment = if self.is_single { spec.size } else { self.alignment };
-        let blocks = (1..=most / spec.size)
-            .take_while(|block| self.is_held(spec, block * spec.size))
-            .count();
+        let (mut blocks, last) = (0, most / spec.size);
+        while blocks < last && self.is_held(spec, (blocks + 1) * spec.size) {
+            let (_, until) = self.blocks.alike((blocks + 1) * spec.size);
+            blocks = (until / spec.size).clamp(blocks + 1, last);
+        }
         let mut hit = blocks * spec.size;
         if alignment < spec.size {
             let end = (hit + spec.size - alignment).min(most / alignment * alignment);
@@ -183,25 +207,30 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
         let alignment = if self.is_single { size } else { self.alignment };
         let dropped = usize::from(drops);
         let need = (window - 1).div_ceil(size) + dropped;
-        let (mut run, mut end) = (0, 0);
-        for at in (0..most / size).rev() {
-            if !self.is_held(spec, (at + 1) * size) {
-                run = 0;
+        let is_aligned = |blocks: usize| size == alignment || (blocks * size).is_multiple_of(alignment);
+        let (mut run, mut end, mut at) = (0, 0, most / size);
+        while at > 0 {
+            let first = self.blocks.alike(at * size).0.div_ceil(size).clamp(1, at);
+            if !self.is_held(spec, at * size) {
+                (run, at) = (0, first - 1);
                 continue;
             }
             if run == 0 {
-                if size != alignment && !((at + 1 - dropped) * size).is_multiple_of(alignment) {
+                // A hit ends at the last of these blocks at which one can.
+                let last = (first..=at).rev().find(|last| last >= &dropped && is_aligned(last - dropped));
+                let Some(last) = last.filter(|last| self.looks(at - last + 1)) else {
+                    at = first - 1;
                     continue;
-                }
-                end = at + 1;
+                };
+                (end, at) = (last, last);
             }
-            run += 1;
+            run += need.saturating_sub(run).clamp(1, at - first + 1);
             if run >= need {
                 break;
             }
+            at = first - 1;
         }
         let mut blocks = if run >= need && run > 0 { end } else { run };
-        let is_aligned = |blocks: usize| size == alignment || (blocks * size).is_multiple_of(alignment);
         if run < need {
             while !is_aligned(blocks) {
                 blocks -= 1;
@@ -219,9 +248,18 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
     fn find_state(&self, spec: &Spec, most: usize) -> usize {
         let alignment = if self.is_single { spec.size } else { self.alignment };
         let step = if alignment < spec.size { alignment } else { spec.size };
-        let ends = (1..=most / step).rev().map(|count| count * step);
-        let mut aligned = ends.filter(|end| end.is_multiple_of(alignment));
-        aligned.find(|&end| self.is_held(spec, end)).unwrap_or(0)
+        let mut end = most / step * step;
+        while end > 0 {
+            let mut before = end;
+            if end.is_multiple_of(alignment) {
+                if self.is_held(spec, end) {
+                    return end;
+                }
+                before = self.blocks.alike(end).0.clamp(1, end);
+            }
+            end = (before - 1) / step * step;
+        }
+        0
     }
 }
 
@@ -232,4 +270,82 @@ fn common_multiple(one: usize, other: usize) -> usize {
         (a, b) = (b, a % b);
     }
     (one / a).saturating_mul(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Consecutive blocks, each row with the number of one more than its last block, and which groups hold them.
+    struct Rows<'a> {
+        rows: &'a [(usize, Vec<bool>)],
+        size: usize,
+    }
+
+    impl Rows<'_> {
+        fn row(&self, position: usize) -> usize {
+            self.rows.partition_point(|(end, _)| end * self.size < position)
+        }
+    }
+
+    impl Blocks for Rows<'_> {
+        fn is_held(&self, group: usize, position: usize) -> bool {
+            let row = self.rows.get(self.row(position));
+            position.is_multiple_of(self.size) && row.is_some_and(|(_, held)| held[group])
+        }
+
+        fn alike(&self, position: usize) -> (usize, usize) {
+            let at = self.row(position);
+            match self.rows.get(at) {
+                Some((end, _)) if position.is_multiple_of(self.size) => {
+                    let start = at.checked_sub(1).map_or(0, |before| self.rows[before].0);
+                    ((start + 1) * self.size, end * self.size)
+                }
+                _ => (position, position),
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+        /// A search over rows of blocks finds what one block by block finds.
+        #[test]
+        fn rows_are_searched_as_their_blocks(
+            kinds in vec((0_u32..4, 1_u32..3, 1_u32..40), 1..4),
+            lengths in vec((1_usize..9, vec(any::<bool>(), 4)), 0..9),
+            drafts in proptest::option::of(vec(0_i64..4, 0..3)),
+            longest in 0_usize..200,
+        ) {
+            let size = 4_u32;
+            let mut groups = Groups { drafts: drafts.map(Arc::from), ..Groups::default() };
+            for (number, &(kind, multiple, window)) in kinds.iter().enumerate() {
+                let kind = match kind {
+                    0 | 1 => GroupKind::Full(0),
+                    2 => GroupKind::Window(window),
+                    _ => GroupKind::State,
+                };
+                groups.learn(number as i64, kind, size * multiple);
+            }
+            let mut end = 0;
+            let rows: Vec<(usize, Vec<bool>)> = lengths
+                .into_iter()
+                .map(|(length, held)| {
+                    end += length;
+                    (end, held)
+                })
+                .collect();
+            let (end, size) = (end * size as usize, size as usize);
+            let rows = Rows { rows: &rows, size };
+            let each = find(&groups, end, longest, |group: usize, position: usize| rows.is_held(group, position));
+            let together = find(&groups, end, longest, rows);
+            prop_assert!(together.is_exact || !each.is_exact);
+            prop_assert!(!each.is_exact || together.tokens == each.tokens, "{} and {}", together.tokens, each.tokens);
+        }
+    }
 }

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::groups::Method;
-use crate::groups::cache::{GroupLookup, by_level};
-use crate::groups::search::{self, CachedPrefix};
+use crate::groups::cache::by_level;
+use crate::groups::search::{self, Blocks, CachedPrefix};
+use crate::groups::{Groups, Method};
 use crate::holders::holder_sets::{EMPTY, Word};
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Scheme};
@@ -326,6 +326,9 @@ impl Walk {
         if prompt.longest < prompt.tokens {
             shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
         }
+        // Replicas often hold the same blocks, and one search answers for all of them.
+        let mut searched: Vec<(&Groups, GroupSteps, SearchedLevels)> = Vec::new();
+        let mut steps = GroupSteps::default();
         for (at, &streams) in streams[..words].iter().enumerate() {
             let mut bits = view.hybrid[at] & streams & view.visible[at];
             while bits != 0 {
@@ -335,7 +338,21 @@ impl Walk {
                 let Some(lookup) = member.and_then(|member| member.lookup.as_deref()) else {
                     continue;
                 };
-                let (tokens, is_exact) = self.search_groups(view, stream, lookup, scheme, prompt);
+                let groups = &lookup.groups;
+                self.read_groups(view, stream, groups, &mut steps);
+                let known = searched
+                    .iter()
+                    .find(|(others, known, _)| steps == *known && groups == *others);
+                let (tokens, is_exact) = match known {
+                    Some((_, _, found)) => *found,
+                    None => {
+                        let found = self.search_groups(groups, &steps, scheme, prompt);
+                        if searched.len() < MAX_SEARCHED {
+                            searched.push((groups, std::mem::take(&mut steps), found));
+                        }
+                        found
+                    }
+                };
                 if !is_exact {
                     self.unfinished.push(stream);
                 }
@@ -585,39 +602,25 @@ impl Walk {
         });
     }
 
-    /// Tokens of a stream whose groups are searched, by level, and whether the searches ended. Of one that is looked up by hashes these are an estimate: the blocks of its
-    /// groups with full attention.
-    fn search_groups(
-        &self,
-        view: &View,
-        stream: u32,
-        lookup: &GroupLookup,
-        scheme: Scheme,
-        prompt: PromptLength,
-    ) -> ([u32; LEVELS], bool) {
-        let (groups, size) = (&lookup.groups, scheme.size as usize);
-        let numbers: Vec<i64> = groups.known().map(|group| group.number).collect();
-        let levels = self.levels_of_groups(view, stream, &numbers);
-        let is_held = |group: usize, position: usize, level: usize| {
-            let at = levels.partition_point(|step| step.end * size < position);
-            levels.get(at).is_some_and(|step| usize::from(step.lowest[group]) <= level) && position.is_multiple_of(size)
-        };
+    /// Tokens of a stream whose groups are searched. Of one that is looked up by hashes these are an estimate: the blocks of its groups with
+    /// full attention.
+    fn search_groups(&self, groups: &Groups, steps: &GroupSteps, scheme: Scheme, prompt: PromptLength) -> SearchedLevels {
+        let size = scheme.size as usize;
         // No group holds a block after the last step.
         let end = scheme.blocks(prompt.tokens).min(self.steps.last().map_or(0, |step| step.end)) * size;
         if groups.full_size() != Some(scheme.size) {
             return ([0; LEVELS], true);
         }
         if groups.method() == Method::Records {
-            return by_level(|level| {
-                search::find(groups, end, prompt.longest, |group, position| is_held(group, position, level))
-            });
+            return by_level(|level| search::find(groups, end, prompt.longest, OnLevel { steps, size, level }));
         }
         let needed: Vec<usize> = (groups.known().enumerate())
             .filter(|(_, group)| group.kind.is_full())
             .map(|(at, _)| at)
             .collect();
         by_level(|level| {
-            let is_whole = |block: &usize| needed.iter().all(|&group| is_held(group, block * size, level));
+            let blocks = OnLevel { steps, size, level };
+            let is_whole = |block: &usize| needed.iter().all(|&group| blocks.is_held(group, block * size));
             CachedPrefix {
                 tokens: (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size,
                 is_exact: true,
@@ -625,32 +628,91 @@ impl Walk {
         })
     }
 
-    /// The lowest level on which each of these groups of a stream holds the blocks of a step.
-    fn levels_of_groups(&self, view: &View, stream: u32, groups: &[i64]) -> Vec<GroupStep> {
-        let (at, bit) = (stream as usize >> 6, stream & 63);
-        let step = |step: &Step| {
-            let mut lowest = vec![u8::MAX; groups.len()];
+    /// Replaces `found` by the steps of a stream, with the lowest level on which each of its groups holds the blocks of a step.
+    fn read_groups(&self, view: &View, stream: u32, groups: &Groups, found: &mut GroupSteps) {
+        let (at, bit, levels) = (stream as usize >> 6, stream & 63, view.placements.levels());
+        found.groups = groups.known().count();
+        found.ends.clear();
+        found.lowest.clear();
+        for step in &self.steps {
+            let start = found.lowest.len();
+            found.lowest.resize(start + found.groups, u8::MAX);
             for word in Self::words(view, &self.together, step.holders) {
                 if word.word() == at && word.bits >> bit & 1 == 1 {
-                    let group = view.placements.get(word.placement() as u16).group;
-                    if let Some(found) = groups.iter().position(|&known| known == group) {
-                        lowest[found] = lowest[found].min(view.placements.levels()[word.placement()]);
+                    let number = view.placements.get(word.placement() as u16).group;
+                    if let Some(group) = groups.known().position(|known| known.number == number) {
+                        let lowest = &mut found.lowest[start + group];
+                        *lowest = (*lowest).min(levels[word.placement()]);
                     }
                 }
             }
+            found.add(step.end);
             step_counter::count(1);
-            GroupStep { end: step.end, lowest }
-        };
-        self.steps.iter().map(step).collect()
+        }
     }
 }
 
-/// Consecutive blocks, and the levels on which groups hold them.
-struct GroupStep {
-    /// One more than the position of the last block.
-    end: usize,
-    /// The lowest level of each group; above all levels if it does not hold them.
+/// Searches of one lookup that are kept for other streams which hold the same.
+const MAX_SEARCHED: usize = 8;
+
+/// Tokens by level, and whether the searches ended.
+type SearchedLevels = ([u32; LEVELS], bool);
+
+/// Consecutive blocks, and the levels on which the groups of one stream hold them.
+#[derive(Debug, Default, PartialEq)]
+struct GroupSteps {
+    groups: usize,
+    /// One more than the position of the last block of each step.
+    ends: Vec<usize>,
+    /// By step and group, the lowest level; above all levels if the group does not hold the blocks.
     lowest: Vec<u8>,
+}
+
+impl GroupSteps {
+    /// Ends a step whose levels have been added. If they are those of the step before, both are one.
+    fn add(&mut self, end: usize) {
+        let last = self.lowest.len() - self.groups;
+        match self.ends.last_mut() {
+            Some(before) if self.lowest[last - self.groups..last] == self.lowest[last..] => {
+                *before = end;
+                self.lowest.truncate(last);
+            }
+            _ => self.ends.push(end),
+        }
+    }
+
+    /// The step of the block at a place.
+    fn step(&self, place: usize) -> usize {
+        self.ends.partition_point(|&end| end <= place)
+    }
+}
+
+/// What one stream holds on the levels up to one.
+struct OnLevel<'a> {
+    steps: &'a GroupSteps,
+    /// Tokens of a block.
+    size: usize,
+    level: usize,
+}
+
+impl Blocks for OnLevel<'_> {
+    fn is_held(&self, group: usize, position: usize) -> bool {
+        let place = (position / self.size).wrapping_sub(1);
+        let lowest = self.steps.lowest.get(self.steps.step(place) * self.steps.groups + group);
+        position.is_multiple_of(self.size) && lowest.is_some_and(|&lowest| usize::from(lowest) <= self.level)
+    }
+
+    fn alike(&self, position: usize) -> (usize, usize) {
+        let place = (position / self.size).wrapping_sub(1);
+        let step = self.steps.step(place);
+        match self.steps.ends.get(step) {
+            Some(end) if position.is_multiple_of(self.size) => {
+                let start = step.checked_sub(1).map_or(0, |before| self.steps.ends[before]);
+                ((start + 1) * self.size, end * self.size)
+            }
+            _ => (position, position),
+        }
+    }
 }
 
 /// The LoRA of a block, if the stream has replaced it.
