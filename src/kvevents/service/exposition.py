@@ -325,7 +325,13 @@ def _write_index(page: MetricsPage, service: Service) -> None:
     page.counter(
         "kvevents_index_evicted_blocks_total", "Blocks that the index refused at its memory limit.", {"": stats.evicted}
     )
-    stores = _by_reason_alone(service.index.stats().rejected)
+    index = service.index.stats()
+    page.counter(
+        "kvevents_index_displaced_decisions_total",
+        "Expected prompts that ended before their time, since too many were expected at once.",
+        {"": index.displaced},
+    )
+    stores = _by_reason_alone(index.rejected)
     page.counter("kvevents_index_rejected_stores_total", "Decoded stores that the index could not use, by reason.", stores)
     page.counter(
         "kvevents_rejected_events_total",

@@ -273,6 +273,8 @@ INFO_PATHS: Final = (
 
 QUERY_SECONDS: Final = 15.0
 """Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
+RETRY_SECONDS: Final = 2.0
+"""Longest pause between two queries to an engine that does not answer: within it an engine that has started is found."""
 MAX_REDIRECTS: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NOT_FOUND: Final = frozenset({404, 405})
@@ -371,7 +373,7 @@ class EngineProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield what the engine reports. While it does not answer, yield its last report and a fault."""
-        backoff = Backoff(self.clock.random)
+        backoff = Backoff(self.clock.random, maximum=RETRY_SECONDS)
         yielded, last = None, Finding()
         while True:
             try:
