@@ -20,9 +20,10 @@ use table::{Row, json, markdown};
 /// A name for `--only`, a title, and what makes the rows.
 type Part = (&'static str, &'static str, fn(bool) -> Vec<Row>);
 
-const PARTS: [Part; 6] = [
+const PARTS: [Part; 7] = [
     ("match", "Match, us: tokens x workers that hold them", matching::rows),
     ("apart", "Match beside what has nothing to do with it, us", matching::apart),
+    ("hybrid", "Match of engines with two KV cache groups, us", matching::hybrid),
     ("mixed", "Mixed traffic, from the wire", mixed::rows),
     ("apply", "Apply, ns a block, from the wire", applying::rows),
     (

@@ -197,3 +197,77 @@ pub fn apart(quick: bool) -> Vec<Row> {
     }
     rows
 }
+
+/// A second KV cache group beside one with full attention.
+struct SecondGroup {
+    what: &'static str,
+    kind: &'static str,
+    window: Option<u32>,
+    /// Blocks of the prompt that it holds, the last ones.
+    blocks: usize,
+}
+
+const SECOND_GROUPS: [SecondGroup; 3] = [
+    SecondGroup {
+        what: "a window of 128 (gpt-oss)",
+        kind: "sliding_window",
+        window: Some(128),
+        blocks: 9,
+    },
+    SecondGroup {
+        what: "a window of 1,024 (Gemma 3)",
+        kind: "sliding_window",
+        window: Some(1_024),
+        blocks: 65,
+    },
+    SecondGroup {
+        what: "a state (Qwen3-Next, Jamba)",
+        kind: "mamba",
+        window: None,
+        blocks: 1,
+    },
+];
+
+/// Lookups of ours for engines with two KV cache groups, beside the same engines with one.
+pub fn hybrid(quick: bool) -> Vec<Row> {
+    let rounds = if quick { 5 } else { 41 };
+    let fleets = if quick {
+        &[(16, 2.0)][..]
+    } else {
+        &[(1, 1.5), (16, 2.0), (64, 2.0), (256, 3.0)]
+    };
+    let mut rows = Vec::new();
+    for group in SECOND_GROUPS {
+        for &(workers, limit) in fleets {
+            let scenario = Scenario::warm(CHAIN * BLOCK as usize, workers);
+            let chain = &scenario.holdings.chains[0];
+            let second = chain.store_last(group.blocks, group.kind, group.window);
+            let added = (0..workers).map(move |worker| (worker, second.clone()));
+            let indexes = [
+                Ours::filled(workers, BLOCK, scenario.holdings.payloads()),
+                Ours::filled(workers, BLOCK, scenario.holdings.payloads().chain(added)),
+            ];
+            let prompt = &scenario.prompts[0];
+            let calls = indexes.iter().map(|index| {
+                assert_eq!(
+                    index.scores(prompt),
+                    indexes[0].scores(prompt),
+                    "the second group changes the answer"
+                );
+                let call = || {
+                    black_box(index.find(prompt));
+                };
+                Box::new(call) as Box<dyn FnMut() + '_>
+            });
+            let times = in_turns(rounds, &mut calls.collect::<Vec<_>>());
+            let what = format!("{} with {}", scenario.what, group.what);
+            rows.push(Row::new(what, vec![crate::table::short(times[1])]).judged(
+                times[1] / times[0],
+                limit,
+                false,
+                "of one group",
+            ));
+        }
+    }
+    rows
+}

@@ -102,6 +102,17 @@ impl Chain {
         stored(out, &self.hashes[from..to], parent, tokens, self.size);
     }
 
+    /// A batch that stores the last `blocks` blocks in another KV cache group: events have tokens for full attention only.
+    pub fn store_last(&self, blocks: usize, kind: &str, window: Option<u32>) -> Vec<u8> {
+        let from = self.blocks() - blocks;
+        let parent = from.checked_sub(1).map(|before| self.hashes[before]);
+        let mut out = Vec::new();
+        batch(&mut out, 1);
+        stored_in_group(&mut out, &self.hashes[from..], parent, self.size, kind, window);
+        end(&mut out);
+        out
+    }
+
     /// Batches that store all of it, `per_event` blocks each.
     pub fn stores(&self, per_event: usize) -> impl Iterator<Item = Vec<u8>> + '_ {
         let starts = (0..self.blocks()).step_by(per_event);
@@ -240,6 +251,34 @@ fn stored(out: &mut Vec<u8>, hashes: &[u64], parent: Option<u64>, tokens: &[u32]
     out.push(0);
     text(out, "kv_cache_spec_kind");
     text(out, "full_attention");
+}
+
+fn stored_in_group(out: &mut Vec<u8>, hashes: &[u64], parent: Option<u64>, size: u32, kind: &str, window: Option<u32>) {
+    out.push(0x80 | if window.is_some() { 9 } else { 8 });
+    text(out, "type");
+    text(out, "BlockStored");
+    text(out, "block_hashes");
+    array(out, hashes.len());
+    hashes.iter().for_each(|&value| hash(out, value));
+    text(out, "parent_block_hash");
+    match parent {
+        Some(parent) => hash(out, parent),
+        None => out.push(NIL),
+    }
+    text(out, "token_ids");
+    array(out, 0);
+    text(out, "block_size");
+    number(out, size);
+    text(out, "medium");
+    text(out, "GPU");
+    text(out, "group_idx");
+    out.push(1);
+    text(out, "kv_cache_spec_kind");
+    text(out, kind);
+    if let Some(window) = window {
+        text(out, "kv_cache_spec_sliding_window");
+        number(out, window);
+    }
 }
 
 /// An event that removes blocks.

@@ -331,6 +331,8 @@ impl Walk {
         let mut steps = GroupSteps::default();
         for (at, &streams) in streams[..words].iter().enumerate() {
             let mut bits = view.hybrid[at] & streams & view.visible[at];
+            let are_alike = bits != 0 && self.are_alike(view, at, bits);
+            let mut first: Option<(&Groups, SearchedLevels)> = None;
             while bits != 0 {
                 let stream = (at << 6) as u32 + bits.trailing_zeros();
                 bits &= bits - 1;
@@ -339,17 +341,21 @@ impl Walk {
                     continue;
                 };
                 let groups = &lookup.groups;
-                self.read_groups(view, stream, groups, &mut steps);
-                let known = searched
-                    .iter()
-                    .find(|(others, known, _)| steps == *known && groups == *others);
-                let (tokens, is_exact) = match known {
-                    Some((_, _, found)) => *found,
+                let (tokens, is_exact) = match first.filter(|(others, _)| are_alike && groups == *others) {
+                    Some((_, found)) => found,
                     None => {
-                        let found = self.search_groups(groups, &steps, scheme, prompt);
-                        if searched.len() < MAX_SEARCHED {
+                        self.read_groups(view, stream, groups, &mut steps);
+                        let known = searched
+                            .iter()
+                            .find(|(others, known, _)| steps == *known && groups == *others);
+                        let found = match known {
+                            Some((_, _, found)) => *found,
+                            None => self.search_groups(groups, &steps, scheme, prompt),
+                        };
+                        if known.is_none() && searched.len() < MAX_SEARCHED {
                             searched.push((groups, std::mem::take(&mut steps), found));
                         }
+                        first = first.or(Some((groups, found)));
                         found
                     }
                 };
@@ -600,6 +606,15 @@ impl Walk {
             let stream = stream as u32;
             out.push(Hit { stream, tokens });
         });
+    }
+
+    /// Whether these streams, of one word of bits, hold the same blocks on the same placements.
+    fn are_alike(&self, view: &View, at: usize, streams: u64) -> bool {
+        step_counter::count(self.steps.len());
+        let is_shared = |word: &Word| word.word() != at || word.bits & streams == 0 || word.bits & streams == streams;
+        self.steps
+            .iter()
+            .all(|step| Self::words(view, &self.together, step.holders).iter().all(is_shared))
     }
 
     /// Tokens of a stream whose groups are searched. Of one that is looked up by hashes these are an estimate: the blocks of its groups with
