@@ -1,7 +1,7 @@
 //! How long a prefix each worker holds.
 //!
 //! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
-//! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
+//! then matched 64 at a time, by bitmaps; those with several by the rules of their groups, in one search for all that hold the same.
 
 use std::collections::BTreeSet;
 
