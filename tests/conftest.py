@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from typing import Any, Final
 
 import pytest
@@ -44,6 +46,20 @@ LONG_FILES: Final = frozenset(
     )
 )
 """Files with few tests that take tens of seconds."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, and let it ignore the modules and the ten thousand tests afterwards.
+
+    Each full collection would take half a second, in each process of xdist: while tests are collected, and in tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,9 +16,9 @@ INITIAL_DELAY: Final = 0.5
 MAX_DELAY: Final = 30.0
 """Longest delay in seconds: a peer that has come back is found within this time."""
 INTERVAL_JITTER: Final = 0.1
-"""Fraction by which an interval is shortened at most."""
+"""Maximum fraction by which an interval is shortened."""
 BACKOFF_JITTER: Final = 0.5
-"""Fraction by which a delay after a failure is shortened at most, so that clients of one peer retry at different times."""
+"""Maximum fraction by which a delay after a failure is shortened, so that clients of one peer retry at different times."""
 
 
 async def sleep(seconds: float) -> None:

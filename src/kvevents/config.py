@@ -34,11 +34,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     replay_endpoint: str | None = None
     """Where replay requests are served; None for no replay."""
     buffer_steps: int = 10_000
-    """Batches kept for replay."""
+    """Number of batches that are kept for replay."""
     hwm: int = 100_000
-    """Batches that may wait for one slow subscriber before further ones are dropped for it; 0 for no limit."""
+    """Maximum number of batches that wait for one slow subscriber. Others are dropped for it; 0 for no limit."""
     max_queue_size: int = 100_000
-    """Batches that may wait for the publisher thread before new ones are dropped, as a visible gap; 0 for no limit."""
+    """Maximum number of batches that wait for the publisher thread. Others are dropped, as a visible gap; 0 for no limit."""
     topic: str = ""
     bind: bool | None = None
     """Bind or connect the event socket; None decides by the endpoint, as the engines do."""
@@ -48,8 +48,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     replay_topic: bool | None = None
     """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None decides by the dialect."""
     compact: bool | None = None
-    """Whether history older than the replay buffer is compacted into a snapshot instead of dropped; None does so if the native
-    module is installed."""
+    """Whether history older than the replay buffer is compacted into a snapshot instead of dropped; None means yes if the
+    native module is installed."""
     curve: Curve | None = None
     heartbeat: float | None = None
     """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Needs
@@ -78,23 +78,23 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises `ConfigError` for any other input; the message of an unknown key lists the known keys.
         """
         try:
-            found = msgspec.json.decode(text)
+            data = msgspec.json.decode(text)
         except msgspec.DecodeError as error:
             raise ConfigError(f"the KV events configuration is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError("the KV events configuration must be a JSON object")
-        return cls.from_mapping(found)
+        if not isinstance(data, dict):
+            raise ConfigError(f"the KV events configuration must be a JSON object, not of type {type(data).__name__}")
+        return cls.from_mapping(data)
 
     @classmethod
-    def from_mapping(cls, found: dict[str, Any]) -> Self:
+    def from_mapping(cls, data: dict[str, Any]) -> Self:
         """Like `from_json`, for parsed JSON."""
-        given = dict(found)
-        shape = given.pop("format", "default")
+        values = dict(data)
+        shape = values.pop("format", "default")
         if shape not in _SGLANG_FORMATS:
             raise ConfigError(f"format is {shape!r}; expected {' or '.join(_SGLANG_FORMATS)}")
-        if given.get("publisher") not in {None, "null"}:
-            given.setdefault("enable_kv_cache_events", True)
-        return convert(given, cls, "the KV events configuration")
+        if values.get("publisher") not in {None, "null"}:
+            values.setdefault("enable_kv_cache_events", True)
+        return convert(values, cls, "the KV events configuration")
 
     @classmethod
     def from_cli(cls, text: str) -> Self:

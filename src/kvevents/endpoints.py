@@ -9,6 +9,8 @@ from kvevents.errors import ConfigError
 
 MAX_PORT: Final = 65535
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+GRPC: Final = "grpc://"
+"""Begins the endpoint of a worker of SMG (Shepherd Model Gateway), whose events come as a gRPC stream."""
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
@@ -36,6 +38,11 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
+def tcp_of(endpoint: str) -> str:
+    """Return the TCP endpoint that a `grpc://` endpoint connects to; return any other endpoint unchanged."""
+    return f"tcp://{endpoint.removeprefix(GRPC)}" if endpoint.startswith(GRPC) else endpoint
+
+
 def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raise `ConfigError`, with the name of the setting, for an endpoint that no ZeroMQ socket can connect or bind to."""
     transport, separator, address = endpoint.partition("://")
@@ -45,16 +52,35 @@ def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:
         problem = "has no transport" if not separator else "has another transport, or no address"
         raise ConfigError(f"invalid {name} {endpoint!r}: it {problem}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
     # ZeroMQ also accepts a source address: tcp://FROM;HOST:PORT.
-    found = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
-    if transport == "tcp" and (found is None or found[1] > MAX_PORT):
+    target = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
+    if transport == "tcp" and (target is None or target[1] > MAX_PORT):
         raise ConfigError(f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
+
+
+def validate_source(endpoint: str, name: str = "endpoint") -> None:
+    """Raise `ConfigError` as `validate_endpoint` does, and accept `grpc://HOST:PORT`."""
+    if not endpoint.startswith(GRPC):
+        validate_endpoint(endpoint, name)
+        return
+    target = split_tcp(tcp_of(endpoint))
+    if target is None or not 0 < target[1] <= MAX_PORT:
+        raise ConfigError(f"invalid {name} {endpoint!r}: expected {GRPC}HOST:PORT with a port up to {MAX_PORT}")
+
+
+def validate_remote(endpoint: str, name: str = "endpoint") -> None:
+    """Raise `ConfigError` for an endpoint with the host `*`, to which nothing can connect."""
+    if (split_tcp(endpoint) or ("",))[0] == "*":
+        raise ConfigError(
+            f"invalid {name} {endpoint!r} to connect to: `*` is where an engine listens; name its host, such as "
+            f"{connectable(endpoint)}, or bind (bind=True, --bind) if the engine connects"
+        )
 
 
 def validate_port(endpoint: str) -> None:
     """Raise `ConfigError` for a port above 65535, of which libzmq uses the lower 16 bits: another port, without a word."""
-    found = split_tcp(endpoint)
-    if found is not None and found[1] > MAX_PORT:
-        raise ConfigError(f"invalid endpoint {endpoint!r}: port {found[1]} is above {MAX_PORT}")
+    target = split_tcp(endpoint)
+    if target is not None and target[1] > MAX_PORT:
+        raise ConfigError(f"invalid endpoint {endpoint!r}: port {target[1]} is above {MAX_PORT}")
 
 
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
@@ -73,10 +99,10 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
         return f"{endpoint}_dp{data_parallel_rank}"
     if "tcp" not in endpoint:
         raise ConfigError(f"Invalid endpoint: must contain 'inproc' or 'tcp', or start with 'ipc://'; it is {endpoint!r}")
-    found = split_tcp(endpoint)
-    if found is None:
+    target = split_tcp(endpoint)
+    if target is None:
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
-    host, port = found
+    host, port = target
     if port == 0:
         return endpoint
     if port + data_parallel_rank > MAX_PORT:
@@ -89,10 +115,10 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
 def should_bind(endpoint: str) -> bool:
     """Whether the engines bind to this endpoint rather than connect (SGLang 0.5.23, vLLM 0.33).
 
-    They bind to wildcards, `ipc://` and `inproc://`. Port 0 binds too, since nothing can connect to it.
+    Engines bind to wildcards, `ipc://` and `inproc://`. Port 0 binds too, since nothing can connect to it.
     """
-    found = split_tcp(endpoint)
-    if endpoint.startswith(("ipc://", "inproc://")) or (found is not None and found[1] == 0):
+    target = split_tcp(endpoint)
+    if endpoint.startswith(("ipc://", "inproc://")) or (target is not None and target[1] == 0):
         return True
     return "*" in endpoint or "::" in endpoint or _ANY_IPV4 in endpoint
 
@@ -102,12 +128,12 @@ def needs_ipv6(endpoint: str) -> bool:
     return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
 
 
-def connectable(bound: str) -> str:
+def connectable(endpoint: str) -> str:
     """Return the endpoint at which a consumer on this host reaches a bound endpoint; wildcards become loopback addresses."""
-    found = split_tcp(bound)
-    if found is None:
-        return bound
-    host, port = found
+    target = split_tcp(endpoint)
+    if target is None:
+        return endpoint
+    host, port = target
     return f"tcp://{_LOOPBACK.get(host, host)}:{port}"
 
 
@@ -122,22 +148,22 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
     distance = replay[1] - events[1]
     if abs(distance) > data_parallel_rank:
         return None
-    other = data_parallel_rank - abs(distance)
-    mine, theirs = ("event", "replay") if distance >= 0 else ("replay", "event")
-    port = max(events[1], replay[1]) + other
+    lower_rank = data_parallel_rank - abs(distance)
+    port_name, lower_port_name = ("event", "replay") if distance >= 0 else ("replay", "event")
+    port = max(events[1], replay[1]) + lower_rank
     return (
-        f"rank {data_parallel_rank}'s {mine} port {port} is rank {other}'s {theirs} port; "
+        f"rank {data_parallel_rank}'s {port_name} port {port} is rank {lower_rank}'s {lower_port_name} port; "
         f"put replay_endpoint at least as many ports from endpoint ({events[1]}) as there are ranks"
     )
 
 
-def _same_host(one: str, other: str) -> bool:
-    return one == other or one in _LOOPBACK or other in _LOOPBACK
+def _same_host(first: str, second: str) -> bool:
+    return first == second or first in _LOOPBACK or second in _LOOPBACK
 
 
-def with_bound_port(endpoint: str | None, bound: str | None) -> str | None:
-    """Return `endpoint`; if it is a TCP endpoint with port 0, with the port of `bound`, where it was bound."""
-    configured, actual = split_tcp(endpoint or ""), split_tcp(bound or "")
-    if configured is None or actual is None or configured[1] != 0:
+def with_bound_port(endpoint: str | None, bound_endpoint: str | None) -> str | None:
+    """Return `endpoint`; if it is a TCP endpoint with port 0, with the port of `bound_endpoint`."""
+    target, bound_target = split_tcp(endpoint or ""), split_tcp(bound_endpoint or "")
+    if target is None or bound_target is None or target[1] != 0:
         return endpoint
-    return f"tcp://{configured[0]}:{actual[1]}"
+    return f"tcp://{target[0]}:{bound_target[1]}"

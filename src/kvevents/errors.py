@@ -47,7 +47,7 @@ class ConfigError(UsageError, ValueError):
 
 
 class UnknownDialectError(UsageError, ValueError):
-    """There is no dialect for this engine or release."""
+    """The engine or its release has no dialect."""
 
 
 class UnknownSourceError(UsageError, LookupError):
@@ -67,7 +67,16 @@ class ForkedError(UsageError, RuntimeError):
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional dependency is not installed; the message says which extra installs it."""
+    """An optional dependency is not installed. The message names the extra of `kvevents` that installs it, if any."""
+
+    def __init__(self, text: str, extra: str = "") -> None:
+        super().__init__(f"{text}: {install_hint(extra)}" if extra else text)
+        self.text = text
+
+
+def install_hint(extra: str) -> str:
+    """Return what to do about a missing extra. It names no command: packages of our names in a registry may be others'."""
+    return f"install kvevents[{extra}], see Install in the documentation"
 
 
 class ExternalError(KVEventsError):
@@ -101,7 +110,7 @@ class JournalError(ExternalError, OSError):
 class PlaneError(ExternalError, OSError):
     """The plane's NATS servers cannot be used; the message says what happened, where, and what to do.
 
-    `fault` is the kind of failure in one word; `kvevents.plane.nats_errors` lists them.
+    `fault` is the kind of failure in one word; `kvevents_plane.nats_errors` lists them.
     """
 
     def __init__(self, message: str, *, fault: str = "other") -> None:
@@ -110,7 +119,7 @@ class PlaneError(ExternalError, OSError):
 
 
 class TrustTimeoutError(ExternalError, TimeoutError):
-    """`wait_for` has waited for long enough. `deliveries` are those that it has taken meanwhile."""
+    """`wait_for` has waited for long enough. `deliveries` are the deliveries that it took while it waited."""
 
     def __init__(self, message: str, deliveries: Sequence[Any] = ()) -> None:
         super().__init__(message)

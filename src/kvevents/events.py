@@ -97,6 +97,13 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True):
     """Base class of all KV cache events."""
 
+    def __repr__(self) -> str:
+        """Return the required fields, and the others that have a value: events have up to 21."""
+        required = len(self.__struct_fields__) - len(self.__struct_defaults__)
+        values = [(name, getattr(self, name)) for name in self.__struct_fields__]
+        fields = [f"{name}={value!r}" for at, (name, value) in enumerate(values) if at < required or value is not None]
+        return f"{type(self).__name__}({', '.join(fields)})"
+
 
 MAX_HEARTBEAT: Final = 86_400
 """Longest interval between two heartbeats in seconds."""
@@ -105,7 +112,7 @@ MAX_HEARTBEAT: Final = 86_400
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The state of a sender and the digest of its resident blocks. Only kvevents sends it, no engine does.
 
-    It is a field of a `BlockRemoved` without blocks, which other consumers ignore.
+    A heartbeat is a field of a `BlockRemoved` without blocks, which other consumers ignore.
     """
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
@@ -133,7 +140,7 @@ class BlockStored(KVCacheEvent):
     """
 
     block_hashes: list[BlockHash]
-    """One opaque hash per block, unsigned 64 bits. It has a meaning only within its stream."""
+    """An opaque hash for each block, unsigned 64 bits. It has a meaning only within its stream."""
     parent_block_hash: BlockHash | None
     """Hash of the block before the first one; None for the root. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
@@ -243,7 +250,7 @@ def attestation_hash_term(block_hash: int | bytes) -> int:
 
 
 def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
-    """Return what one copy of a block adds to the digest."""
+    """Return the number that one copy of a block adds to the digest."""
     return attestation_hash_term(block_hash) ^ attestation_group_term(group)
 
 
@@ -251,7 +258,7 @@ def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
 
 
 class KVEventAggregator:
-    """Counts how often each event was announced. Events must be hashable, as those of `kvevents.events` are.
+    """Counts how often each event was announced. Events must be hashable, as the types of `kvevents.events` are.
 
     Raises ValueError if `num_workers` is not positive.
     """

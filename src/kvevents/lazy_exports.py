@@ -7,15 +7,15 @@ So importing the package loads nothing that its user does not need. Type checker
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 __all__ = ["lazy_exports"]
 
 
-def lazy_exports(package: str, table: Mapping[str, Iterable[str]]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package whose names are in `table`, by the module that each is imported from."""
-    origin = {name: module for module, names in table.items() for name in names}
+def lazy_exports(package: str, table: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a package. `table` has its names, separated by spaces, by the module to import them from."""
+    origin = {name: module for module, names in table.items() for name in names.split()}
 
     def get(name: str) -> object:
         if name not in origin:

@@ -10,21 +10,19 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from kvevents.errors import MissingDependencyError
+from kvevents.errors import MissingDependencyError, install_hint
 from kvevents.package_metadata import UNKNOWN_VERSION, version
-
-INSTALL_COMMAND = "pip install 'kvevents[native]'"
 
 
 def require_native(feature: str) -> Any:
     """Return the module `kvevents_native._native`.
 
     `feature` begins the message of the `MissingDependencyError` that is raised if the package is missing, or if its version
-    is not the one of `kvevents`.
+    differs from that of `kvevents`.
     """
     problem = _problem()
     if problem is not None:
-        raise MissingDependencyError(f"{feature} needs {problem}: {INSTALL_COMMAND}")
+        raise MissingDependencyError(f"{feature} needs {problem}", "native")
     return importlib.import_module("kvevents_native._native")
 
 
@@ -37,7 +35,7 @@ def warn_without_native(logger: logging.Logger, subject: str, features: Sequence
     """Log one warning that `subject` works without `features`, if there are any and `find_native` returns None."""
     problem = _problem() if features else None
     if problem is not None:
-        logger.warning("%s: no %s without %s: %s", subject, " and no ".join(features), problem, INSTALL_COMMAND)
+        logger.warning("%s: no %s without %s: %s", subject, " and no ".join(features), problem, install_hint("native"))
 
 
 def _problem() -> str | None:

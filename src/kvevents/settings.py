@@ -96,9 +96,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of settings. Raises `ConfigError`, which names the field, for a number outside the range of its type."""
 
     def __post_init__(self) -> None:
-        for name, limits, accepted in _ranges(type(self)):
+        for name, limits, types in _ranges(type(self)):
             value = getattr(self, name)
-            if type(value) not in accepted:
+            if type(value) not in types:
                 raise ConfigError(f"{name} is {value!r}, not a number; it must be {limits}")
             if value is not None and not limits.holds(value):
                 raise ConfigError(f"{name} is {value}; it must be {limits}")
@@ -109,7 +109,7 @@ class _RangedField(NamedTuple):
 
     name: str
     limits: Range
-    accepted: frozenset[type]
+    types: frozenset[type]
     """Types of its values. An integer is a valid float."""
 
 
@@ -117,10 +117,10 @@ class _RangedField(NamedTuple):
 def _ranges(kind: type[Struct]) -> list[_RangedField]:
     fields = msgspec.structs.fields(kind)
     return [
-        _RangedField(field.name, each, frozenset({*types_in(field.type), *([int] if float in types_in(field.type) else [])}))
+        _RangedField(field.name, part, frozenset({*types_in(field.type), *([int] if float in types_in(field.type) else [])}))
         for field in fields
-        for each in parts_of(field.type)
-        if isinstance(each, Range)
+        for part in parts_of(field.type)
+        if isinstance(part, Range)
     ]
 
 
@@ -150,10 +150,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def convert(found: Any, kind: type[T], origin: str) -> T:
+def convert(data: Any, kind: type[T], origin: str) -> T:
     """Return checked settings. Raise `ConfigError`, which names `origin`, the field and the expected type."""
     try:
-        return msgspec.convert(found, kind)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         fault = fault_of(error, kind)
         raise ConfigError(f"{origin}: {with_path(fault, kind)}") from error
@@ -172,47 +172,47 @@ def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> SettingFault
     """Return the error that msgspec found, with a suggestion for an unknown field."""
     sentence, _, place = str(error).partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
-    missing = re.fullmatch(r"Object missing required field `(.*)`", sentence)
-    if missing is not None:
-        return SettingFault(place, f"missing field {missing[1]!r}", missing[1])
+    missing_field = re.fullmatch(r"Object missing required field `(.*)`", sentence)
+    if missing_field is not None:
+        return SettingFault(place, f"missing field {missing_field[1]!r}", missing_field[1])
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", sentence)
     table = _table_at(place, kind) if unknown is not None else None
     if unknown is None or table is None:
         return SettingFault(place, sentence)
-    known = table.__struct_fields__
-    return SettingFault(place, f"unknown field {unknown[1]!r}{suggestion(unknown[1], known)} known fields: {', '.join(known)}")
+    names = table.__struct_fields__
+    return SettingFault(place, f"unknown field {unknown[1]!r}{suggestion(unknown[1], names)} known fields: {', '.join(names)}")
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known_words: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or `;` if no known word is similar."""
     import difflib  # noqa: PLC0415 - only for a message about a mistake
 
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ";"
+    matches = difflib.get_close_matches(word, known_words, 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ";"
 
 
 def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
     """Return the type of the table at a path such as `sources[0].curve`; None if that is not a table."""
-    found = kind
+    table = kind
     for name in filter(None, re.sub(r"\[[^]]*\]", "", place).split(".")):
-        field = next((each for each in msgspec.structs.fields(found) if each.name == name), None)
-        inner = [each for each in types_in(field.type) if issubclass(each, Struct)] if field is not None else []
+        field = next((item for item in msgspec.structs.fields(table) if item.name == name), None)
+        inner = [item for item in types_in(field.type) if issubclass(item, Struct)] if field is not None else []
         if not inner:
             return None
-        found = inner[0]
-    return found
+        table = inner[0]
+    return table
 
 
 def types_in(kind: Any) -> Iterator[type]:
     """Yield the plain types within a type, such as `X` and `NoneType` of `list[X] | None`."""
-    return (each for each in parts_of(kind) if isinstance(each, type) and not get_args(each))
+    return (part for part in parts_of(kind) if isinstance(part, type) and not get_args(part))
 
 
 def parts_of(kind: Any) -> Iterator[Any]:
     """Yield a type, its parts at any depth, and their annotations."""
     yield kind
-    for each in get_args(kind):
-        yield from parts_of(each)
+    for argument in get_args(kind):
+        yield from parts_of(argument)
 
 
 def check_texts(**texts: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_NAMES: Final = 5
-"""Names in one sentence; the rest is counted."""
+"""Maximum number of names in one sentence; further names are only counted."""
 _MAX_RANGES: Final = 3
 _DURATIONS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -14,8 +14,8 @@ _SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10,
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: `1 block`, `2 blocks`, `3 batches`."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{ending}"
+    suffix = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{suffix}"
 
 
 def number_range(first: int, last: int) -> str:
@@ -25,8 +25,8 @@ def number_range(first: int, last: int) -> str:
 
 def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
     """Return the first ranges of sequence numbers: `#3, #5 to #7, ...`."""
-    shown = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
-    return f"{shown}, ..." if len(ranges) > _MAX_RANGES else shown
+    text = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
+    return f"{text}, ..." if len(ranges) > _MAX_RANGES else text
 
 
 def duration(seconds: float) -> str:
@@ -45,9 +45,9 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def percentage(part: float, whole: float) -> str:
-    """Return `part` of `whole` in percent. Rounding never results in `0%` or `100%`."""
-    percent = 100 * part / whole if whole else 0.0
+def percentage(part: float, total: float) -> str:
+    """Return `part` of `total` in percent. Rounding never results in `0%` or `100%`."""
+    percent = 100 * part / total if total else 0.0
     if 0 < percent < 1:
         return "<1%"
     return ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
@@ -55,5 +55,5 @@ def percentage(part: float, whole: float) -> str:
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first names, and how many more there are."""
-    rest = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {rest:,} more" if rest > 0 else "")
+    rest_count = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest_count:,} more" if rest_count > 0 else "")

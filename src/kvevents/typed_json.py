@@ -23,5 +23,5 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     if decoder is None:
         with _lock:
             decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-    found: T = decoder.decode(data)
-    return found
+    value: T = decoder.decode(data)
+    return value

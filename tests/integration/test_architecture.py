@@ -7,18 +7,21 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import kvevents
+import kvevents_plane
 
 ROOT = Path(kvevents.__file__).parent
+PLANE = Path(kvevents_plane.__file__).parent
 # Each part may import the parts of the rows before its own; parts of one row do not import each other. `__init__`, which
 # re-exports, and `errors`, which imports nothing, have no layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "package_metadata", "backoff", "lazy_exports", "text_format", "typed_json"),
+    ("events", "endpoints", "package_metadata", "backoff", "lazy_exports", "prometheus", "text_format", "typed_json"),
     ("settings",),
     ("native_module",),
     ("zeromq",),
@@ -28,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recording", "publisher", "subscriber", "index"),
     ("routing",),
     ("client",),
-    ("diagnosis", "plane"),
+    ("diagnosis",),
     ("compat", "testing", "service", "export", "relay"),
     ("sim", "engines", "conform"),
     ("cli",),
@@ -44,11 +47,12 @@ def part_of(module: Path) -> str:
     return module.parts[0].removesuffix(".py")
 
 
-def imported_names(module: Path) -> list[str]:
+@cache
+def imported_names(module: Path, root: Path = ROOT) -> list[str]:
     """Return the dotted names that a module imports, including imports in functions and imports for type checkers."""
     found: list[str] = []
-    package = ["kvevents", *module.with_suffix("").parts][:-1]
-    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+    package = [root.name, *module.with_suffix("").parts][:-1]
+    for node in ast.walk(ast.parse((root / module).read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -83,21 +87,21 @@ def test_modules_import_only_from_lower_layers() -> None:
     assert [violation for module in MODULES for violation in find_upward_imports(module)] == []
 
 
-def modules_imported_by(module: Path) -> set[Path]:
-    """Return the modules of this package that a module imports; the import of a package is that of its `__init__`."""
-    found = set[Path]()
-    for name in imported_names(module):
-        parts = name.split(".")
-        while len(parts) > 1 and parts[0] == "kvevents":
-            path = Path(*parts[1:])
-            if target := next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each in KNOWN), None):
-                found.add(target)
-                break
-            parts.pop()
-    return found - {module}
+def import_graph(root: Path) -> dict[Path, set[Path]]:
+    """Return the modules of a package, each with those that it imports; the import of a package is that of its `__init__`."""
+    known = {path.relative_to(root) for path in root.rglob("*.py")}
 
+    def imported_by(module: Path) -> Iterator[Path]:
+        for name in imported_names(module, root):
+            parts = name.split(".")
+            while len(parts) > 1 and parts[0] == root.name:
+                path = Path(*parts[1:])
+                if target := next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each in known), None):
+                    yield target
+                    break
+                parts.pop()
 
-KNOWN = frozenset(MODULES)
+    return {module: {*imported_by(module)} - {module} for module in known}
 
 
 def find_cycles(graph: Mapping[Path, set[Path]]) -> list[list[Path]]:
@@ -121,9 +125,18 @@ def test_cycles_are_found() -> None:
     assert find_cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
 
 
-def test_no_modules_import_each_other() -> None:
+@pytest.mark.parametrize("root", [ROOT, PLANE], ids=lambda root: root.name)
+def test_no_modules_import_each_other(root: Path) -> None:
     """Imports within functions and imports for type checkers count."""
-    assert find_cycles({module: modules_imported_by(module) for module in MODULES}) == []
+    graph = import_graph(root)
+    assert sum(map(len, graph.values())) > len(graph), "too few imports were found"
+    assert find_cycles(graph) == []
+
+
+def test_nothing_below_the_plane_imports_it() -> None:
+    """It is a distribution of its own: `kvevents.cli` loads its commands by name where it is installed."""
+    names = [(module, name) for module in MODULES for name in imported_names(module)]
+    assert [f"{module} imports {name}" for module, name in names if name.startswith(PLANE.name)] == []
 
 
 CRATES = ROOT.parents[1] / "native"
@@ -149,7 +162,7 @@ def native_modules(crate: str) -> dict[Path, set[Path]]:
     return {module: {each for each in named if each in graph} - {module} for module, named in graph.items()}
 
 
-@pytest.mark.parametrize("crate", ["index", "compaction", "routing", "server", "python"])
+@pytest.mark.parametrize("crate", ["index", "compaction", "routing", "server", "smg", "python"])
 def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
     graph = native_modules(crate)
     assert sum(map(len, graph.values())) > len(graph) / 2, "too few paths were found"
@@ -166,7 +179,7 @@ NATIVE = {
     Path("routing/policies.py"),
     Path("service/data_plane.py"),
     Path("service/fleet/follower.py"),
-    Path("service/selection.py"),
+    Path("service/http/app.py"),
 }
 """Modules that import the native module, besides those of the index."""
 

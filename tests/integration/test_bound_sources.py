@@ -60,7 +60,7 @@ class Received:
         self.deliveries: dict[str, list[Any]] = {}
 
     def until(self, condition: Callable[[], bool], act: Callable[[], None] = lambda: None) -> None:
-        """Receive until `condition` holds; call `act` again and again meanwhile."""
+        """Receive until `condition` holds; call `act` repeatedly meanwhile."""
         end = time.monotonic() + DEADLINE
         while not condition():
             assert time.monotonic() < end, (self.deliveries, self.subscriber.statuses())

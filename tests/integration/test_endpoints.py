@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket as std_socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import zmq
 from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind, validate_endpoint
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
@@ -298,3 +300,20 @@ def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> Non
         assert client_without_keys.poll(0) == 0
         client_without_keys.disable_monitor()
         monitor.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        (
+            ("tcp://*:5557", None),
+            "invalid endpoint 'tcp://*:5557' to connect to: `*` is where an engine listens; name its host",
+        ),
+        (("tcp://h:1", "tcp://*:5558"), "invalid replay_endpoint 'tcp://*:5558' to connect to"),
+    ],
+)
+def test_a_source_refuses_endpoints_that_cannot_be_right(endpoints: tuple[str, str | None], expected: str) -> None:
+    """The first is the address in the engine's own configuration."""
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Source(*endpoints)
+    assert Source("tcp://*:5557", bind=True).endpoint == "tcp://*:5557"

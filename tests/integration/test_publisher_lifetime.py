@@ -159,6 +159,16 @@ def test_shutdown_reports_unsent_batches(context: Context, caplog: pytest.LogCap
     wait_until(lambda: not publisher_threads(), "the thread to end")
 
 
+def test_the_context_ends_after_a_thread_that_outlasts_the_shutdown() -> None:
+    """A context that stays open is left to the garbage collector, which warns anywhere in the program."""
+    publisher = ZmqEventPublisher(0, ANY, ANY)
+    own = publisher._server._context
+    with hold_publisher(publisher):
+        assert not publisher.shutdown(0.0).complete
+        assert not own.closed
+    wait_until(lambda: own.closed, "the context to end")
+
+
 def test_shutdown_does_not_wait_for_a_socket_that_stays_open(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import kvevents
+import kvevents_plane
 
-ROOT = Path(kvevents.__file__).parent
+ROOTS = [Path(*each.__path__) for each in (kvevents, kvevents_plane)]
 SINGLE_THREADED = {"cli", "client", "engines", "sim", "compat", "testing"}
 """Parts that decode their input before they start another thread."""
 
@@ -20,11 +21,11 @@ VARIABLES = {"kind"}
 def find_decoded_structs() -> list[tuple[str, str]]:
     """Return module and name of each struct that a function passes to `decode` or `convert`. `cls` is the class around it."""
     found: set[tuple[str, str]] = set()
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    for package, path in [(root, path) for root in ROOTS for path in root.rglob("*.py")]:
+        parts = path.relative_to(package).with_suffix("").parts
         if parts[0] in SINGLE_THREADED:
             continue
-        module = ".".join(["kvevents", *(part for part in parts if part != "__init__")])
+        module = ".".join([package.name, *(part for part in parts if part != "__init__")])
         _CallVisitor(module, found).visit(ast.parse(path.read_text()))
     return sorted(found)
 
@@ -39,7 +40,7 @@ class _CallVisitor(ast.NodeVisitor):
         self._class = before
 
     def visit_Call(self, node: ast.Call) -> None:
-        callee = ast.unparse(node.func)
+        callee = f".{node.func.attr}" if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         kinds = [each.value for each in node.keywords if each.arg == "type"] if callee.endswith(".decode") else []
         kinds += node.args[1:2] if callee.endswith("convert") else []
         for kind in kinds:
@@ -61,9 +62,10 @@ for line in sys.stdin:
 
 def test_every_decoded_struct_has_its_decoder_built() -> None:
     """Importing the module is enough."""
-    names = "\n".join(f"{module} {name}" for module, name in find_decoded_structs() if name.isidentifier())
+    decoded = find_decoded_structs()
+    names = "\n".join(f"{module} {name}" for module, name in decoded if name.isidentifier())
     done = subprocess.run([sys.executable, "-c", CODE], input=names, capture_output=True, text=True, check=True, timeout=60)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) > 15
     assert [row for row in rows if row[2] != "True"] == []
-    assert {name for _, name in find_decoded_structs() if name.islower()} - {"float"} == VARIABLES
+    assert {name for _, name in decoded if name.islower()} - {"float"} == VARIABLES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,37 +13,11 @@ from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch, Source, Trust
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
-
-DEADLINE = 30.0
-
-
-class Names:
-    """Answers for names under `.example`, and can let lookups wait."""
-
-    def __init__(self) -> None:
-        self.addresses: dict[str, list[str]] = {}
-        self.release = threading.Event()
-        self.lookups: list[str] = []
-        self._real = socket.getaddrinfo
-
-    def __call__(self, host: Any, port: Any, *arguments: Any, **named: Any) -> Any:
-        if not str(host).endswith(".example"):
-            return self._real(host, port, *arguments, **named)
-        self.lookups.append(host)
-        if host.startswith("slow"):
-            assert self.release.wait(DEADLINE)
-        found = self.addresses.get(host)
-        if not found:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
-    found = Names()
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    yield found
-    found.release.set()
+from name_cases import (
+    DEADLINE,
+    Names,
+    replace_names,  # noqa: F401 - a fixture, used by being here
+)
 
 
 @pytest.fixture

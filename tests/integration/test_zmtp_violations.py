@@ -16,7 +16,7 @@ from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.subscriber.zmq_transport import LiveSocket
+from kvevents.subscriber.zmq_transport import LiveSocket, ZmqConnection
 from kvevents.testing import zmtp
 from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, peer
 
@@ -112,6 +112,7 @@ def test_a_peer_that_only_closes_is_left_to_libzmq(
         Subscriber(source, limits=LIMITS, transport=transport) as subscriber,
     ):
         (connection,) = transport._connections
+        assert isinstance(connection, ZmqConnection)
         live = connection._live
         assert isinstance(live, LiveSocket)
         socket = live._sub

@@ -77,10 +77,10 @@ class Recorder:
     def defer_replay_timeout(self, _now: float) -> None:
         assert self._reads_ahead
 
-    def connected(self, _now: float) -> None:
+    def begin_connection(self, _now: float) -> None:
         self.log.append("up")
 
-    def disconnected(self) -> None:
+    def end_connection(self) -> None:
         self.log.append("down")
 
     @property

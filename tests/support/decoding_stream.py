@@ -33,12 +33,12 @@ class DecodingStream(Stream):
         super().receive_replay(frames, now)
         self._decode()
 
-    def connected(self, now: float) -> None:
-        super().connected(now)
+    def begin_connection(self, now: float) -> None:
+        super().begin_connection(now)
         self._decode()
 
-    def disconnected(self) -> None:
-        super().disconnected()
+    def end_connection(self) -> None:
+        super().end_connection()
         self._decode()
 
     def tick(self, now: float) -> None:

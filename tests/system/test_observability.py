@@ -113,7 +113,8 @@ def start_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         wait_for("the batches of all tapes", lambda: service.source("restarting")["last_seq"] == 9)
         tapes["restarting"].restart(unseen_until=2)
         wait_for("a load", lambda: service.source("healing")["load"])
-        wait_for("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
+        # What the others hold, a reset may still take away.
+        wait_for("hits of what stays", lambda: {"healing", "odd"} <= service.query(TOKENS, model_name=MODEL)["instances"].keys())
         assert service.post("/v1/match", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/v1/select", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/query", {"model_name": "absent's", "token_ids": TOKENS}).status == 404
@@ -126,7 +127,7 @@ def is_unconfirmed(service: Service, name: str) -> bool:
     return codes == ["replay-unproven"]
 
 
-PLAYED = ("--endpoint", ANY, "--replay-endpoint", ANY, "--wait-for-subscriber", "--speed", "max", "--linger")
+PLAYED = ("--endpoint", ANY, "--replay", ANY, "--wait-for-subscriber", "--speed", "max", "--linger")
 
 
 def register(service: Service, name: str, endpoint: str, replay: str | None, **more: Any) -> None:

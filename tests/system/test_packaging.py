@@ -20,6 +20,7 @@ import paths
 
 ROOT = paths.ROOT
 NATIVE = ROOT / "native" / "python"
+PLANE = ROOT / "plane"
 WITHOUT_NATIVE = """
 import importlib, pkgutil, sys
 sys.modules["kvevents_native._native"] = None  # as if it had not been built
@@ -29,15 +30,12 @@ from kvevents.testing import FakeTransport
 PARTS = (
     "index",
     "export",
-    "plane",
     "relay",
     "routing",
     "service",
     "sim",
-    "cli.bridge",
     "cli.demo",
     "cli.export",
-    "cli.plane",
     "cli.relay",
     "cli.serve",
     "cli.sim_",
@@ -152,7 +150,20 @@ def test_extras_require_the_native_wheel_of_the_same_version(wheel: Path, native
     pinned = [line for line in metadata.get_all("Requires-Dist", []) if line.startswith("kvevents-native")]
     assert pinned
     assert all(line.startswith(f"kvevents-native=={native['Version']};") for line in pinned)
-    assert {line.split("'")[1] for line in pinned} == {"all", "export", "native", "plane", "service", "sim"}
+    assert {line.split("'")[1] for line in pinned} == {"all", "export", "native", "service", "sim"}
+
+
+def test_the_wheel_of_the_plane_requires_the_same_version(wheel: Path, tmp_path: Path) -> None:
+    """It is pure, and the extra of `kvevents` with its name requires it in turn."""
+    run("-m", "hatchling", "build", "-d", tmp_path, cwd=PLANE)
+    (built,) = tmp_path.glob("*.whl")
+    (_, metadata), (names, plane) = read_wheel(wheel), read_wheel(built)
+    assert built.name.endswith("-py3-none-any.whl")
+    assert without_metadata(names) == find_sources(PLANE / "src")
+    assert plane["Version"] == metadata["Version"]
+    assert f"kvevents[service]=={metadata['Version']}" in plane.get_all("Requires-Dist", [])
+    needed = {line.split("'")[1] for line in metadata.get_all("Requires-Dist", []) if line.startswith(f"{plane['Name']}==")}
+    assert needed == {"all", "plane"}
 
 
 def test_files_that_repeat_the_version_have_the_right_one() -> None:

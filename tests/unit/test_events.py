@@ -57,3 +57,12 @@ def test_an_event_batch_encodes_events_of_any_type() -> None:
 @pytest.mark.parametrize("event", [STORED, BlockRemoved([1], "GPU"), AllBlocksCleared()])
 def test_events_survive_a_round_trip_through_json(event: KVCacheEvent) -> None:
     assert msgspec.json.decode(msgspec.json.encode(KVEventBatch(1.5, [event], 1)), type=KVEventBatch).events == [event]  # type: ignore[list-item]
+
+
+def test_an_event_prints_its_required_fields_and_the_others_that_have_a_value() -> None:
+    """An event has up to 21 fields; `parent_block_hash=None` says that the block is a root."""
+    assert (
+        repr(BlockStored([1], None, [7], 1))
+        == "BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=[7], block_size=1)"
+    )
+    assert repr(BlockRemoved([1], medium="CPU")) == "BlockRemoved(block_hashes=[1], medium='CPU')"

@@ -517,7 +517,7 @@ def test_what_waits_in_all_streams_has_one_limit(transport: FakeTransport) -> No
                 engine.publish(BlockRemoved([number]))
         assert subscriber.receive(0.5) is None
         pending = subscriber._multiplexer._pending
-        assert 1_000 < pending.used <= 2_000
+        assert 1_000 < pending.bytes_used <= 2_000
         assert sum(status.counters.overflowed for status in subscriber.statuses()) > 0
         for engine in engines:
             engine.answers_replay = True
@@ -526,11 +526,11 @@ def test_what_waits_in_all_streams_has_one_limit(transport: FakeTransport) -> No
             assert isinstance(delivery, Batch)
             received.setdefault(delivery.source, []).append(delivery.seq)
         assert received == {engine.endpoint: list(range(20)) for engine in engines}
-        assert pending.used == 0
+        assert pending.bytes_used == 0
         engines[0].publish(BlockRemoved([0]), lost=True)
         engines[0].answers_replay = False
         engines[0].publish(BlockRemoved([1]))
         assert subscriber.receive(0.5) is None
-        assert pending.used > 0
+        assert pending.bytes_used > 0
         subscriber.remove(engines[0].endpoint)
-        assert pending.used == 0
+        assert pending.bytes_used == 0

@@ -14,7 +14,7 @@ import pytest
 import paths
 from kvevents.package_metadata import documentation, documented
 
-SOURCE = paths.ROOT / "src"
+SOURCES = (paths.ROOT / "src", paths.ROOT / "plane" / "src")
 
 
 def strings(path: Path) -> Iterator[tuple[int, str]]:
@@ -50,7 +50,8 @@ def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
     """Installed packages have no folder `docs`."""
     found = [
         f"{path.relative_to(paths.ROOT)}:{line}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        for source in SOURCES
+        for path in sorted(source.rglob("*.py"))
         for line, text in strings(path)
         if re.search(r"\bdocs/\w", text)
     ]
@@ -60,7 +61,10 @@ def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
 def test_the_pages_that_messages_name_exist() -> None:
     """Their headings exist too, with the anchors that GitHub derives from headings."""
     references = {
-        place for path in SOURCE.rglob("*.py") for place in re.findall(r"documented\(['\"]([^'\"]+)['\"]\)", path.read_text())
+        place
+        for source in SOURCES
+        for path in source.rglob("*.py")
+        for place in re.findall(r"documented\(['\"]([^'\"]+)['\"]\)", path.read_text())
     }
     assert references
     for place in references:

@@ -112,11 +112,11 @@ class Consumer:
         chance = self._random.random()
         if not self._up:
             self._up = True
-            self.stream.connected(self._now)
+            self.stream.begin_connection(self._now)
         elif chance < 0.02:
             self._up = False
             self._live.clear()
-            self.stream.disconnected()
+            self.stream.end_connection()
         elif chance < 0.45:
             self._receive_live(self._random.randrange(1, 6))
         elif chance < 0.85:

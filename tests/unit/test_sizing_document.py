@@ -12,9 +12,9 @@ import pytest
 import paths
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.plane.records import VERSION, BatchRecord, Page, encode_page
 from kvevents.stream import RawBatch
 from kvevents.wire import dialect_for, encode_batch
+from kvevents_plane.records import VERSION, BatchRecord, Page, encode_page
 
 DOCUMENT: Final = (paths.ROOT / "docs" / "operations" / "sizing.md").read_text(encoding="utf-8")
 STORED: Final = 10

@@ -71,7 +71,6 @@ def test_stores_only_of_a_registration_appears_in_the_trust_of_the_member() -> N
     shown = msgspec.to_builtins(member.view())["trust"]
     assert (shown["state"], shown["reason_codes"]) == ("EXACT", ("stores-only",))
     assert "no removals are announced from cpu" in shown["reason"]
-    assert member.empty_match.trust == member.trust_status
     assert member.is_caught_up
     member.update_trust(Trust("DEGRADED", "why"), 2.0)
     assert "stores-only" not in member.trust_status.reason_codes, "all of a DEGRADED worker is inexact anyway"

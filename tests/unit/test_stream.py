@@ -114,7 +114,7 @@ def _short(delivery: Batch | Gap | Reset) -> str:
 def wire() -> Wire:
     """Return a connected stream that knows that nothing was published before, and that trusts its replay endpoint."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(END)
     trust_replay(wire.stream)
@@ -189,7 +189,7 @@ def test_a_silent_replay_endpoint_is_given_up_in_bounded_time(wire: Wire) -> Non
 def test_an_endless_answer_without_anything_new_is_cut_off() -> None:
     """Rule 8: a replay endpoint that repeats itself endlessly costs a bounded number of messages and causes no hang."""
     wire = Wire(limits=StreamLimits(max_duplicate_replies=50))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     sent_requests = 0
     for _ in range(1_000):
         sent_requests += wire.next_request() is not None
@@ -202,7 +202,7 @@ def test_an_endless_answer_that_begins_with_the_fingerprint_is_cut_off() -> None
     """Rule 8: each answer repeats the batch that identifies the publisher and nothing else, so the number of requests is
     bounded."""
     wire = Wire(limits=StreamLimits(max_duplicate_replies=50))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     sent_requests = 0
     for _ in range(1_000):
         sent_requests += wire.next_request() is not None
@@ -214,7 +214,7 @@ def test_an_endless_answer_that_begins_with_the_fingerprint_is_cut_off() -> None
 
 def test_answers_that_end_after_the_fingerprint_are_given_up(wire: Wire) -> None:
     """Rule 2: attempts are bounded, although each of them brings the batch that identifies the publisher."""
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0))
     for _ in range(LIMITS.max_unanswered_requests):
@@ -239,7 +239,7 @@ def test_answers_that_end_after_the_fingerprint_are_given_up(wire: Wire) -> None
 def test_all_three_reply_shapes_are_understood(batch, end) -> None:  # type: ignore[no-untyped-def]
     """Rule 3: replies with a topic, without one, and with a bare end marker are decoded."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(batch(0), batch(1), end)
     assert wire.next_request() == 1
@@ -254,7 +254,7 @@ def test_all_three_reply_shapes_are_understood(batch, end) -> None:  # type: ign
 def test_a_late_subscriber_delivers_the_replay_buffer_and_reports_what_is_truncated() -> None:
     """Rule 4: truncated history is a gap at the start, and the stream is DEGRADED, not EXACT."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     for _ in range(2):
         assert wire.next_request() == 0
         wire.answer(replayed(7), replayed(8), END)
@@ -280,9 +280,9 @@ def test_a_live_number_that_goes_back_is_a_restart(wire: Wire) -> None:
 def test_a_new_incarnation_beyond_the_old_number_is_recognised_after_a_reconnect(wire: Wire) -> None:
     """Rule 5: the last known number is replayed and its payload compared; live frames wait for the result."""
     wire.feed(live(0), live(1))
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     assert wire.stream.trust == Trust.STALE
-    wire.stream.connected(2.0)
+    wire.stream.begin_connection(2.0)
     assert wire.next_request() == 1
     wire.feed(live(5, publisher=1))
     assert wire.new_deliveries() == ["b0", "b1"]
@@ -296,8 +296,8 @@ def test_a_new_incarnation_beyond_the_old_number_is_recognised_after_a_reconnect
 def test_the_same_incarnation_after_a_reconnect_continues_without_a_reset(wire: Wire) -> None:
     """Rule 5: an equal payload confirms the incarnation; the batches missed meanwhile follow in the same answer."""
     wire.feed(live(0), live(1))
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     wire.feed(live(4))
     assert wire.next_request() == 1
     wire.answer(replayed(1), replayed(2), replayed(3))
@@ -311,8 +311,8 @@ def test_a_publisher_that_no_longer_holds_the_number_has_restarted(wire: Wire) -
     wire.feed(live(0), live(1), live(3))
     assert wire.next_request() == 2
     wire.answer(replayed(2))
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     for _ in range(LIMITS.max_incomplete_answers):
         assert wire.next_request() == 1  # the newest live batch before replayed ones
         wire.answer(END)
@@ -322,8 +322,8 @@ def test_a_publisher_that_no_longer_holds_the_number_has_restarted(wire: Wire) -
 def reconnect_with_silent_replay(wire: Wire) -> None:
     """Deliver one live batch before a reconnect and one after it, while replay does not answer."""
     wire.feed(live(0))
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     wire.feed(live(1))
     wire.now = 2.0
     for _ in range(LIMITS.max_unanswered_requests):
@@ -382,8 +382,8 @@ def test_an_evicted_fingerprint_leaves_the_identity_unverified(wire: Wire) -> No
     assert wire.next_request() == 3
     wire.answer(replayed(3), END)
     assert wire.stream.degraded_reasons == {DegradedReason.IDENTITY}
-    wire.stream.disconnected()
-    wire.stream.connected(wire.now)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(wire.now)
     assert wire.next_request() == 3
     wire.answer(replayed(3), END)
     assert wire.stream.degraded_reasons == {DegradedReason.IDENTITY, DegradedReason.REPLAY_UNPROVEN}, (
@@ -394,8 +394,8 @@ def test_an_evicted_fingerprint_leaves_the_identity_unverified(wire: Wire) -> No
 def test_a_batch_from_after_the_reconnect_does_not_verify_the_identity(wire: Wire) -> None:
     """Replay does not answer while the publisher restarts: batches of the next incarnation do not verify it."""
     wire.feed(live(0, publisher=1), live(1, publisher=1))
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     for _ in range(LIMITS.max_unanswered_requests):
         assert wire.next_request() == 1
         wire.later(LIMITS.replay_timeout)
@@ -444,7 +444,7 @@ def test_the_tail_after_an_empty_batch_is_found(wire: Wire) -> None:
 def test_without_replay_gaps_are_reported_at_once_and_trust_is_never_exact() -> None:
     """Rule 7: delivery continues, and the trust says what cannot be known."""
     wire = Wire(Source("tcp://engine:5557", name="engine"))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     wire.feed(live(2), live(3), live(6))
     assert wire.new_deliveries() == ["g0-1", "b2", "b3", "g4-5", "b6"]
     assert wire.stream.trust == Trust.DEGRADED
@@ -456,10 +456,10 @@ def test_without_replay_gaps_are_reported_at_once_and_trust_is_never_exact() -> 
 def test_without_replay_a_restart_is_still_recognised() -> None:
     """Rules 5 and 7: a number that goes back is a restart in every mode."""
     wire = Wire(Source("tcp://engine:5557", name="engine"))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     wire.feed(live(0), live(1))
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     wire.feed(live(0, publisher=1))
     assert wire.new_deliveries() == ["b0", "b1", "R1", "b0"]
 
@@ -467,7 +467,7 @@ def test_without_replay_a_restart_is_still_recognised() -> None:
 def test_batches_beyond_the_waiting_limit_are_replayed_later() -> None:
     """Rule 8: waiting batches are bounded, are counted when they exceed the limit, and are not lost."""
     wire = Wire(limits=StreamLimits(max_pending_batches=3))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.feed(*(live(seq) for seq in range(1, 7)))
     assert wire.stream.waiting == 3
@@ -552,7 +552,7 @@ def test_a_replay_endpoint_of_another_topic_is_distrusted(wire: Wire) -> None:
 def test_a_replay_endpoint_of_another_stream_that_ends_before_the_live_one_is_detected(held: int) -> None:
     """It holds no number of a live batch; its newest number may even be just before the first live one."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     seq, seconds = 2, 0.02
     while DegradedReason.REPLAY_FOREIGN not in wire.stream.degraded_reasons:
         assert wire.now < 10.0
@@ -568,7 +568,7 @@ def test_a_replay_endpoint_of_another_stream_that_ends_before_the_live_one_is_de
 def test_one_answer_that_ends_too_early_is_not_a_conflict() -> None:
     """An engine's socket drops messages beyond its queue, so only two short answers in a row contradict the live stream."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), replayed(1), END)
     assert wire.next_request() == 1
@@ -588,7 +588,7 @@ def test_one_answer_that_ends_too_early_is_not_a_conflict() -> None:
 def test_a_replay_endpoint_of_another_stream_is_detected() -> None:
     """With equal topics, the endpoint is distrusted after a bounded number of conflicts with the live stream."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     seq = 5
     for _ in range(50):
         if (start := wire.next_request()) is not None:
@@ -609,7 +609,7 @@ def test_a_replay_endpoint_of_another_stream_is_detected() -> None:
 def test_a_distrusted_replay_endpoint_is_used_again_and_may_agree() -> None:
     """Old conflicts do not exclude replay forever; one more conflict excludes it for the same time again."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     publisher, seq = 9, 5
     for _ in range(20):
         if (start := wire.next_request()) is not None:
@@ -667,7 +667,7 @@ def answer_from_next_incarnation(wire: Wire) -> list[Batch | Gap | Reset]:
 def test_history_of_another_incarnation_is_not_joined_to_live_batches() -> None:
     """The engine restarts while its first batches are requested, so replay reaches the waiting live batches without a gap."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     wire.feed(*(live(seq, publisher=1) for seq in range(5, 8)))
     new_deliveries = answer_from_next_incarnation(wire)
     assert any(isinstance(delivery, Reset) for delivery in new_deliveries)
@@ -692,8 +692,8 @@ def test_replayed_batches_after_live_ones_are_not_exact_before_a_comparison(wire
     assert wire.next_request() == 2
     wire.answer(*(replayed(seq, publisher=2) for seq in range(2, 9)), END)
     assert wire.stream.trust != Trust.EXACT
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     for _ in range(5):
         if (start := wire.next_request()) is not None:
             wire.answer(*(replayed(seq, publisher=2) for seq in range(start, 9)), END)
@@ -708,7 +708,7 @@ SNAPSHOT = payload_of(0, 7, clear=True)
 def test_a_snapshot_and_the_live_batch_of_its_number_do_not_conflict(live_first: bool) -> None:
     """A late subscriber delivers the one that arrives first, and is EXACT without a reset."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     answer = replay_batch_frames(TOPIC, 7, SNAPSHOT), replayed(8), END
     if live_first:
@@ -760,7 +760,7 @@ def test_numbers_that_a_snapshot_represents_are_not_lost() -> None:
     """They have a separate counter; a checkpoint right after them has no degraded reason."""
     stream = Stream(SOURCE, LIMITS)
     before = stream.position()
-    stream.connected(0.0)
+    stream.begin_connection(0.0)
     assert stream.request_to_send(0.0) is not None
     for frames in (snapshot(6), replayed(7), END):
         stream.receive_replay(frames, 0.0)
@@ -827,7 +827,7 @@ def test_numbers_before_a_live_clear_are_requested_again(wire: Wire) -> None:
 def connect_with_history(*history: list[bytes], limits: StreamLimits = LIMITS) -> Wire:
     """Return a connected stream to which replay has sent all of `history`."""
     wire = Wire(limits=limits)
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(*history, END)
     if history:
@@ -889,7 +889,7 @@ def test_replayed_batches_beyond_the_newest_live_one_stay_unconfirmed() -> None:
 def test_replay_that_repeats_itself_confirms_nothing() -> None:
     """A waiting batch came by replay too, so the same batch in the next reply does not confirm the live stream."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), replayed(1), replayed(3), END)
     while (start := wire.next_request()) is not None:
@@ -950,7 +950,7 @@ def test_a_live_heartbeat_with_a_matching_digest_confirms_the_replayed_batches_b
 def test_an_answer_that_confirms_a_live_batch_does_not_deliver_batches_that_arrive_live() -> None:
     """Nothing is missing, so nothing is repaired: later batches of the engine arrive live."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(END)
     wire.feed(live(0))
@@ -985,7 +985,7 @@ def test_requests_that_confirm_are_paced() -> None:
 def answer_every_request(answer: Callable[[int], list[list[bytes]]], seconds: float) -> tuple[Wire, int]:
     """Answer every request of a stream at once for some seconds. Return the stream and the number of requests."""
     wire, count = Wire(), 0
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     while wire.now < seconds:
         while (start := wire.next_request()) is not None:
             count += 1
@@ -1008,14 +1008,14 @@ def test_requests_are_bounded_if_each_answer_brings_one_more_batch() -> None:
     assert limits.max_request_burst < count <= limits.max_request_burst + 60.0 / limits.request_interval + 1
     assert wire.stream.last_seq == count
     assert wire.stream.trust == Trust.REPLAYING
-    assert "many replay requests in a row" in wire.stream.trust.reason
+    assert "many consecutive replay requests" in wire.stream.trust.reason
 
 
 def test_a_reconnect_is_unconfirmed_until_a_live_batch_of_the_new_connection_was_compared(wire: Wire) -> None:
     """The live endpoint may lead to another engine by then, while the replay endpoint still leads to the first one."""
     wire.feed(live(0))
-    wire.stream.disconnected()
-    wire.stream.connected(1.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(1.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), END)
     assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
@@ -1048,7 +1048,7 @@ def test_an_exact_checkpoint_does_not_confirm_another_replay_endpoint(wire: Wire
 def test_the_first_live_batch_after_replayed_history_is_requested_for_comparison(wire: Wire) -> None:
     """Replay and the live stream are compared once per connection, so that a foreign replay endpoint is detected."""
     fresh = Wire()
-    fresh.stream.connected(0.0)
+    fresh.stream.begin_connection(0.0)
     assert fresh.next_request() == 0
     fresh.answer(replayed(0), END)
     assert fresh.next_request() == 0
@@ -1072,7 +1072,7 @@ def test_the_same_live_batch_twice_is_delivered_once(wire: Wire) -> None:
 def test_a_live_batch_that_replay_has_already_delivered_is_not_a_restart() -> None:
     """Replay may be faster than the live stream."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), replayed(1), replayed(2))
     wire.feed(live(1), live(2), live(3))
@@ -1089,7 +1089,7 @@ def nonzero_counters(wire: Wire) -> dict[str, int]:
 def test_history_does_not_count_as_a_repaired_gap() -> None:
     """Neither the batches before the subscriber's start nor the first ones of a new incarnation were ever missing."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     wire.feed(live(3))
     assert wire.next_request() == 0
     wire.answer(replayed(0), replayed(1), replayed(2))
@@ -1115,8 +1115,8 @@ def test_each_gap_that_replay_fills_counts_as_repaired_once(wire: Wire) -> None:
 
 def test_batches_missed_between_two_connections_are_a_repaired_gap(wire: Wire) -> None:
     wire.feed(live(0))
-    wire.stream.disconnected()
-    wire.stream.connected(1.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(1.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), replayed(1), END)
     assert wire.next_request() == 1
@@ -1161,7 +1161,7 @@ def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
     wire = Wire()
     wire.feed(live(1))
     assert wire.stream.trust == Trust.CONNECTING
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0))
     assert wire.new_deliveries() == ["r0", "b1"]
@@ -1171,8 +1171,8 @@ def test_batches_that_waited_when_the_connection_was_lost_are_not_mixed_with_tho
     """The next incarnation may equal the old one up to the batch that verifies it, and differ in one that waited."""
     wire.feed(live(0), live(1), live(3))
     assert wire.next_request() == 2
-    wire.stream.disconnected()
-    wire.stream.connected(1.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(1.0)
     wire.now = 1.0
     assert wire.next_request() == 1
     wire.answer(replayed(1), replayed(2), replayed(3, 7), END)
@@ -1195,7 +1195,7 @@ class RawWire:
 
     def __init__(self, source: Source = SOURCE) -> None:
         self.stream = Stream(source)
-        self.stream.connected(0.0)
+        self.stream.begin_connection(0.0)
         self.stream.request_to_send(0.0)
         self.stream.receive_replay(END, 0.0)
         self.run(0, 4)
@@ -1223,7 +1223,7 @@ def test_raw_batches_decode_to_the_same_batches() -> None:
     """They are the same in a run or message by message, live or replayed."""
     raw, decoding = Stream(SOURCE), DecodingStream(SOURCE)
     for stream in (raw, decoding):
-        stream.connected(0.0)
+        stream.begin_connection(0.0)
         stream.request_to_send(0.0)
         stream.receive_replay(replayed(0), 0.0)
         stream.receive_replay(END, 0.0)
@@ -1243,7 +1243,7 @@ def test_a_run_is_expected_only_while_the_stream_waits_for_nothing() -> None:
     """`expected_run` returns the next numbers of a healthy stream, and no numbers of a stream that waits for something."""
     fresh = Stream(SOURCE)
     assert not fresh.expected_run(3)
-    fresh.connected(0.0)
+    fresh.begin_connection(0.0)
     assert not fresh.expected_run(3)
     stream = RawWire().stream
     assert stream.expected_run(2) == range(4, 6)
@@ -1255,10 +1255,10 @@ def test_a_run_after_a_disconnect_waits_until_the_incarnation_is_verified() -> N
     """Every live batch that is read after a disconnect may be of another incarnation."""
     wire = RawWire()
     wire.stream.deliveries()
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     wire.run(4, 6)
     assert wire.stream.deliveries() == []
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     wire.stream.request_to_send(1.0)
     wire.stream.receive_replay(replayed(3), 1.0)
     assert wire.stream.deliveries() == []
@@ -1270,7 +1270,7 @@ def test_a_run_after_a_disconnect_waits_until_the_incarnation_is_verified() -> N
 def test_the_newest_batch_of_a_run_after_replayed_history_is_requested_for_comparison() -> None:
     """`receive_run` does not skip the comparison of replay with the live stream."""
     stream = Stream(SOURCE)
-    stream.connected(0.0)
+    stream.begin_connection(0.0)
     stream.request_to_send(0.0)
     stream.receive_replay(replayed(0), 0.0)
     stream.receive_replay(END, 0.0)
@@ -1311,8 +1311,8 @@ def test_a_late_report_of_a_clear_ends_only_losses_before_the_clear() -> None:
 def test_an_identity_that_is_unverified_since_the_clear_stays_unverified() -> None:
     """The clear was of the incarnation before the reconnect; the next one may be another."""
     wire = RawWire(Source("tcp://engine:5557", name="engine"))
-    wire.stream.disconnected()
-    wire.stream.connected(1.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(1.0)
     report(wire.stream, 0, 3, cleared=True)
     assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
     wire.run(4, 5)
@@ -1381,7 +1381,7 @@ def restore_wire(checkpoint: Checkpoint, source: Source = SOURCE) -> Wire:
 def resume_wire(checkpoint: Checkpoint, source: Source = SOURCE) -> Wire:
     """Return the stream in the next process, connected."""
     wire = restore_wire(checkpoint, source)
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     return wire
 
 
@@ -1400,7 +1400,7 @@ def checkpoint(wire: Wire) -> Checkpoint:
 def test_a_restored_stream_claims_nothing_before_it_is_connected(checkpoint: Checkpoint) -> None:
     """It is STALE with a reason, without request, timer or delivery; a disconnect before the first connection has no effect."""
     wire = restore_wire(checkpoint)
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     wire.later(LIMITS.max_probe_interval)
     assert wire.stream.trust == Trust.STALE
     assert "not yet connected" in wire.stream.trust.reason
@@ -1436,8 +1436,8 @@ def test_a_restored_stream_without_new_batches_is_unconfirmed_and_keeps_its_fing
     assert wire.next_request() == 2
     wire.answer(replayed(2), END)
     wire.feed(live(2))
-    wire.stream.disconnected()
-    wire.stream.connected(9.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(9.0)
     assert wire.next_request() == 2
     wire.answer(replayed(2, publisher=1))
     assert wire.new_deliveries() == ["R1"]
@@ -1489,7 +1489,7 @@ def test_frames_read_before_a_restored_stream_is_announced_are_of_the_new_connec
     for publisher, wire in enumerate((same, other)):
         wire.feed(live(3, publisher=publisher))
         assert wire.stream.trust == Trust.STALE
-        wire.stream.connected(0.0)
+        wire.stream.begin_connection(0.0)
         assert wire.next_request() == 2
         wire.answer(replayed(2, publisher=publisher))
     assert same.new_deliveries() == ["b3"]
@@ -1570,7 +1570,7 @@ def test_degraded_reasons_are_restored_and_end_as_without_a_restart(wire: Wire) 
 def test_a_replayed_fingerprint_does_not_confirm_the_replay_endpoint() -> None:
     """The first live batch after it is requested for comparison, in the next process too."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(replayed(0), END)
     again = resume_wire(save_checkpoint(wire.stream))
@@ -1681,7 +1681,7 @@ def test_merging_a_later_checkpoint_combines_the_degraded_reasons_of_both(checkp
 def test_missing_batches_are_given_up_if_a_distrusted_endpoint_contradicts_the_stream_again() -> None:
     """Replay will not bring them. The stream goes on after a gap, and asks the endpoint again later."""
     wire = Wire(limits=StreamLimits(max_conflicts=1))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     wire.next_request()
     wire.answer(replayed(0, publisher=1))
     wire.feed(live(0))
@@ -1755,15 +1755,15 @@ def replayed_with_content(seq: int, content: int) -> list[bytes]:
 def reconnect_after_filled_gap() -> Wire:
     """Return a stream that has delivered 0 to 4, of which 3 was replayed, and has reconnected before that was confirmed."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(END)
     wire.feed(live(0), live(1), live(2), live(4))
     assert wire.next_request() == 3
     wire.answer(replayed(3))
     assert wire.new_deliveries() == ["b0", "b1", "b2", "r3", "b4"]
-    wire.stream.disconnected()
-    wire.stream.connected(wire.now)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(wire.now)
     assert wire.next_request() == 2, "live, and before what was replayed"
     return wire
 
@@ -1817,13 +1817,13 @@ def test_an_incarnation_that_is_verified_later_must_repeat_both_batches(newest: 
 def reconnect_with_unread_frames() -> Wire:
     """Return a reconnected stream that has delivered 0 to 2; 3 to 6 were read from the lost connection after the disconnect."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     assert wire.next_request() == 0
     wire.answer(END)
     wire.feed(live(0), live(1), live(2))
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     wire.feed(live(3), live(4), live(5), live(6))
-    wire.stream.connected(wire.now)
+    wire.stream.begin_connection(wire.now)
     assert wire.next_request() == 2
     assert wire.new_deliveries() == ["b0", "b1", "b2"]
     return wire
@@ -1917,7 +1917,7 @@ def test_no_batch_is_lost_or_delivered_twice_however_much_two_incarnations_have_
             wire.answer(*(replay_batch_frames(TOPIC, seq, publisher[seq]) for seq in sent), END)
         take()
 
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     serve([], set())
     for seq in range(read):
         if seq not in missing or seq == read - 1:
@@ -1925,9 +1925,9 @@ def test_no_batch_is_lost_or_delivered_twice_however_much_two_incarnations_have_
             if confirmed:
                 serve(old[: seq + 1], set())
     serve(old[:read], set())
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     wire.feed(*(live_frames(TOPIC, seq, old[seq]) for seq in range(read, min(read + unread, len(old)))))
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     for _ in range(40):
         serve(new, lost)
         if not wire.stream.is_fetching:
@@ -1975,7 +1975,7 @@ class Consumer:
         """End the connection, or restart the process: from the current checkpoint, or from `before` with the current state."""
         now = save_checkpoint(self.wire.stream)
         if how.startswith("reconnects"):
-            self.wire.stream.disconnected()
+            self.wire.stream.end_connection()
         else:
             self.wire = restore_wire(now if how == "restarts" else before.merge_later(now))
 
@@ -1988,16 +1988,16 @@ def test_after_more_unverified_connections_than_are_remembered_the_identity_stay
     for reconnects in (MAX_FINGERPRINTS // 2 - 1, MAX_FINGERPRINTS // 2 + 1):
         for end in ("reconnects", "restarts"):
             consumer = Consumer()
-            consumer.wire.stream.connected(0.0)
+            consumer.wire.stream.begin_connection(0.0)
             consumer.wire.feed(live_frames(TOPIC, 0, publisher[0]))
             consumer.serve_replay(publisher[:1])
             for number in range(reconnects):
                 consumer.end_connection(end, save_checkpoint(consumer.wire.stream))
-                consumer.wire.stream.connected(consumer.wire.now)
+                consumer.wire.stream.begin_connection(consumer.wire.now)
                 consumer.wire.feed(*(live_frames(TOPIC, seq, publisher[seq]) for seq in (2 * number + 1, 2 * number + 2)))
                 consumer.give_up_replay()
             consumer.end_connection(end, save_checkpoint(consumer.wire.stream))
-            consumer.wire.stream.connected(consumer.wire.now)
+            consumer.wire.stream.begin_connection(consumer.wire.now)
             consumer.serve_replay(publisher)
             assert list(consumer.state.values()) == publisher
             consumer.wire.feed(live_frames(TOPIC, len(publisher), payload(len(publisher))))
@@ -2005,7 +2005,7 @@ def test_after_more_unverified_connections_than_are_remembered_the_identity_stay
             reasons.append(consumer.wire.stream.degraded_reasons)
             # The next connection verifies the newest batch, but none of those whose fingerprints were dropped.
             consumer.end_connection(end, save_checkpoint(consumer.wire.stream))
-            consumer.wire.stream.connected(consumer.wire.now)
+            consumer.wire.stream.begin_connection(consumer.wire.now)
             consumer.serve_replay([*publisher, payload(len(publisher))])
             reasons.append(consumer.wire.stream.degraded_reasons - {DegradedReason.REPLAY_UNPROVEN})
     assert reasons == [frozenset()] * 4 + [{DegradedReason.IDENTITY}] * 4
@@ -2014,11 +2014,11 @@ def test_after_more_unverified_connections_than_are_remembered_the_identity_stay
 def test_a_checkpoint_between_deliveries_has_the_fingerprints_of_the_batches_taken() -> None:
     """A consumer may stop between batches that became deliverable together, over connections of which none was verified."""
     wire = Wire()
-    wire.stream.connected(0.0)
+    wire.stream.begin_connection(0.0)
     before = wire.stream.position()
     for seqs in ((0,), (1, 2, 3), (4, 5, 6)):
-        wire.stream.disconnected()
-        wire.stream.connected(wire.now)
+        wire.stream.end_connection()
+        wire.stream.begin_connection(wire.now)
         wire.feed(*map(live, seqs))
         while wire.stream.state is not State.FOLLOWING:
             wire.next_request()
@@ -2049,7 +2049,7 @@ def test_a_stream_that_is_exact_has_delivered_what_its_publisher_sent(
     consumer, seq = Consumer(), 0
     for number, (marks, count, end) in enumerate(connections):
         publisher = payloads_with_marks(marks, number + 1)
-        consumer.wire.stream.connected(consumer.wire.now)
+        consumer.wire.stream.begin_connection(consumer.wire.now)
         consumer.take()
         before = save_checkpoint(consumer.wire.stream)
         coming = range(seq, max(seq, min(seq + count, len(publisher))))
@@ -2061,7 +2061,7 @@ def test_a_stream_that_is_exact_has_delivered_what_its_publisher_sent(
             consumer.give_up_replay()
         consumer.end_connection(end, before)
     publisher = payloads_with_marks(last_marks, len(connections) + 1)
-    consumer.wire.stream.connected(consumer.wire.now)
+    consumer.wire.stream.begin_connection(consumer.wire.now)
     consumer.serve_replay(publisher)
     assert consumer.wire.stream.trust != Trust.EXACT, "no live batch has come over this connection"
     publisher.append(payload(20))
@@ -2253,6 +2253,6 @@ def test_numbers_that_go_back_again_and_again_are_of_two_publishers(wire: Wire) 
     for seq in range(10, 16):
         wire.feed(live(seq, 0), live(seq - 5, 1))
     assert DegradedReason.SHARED in wire.stream.degraded_reasons
-    wire.stream.disconnected()
-    wire.stream.connected(2.0)
+    wire.stream.end_connection()
+    wire.stream.begin_connection(2.0)
     assert DegradedReason.SHARED not in wire.stream.degraded_reasons

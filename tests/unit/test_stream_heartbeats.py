@@ -61,7 +61,7 @@ class Wire:
         """The oldest number that the sender still has."""
         self.attested: bool | None = None
         """The consumer's result for the attestation of every heartbeat."""
-        self.stream.connected(self.now)
+        self.stream.begin_connection(self.now)
         self.settle()
 
     def send(self, payload: bytes, *, agrees: bool | None = None, lost: bool = False, attested: bool | None = None) -> None:
@@ -163,7 +163,7 @@ def test_a_matching_digest_ends_an_earlier_loss(wire: Wire) -> None:
 def test_a_matching_digest_verifies_the_identity_but_does_not_replace_replay() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(plain_batch(0))
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.IDENTITY}
     wire.send(heartbeat_batch(), agrees=True)
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
@@ -192,7 +192,7 @@ def test_a_late_report_of_a_matching_digest_does_not_end_newer_reasons() -> None
     wire = Wire(WITHOUT_REPLAY, raw=True)
     wire.send(plain_batch(0))
     wire.send(plain_batch(1))
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat(), digest_matches=True))
     assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
 
@@ -369,10 +369,10 @@ def test_a_divergence_after_a_disconnect_waits_for_the_next_connection(wire: Wir
     wire.history.append(heartbeat_batch())
     wire.stream.receive_live(live_frames(TOPIC, 1, heartbeat_batch()), wire.now)
     (delivery,) = wire.stream.deliveries()
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     wire.report(delivery, agrees=False)
     assert wire.stream.deliveries() == []
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     assert wire.stream.state is State.VERIFYING
     wire.settle(agrees=True)
     assert len(wire.resets) == 1
@@ -441,7 +441,7 @@ def test_the_senders_trust_persists_through_a_divergence_but_not_through_its_res
     wire.send(heartbeat_batch(trust="STALE"), agrees=False)
     assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED, DegradedReason.SENDER, DegradedReason.REPLAY_UNPROVEN}
     wire.history = [plain_batch(100)]
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     wire.settle()
     assert wire.resets[-1].startswith("publisher restarted")
     wire.send(plain_batch(101))
@@ -457,7 +457,7 @@ def test_a_checkpoint_stores_that_the_sender_was_not_exact() -> None:
     assert checkpoint.degraded_reasons == {"SENDER": 0}
     wire.stream = DecodingStream(SOURCE)
     wire.stream.restore(checkpoint)
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     wire.settle()
     assert wire.stream.trust == Trust.DEGRADED
     assert wire.stream.degraded_reasons == {DegradedReason.SENDER, DegradedReason.REPLAY_UNPROVEN}
@@ -570,7 +570,7 @@ def test_a_sender_without_heartbeats_never_counts_as_silent(wire: Wire) -> None:
 def test_replayed_and_earlier_heartbeats_promise_nothing_on_a_new_connection(wire: Wire) -> None:
     wire.send(heartbeat_batch(), lost=True)
     wire.send(heartbeat_batch())
-    wire.stream.connected(1.0)
+    wire.stream.begin_connection(1.0)
     wire.settle()
     wire.later(1_000.0)
     wire.settle()
@@ -580,7 +580,7 @@ def test_replayed_and_earlier_heartbeats_promise_nothing_on_a_new_connection(wir
 def test_silence_ends_with_the_connection(wire: Wire) -> None:
     wire.send(heartbeat_batch())
     wire.later(LIMITS.max_missed_heartbeats * INTERVAL)
-    wire.stream.disconnected()
+    wire.stream.end_connection()
     assert wire.stream.degraded_reasons == set()
 
 

@@ -77,7 +77,7 @@ class CoverageRecorder:
             self.wait(seq, replayed=True)
 
     def wait(self, seq: int, *, replayed: bool) -> None:
-        self.sequencer.see(seq)
+        self.sequencer.record_number(seq)
         if self.sequencer.early.get(seq) is None:
             self.sequencer.early.add(seq, b"", replayed=replayed)
 
@@ -163,12 +163,12 @@ def test_streams_share_one_limit_of_bytes() -> None:
     assert not other.add(5, bytes(50), replayed=False)
     assert other.add(5, bytes(40), replayed=True)
     assert one.pop(5) is not None
-    assert shared.used == 40
+    assert shared.bytes_used == 40
     assert one.add(6, bytes(20), replayed=False)
     assert one.add(7, bytes(20), replayed=False)
     assert one.pop_live_run(6) == [bytes(20), bytes(20)]
     other.drop_replayed()
-    assert shared.used == 0
+    assert shared.bytes_used == 0
     assert other.add(8, bytes(100), replayed=False)
     assert other.clear() == 1
-    assert shared.used == 0
+    assert shared.bytes_used == 0

@@ -38,7 +38,7 @@ ALLOWED: Final = {
     "is_none": "a method of Rust's Option",
 }
 """Uses that are not our own words, each with the reason."""
-PLACES: Final = ("src", "native", "docs", "tests", "benchmarks", "tools", "examples", "deploy", "observability")
+PLACES: Final = ("src", "plane", "native", "docs", "tests", "benchmarks", "tools", "examples", "deploy", "observability")
 DOCUMENTS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 SUFFIXES: Final = frozenset({".py", ".pyi", ".rs", ".md", ".toml", ".yaml", ".yml", ".html", ".proto", ".tpl", ".conf", ".sh"})
 EXEMPT: Final = frozenset({"target", "__pycache__", "data", Path(__file__).name})

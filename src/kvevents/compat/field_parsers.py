@@ -45,14 +45,14 @@ def parse_int(value: Any) -> int:
 
 def parse_bool(value: Any) -> bool:
     """Return a bool for a bool, for 0 and 1, and for words such as `yes` and `off`."""
-    found = (
+    flag = (
         value if isinstance(value, bool) else _FLAGS.get(str(value).lower()) if isinstance(value, str | int | float) else None
     )
-    if found is None and isinstance(value, float) and value in {0.0, 1.0}:
-        found = bool(value)
-    if found is None:
+    if flag is None and isinstance(value, float) and value in {0.0, 1.0}:
+        flag = bool(value)
+    if flag is None:
         raise ValueError("expected a boolean")
-    return found
+    return flag
 
 
 def choice_parser(*choices: str) -> Callable[[Any], str]:
@@ -61,27 +61,27 @@ def choice_parser(*choices: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in choices:
             raise ValueError(f"expected {' or '.join(map(repr, choices))}")
-        found: str = value
-        return found
+        choice: str = value
+        return choice
 
     return parse
 
 
-def parse_fields(owner: str, fields: Mapping[str, Field], given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_fields(owner: str, fields: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parsed values of all given fields that are known.
 
     Raises `ConfigError` with one line for each invalid value. `owner` is the name of the configuration.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     errors: list[str] = []
     for name, field in fields.items():
-        if name not in given:
+        if name not in values:
             continue
-        value = given[name]
+        value = values[name]
         try:
-            found[name] = None if value is None and field.is_optional else field.parse(value)
+            result[name] = None if value is None and field.is_optional else field.parse(value)
         except (TypeError, ValueError, OverflowError) as error:
             errors.append(f"{name}: {error}, not {value!r}")
     if errors:
         raise ConfigError(f"{len(errors)} validation error(s) for {owner}\n" + "\n".join(errors))
-    return found
+    return result

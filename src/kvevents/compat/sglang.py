@@ -148,10 +148,10 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
     """With `dynamo` the engine publishes namespaced hashes; the publisher does not use this field."""
 
     def __init__(self, **data: Any) -> None:
-        found = parse_fields(type(self).__name__, _FIELDS, data)
-        self.model_fields_set = set(found)
+        values = parse_fields(type(self).__name__, _FIELDS, data)
+        self.model_fields_set = set(values)
         for name in _FIELDS:
-            setattr(self, name, found.get(name, getattr(type(self), name)))
+            setattr(self, name, values.get(name, getattr(type(self), name)))
 
     @classmethod
     def from_cli(cls, cli_value: str) -> Self:
@@ -162,10 +162,10 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
     def model_validate_json(cls, json_data: str | bytes) -> Self:
         """Parse a JSON object."""
         try:
-            found = msgspec.json.decode(json_data)
+            data = msgspec.json.decode(json_data)
         except msgspec.DecodeError as error:
             raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
-        return cls.model_validate(found)
+        return cls.model_validate(data)
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
@@ -186,11 +186,11 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """Return a copy with some fields replaced; the new values are not checked."""
-        made = type(self)(**self.model_dump())
-        made.model_fields_set = self.model_fields_set | set(update or ())
+        copy = type(self)(**self.model_dump())
+        copy.model_fields_set = self.model_fields_set | set(update or ())
         for name, value in (update or {}).items():
-            setattr(made, name, value)
-        return made
+            setattr(copy, name, value)
+        return copy
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVEventsConfig):
@@ -248,7 +248,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
     def _set_local_endpoints(self) -> None:
         # Resolved now, since the working directory may change later.
-        self._local_pub_endpoint = _with_absolute_path(self._bound) if self._binds else None
+        self._local_pub_endpoint = _with_absolute_path(self._bound_endpoint) if self._binds else None
         self._local_replay_endpoint = None if self._replay_bound is None else _with_absolute_path(self._replay_bound)
 
     def publish(self, events: Any) -> None:
@@ -270,12 +270,12 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
         None if the socket connects and for `inproc://`, to which no other process can subscribe.
         """
-        endpoint = _replay_endpoint_for_others(self._local_pub_endpoint)
+        endpoint = _advertised_replay_endpoint(self._local_pub_endpoint)
         if endpoint is None:
             return None
         topic = self._topic_bytes.decode()
         source = {"dp_rank": self._data_parallel_rank, "endpoint": endpoint, "topic": topic, "block_size": block_size}
-        replay_endpoint = _replay_endpoint_for_others(self._local_replay_endpoint)
+        replay_endpoint = _advertised_replay_endpoint(self._local_replay_endpoint)
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
 
 
@@ -287,7 +287,7 @@ def _with_absolute_path(endpoint: str) -> str:
     return f"ipc://{Path(path).absolute()}"
 
 
-def _replay_endpoint_for_others(endpoint: str | None) -> str | None:
+def _advertised_replay_endpoint(endpoint: str | None) -> str | None:
     if endpoint is not None and endpoint.startswith("ipc://"):
         return endpoint
     return None if parse_advertisable_tcp(endpoint) is None or endpoint is None else connectable(endpoint)
@@ -348,7 +348,7 @@ def is_kv_publisher_rank(kv_events_config: str | None) -> bool:
 def kv_event_namespace_seed(*, extra_key: str | None, cache_salt: str | None) -> bytes | None:
     """Return the 32-byte seed of the namespace of an extra key and a cache salt; None without either.
 
-    It is a SHA-256 over each part: a presence byte, the length in 8 bytes, little-endian, and the UTF-8 text.
+    The seed is the SHA-256 of both parts, each as a presence byte, its length in 8 bytes, little-endian, and its UTF-8 text.
     """
     if extra_key is None and cache_salt is None:
         return None
@@ -357,8 +357,8 @@ def kv_event_namespace_seed(*, extra_key: str | None, cache_salt: str | None) ->
         if text is None:
             parts.append(b"\0")
         else:
-            encoded = text.encode()
-            parts += [b"\1", len(encoded).to_bytes(8, "little"), encoded]
+            content = text.encode()
+            parts += [b"\1", len(content).to_bytes(8, "little"), content]
     return hashlib.sha256(b"".join(parts)).digest()
 
 
@@ -413,23 +413,23 @@ def _is_ipv6(host: str) -> bool:
 
 def parse_tcp_port(endpoint: str | None) -> int | None:
     """Return the port, 1 to 65535, of a `tcp://` endpoint with any host."""
-    found = _split_tcp(endpoint)
-    return None if found is None else found[1]
+    target = _split_tcp(endpoint)
+    return None if target is None else target[1]
 
 
 def parse_advertisable_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port as `/server_info` reports them, an IPv6 host in brackets."""
-    found = _split_tcp(endpoint)
-    if found is None:
+    target = _split_tcp(endpoint)
+    if target is None:
         return None
-    host, port = found
+    host, port = target
     return (f"[{host}]" if _is_ipv6(host) else host), port
 
 
 def parse_bindable_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port if the host is a wildcard; SGLang connects to all other hosts."""
-    found = _split_tcp(endpoint)
-    return found if found is not None and found[0] in _BINDABLE_HOSTS else None
+    target = _split_tcp(endpoint)
+    return target if target is not None and target[0] in _BINDABLE_HOSTS else None
 
 
 def resolve_load_pub_range(
@@ -448,14 +448,14 @@ def resolve_load_pub_range(
     if dp_size < 1 or not mode or mode.lower() == "off":
         return None, None
     pick = _load_address_after_events if mode.lower() == "auto" else _load_address_as_configured
-    found, reason = pick(kv_endpoint, replay_endpoint, dp_size, mode)
-    if found is not None and found[1] + dp_size - 1 > MAX_PORT:
-        return None, f"the load port range from {found[1]} would run past the u16 ceiling, {MAX_PORT}"
-    return found, reason
+    address, reason = pick(kv_endpoint, replay_endpoint, dp_size, mode)
+    if address is not None and address[1] + dp_size - 1 > MAX_PORT:
+        return None, f"the load port range from {address[1]} would run past the u16 ceiling, {MAX_PORT}"
+    return address, reason
 
 
-def _do_overlap(one: int | None, other: int, size: int) -> bool:
-    return one is not None and abs(one - other) < size
+def _do_overlap(first: int | None, second: int, size: int) -> bool:
+    return first is not None and abs(first - second) < size
 
 
 def _load_address_after_events(
@@ -463,8 +463,8 @@ def _load_address_after_events(
 ) -> tuple[HostPort | None, str | None]:
     events = parse_bindable_tcp(kv_endpoint)
     if events is None:
-        why = "it is not set" if kv_endpoint is None else f"it is {kv_endpoint!r}"
-        return None, f"--load-publish-endpoint=auto needs a wildcard tcp:// endpoint in --kv-events-config; {why}"
+        reason = "it is not set" if kv_endpoint is None else f"it is {kv_endpoint!r}"
+        return None, f"--load-publish-endpoint=auto needs a wildcard tcp:// endpoint in --kv-events-config; {reason}"
     host, base = events[0], events[1] + dp_size
     replay = parse_tcp_port(replay_endpoint)
     if replay is not None and _do_overlap(replay, base, dp_size):
@@ -481,10 +481,10 @@ def _load_address_as_configured(
             f"--load-publish-endpoint={mode!r} needs a routable tcp:// endpoint in --kv-events-config: routers find it through "
             f"the kv_events block of /server_info, which is absent {absent}"
         )
-    found = parse_bindable_tcp(mode)
-    if found is None:
+    address = parse_bindable_tcp(mode)
+    if address is None:
         return None, f"--load-publish-endpoint={mode!r} is not a bindable tcp:// address; its host must be a wildcard"
     for port in (parse_tcp_port(kv_endpoint), parse_tcp_port(replay_endpoint)):
-        if _do_overlap(port, found[1], dp_size):
+        if _do_overlap(port, address[1], dp_size):
             return None, f"--load-publish-endpoint={mode!r} overlaps the {dp_size} kv-events ports from {port}"
-    return found, None
+    return address, None

@@ -154,8 +154,8 @@ class KVEventsConfig:
     topic: str = ""
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in parse_fields(type(self).__name__, _FIELDS, given).items():
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in parse_fields(type(self).__name__, _FIELDS, values).items():
             setattr(self, name, value)
         if self.publisher is None:
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
@@ -165,15 +165,15 @@ class KVEventsConfig:
     def from_cli(cls, cli_value: str) -> Self:
         """Parse the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
         try:
-            found = msgspec.json.decode(cli_value)
+            data = msgspec.json.decode(cli_value)
         except msgspec.DecodeError as error:
             raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"invalid {cls.__name__} {found!r}: expected a JSON object")
-        unknown = sorted(found.keys() - _FIELDS.keys())
+        if not isinstance(data, dict):
+            raise ConfigError(f"invalid {cls.__name__} {data!r}: expected a JSON object")
+        unknown = sorted(data.keys() - _FIELDS.keys())
         if unknown:
             raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
-        return cls(**found)
+        return cls(**data)
 
 
 class EventPublisher(publisher.EventPublisher):
@@ -210,9 +210,9 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         *,
         dialect: Dialect | str | None = None,
     ) -> None:
-        replay_at = None if replay_endpoint is None else resolve_node_endpoint(replay_endpoint)
-        at = resolve_node_endpoint(endpoint)
-        super().__init__(data_parallel_rank, at, replay_at, buffer_steps, hwm, max_queue_size, topic, dialect=dialect)
+        replay = None if replay_endpoint is None else resolve_node_endpoint(replay_endpoint)
+        events = resolve_node_endpoint(endpoint)
+        super().__init__(data_parallel_rank, events, replay, buffer_steps, hwm, max_queue_size, topic, dialect=dialect)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
@@ -241,16 +241,16 @@ _PROBED: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"
 def get_ip() -> str:
     """Return `VLLM_HOST_IP`, or the address of this host's default route, or `0.0.0.0` without a route.
 
-    It does the same as `vllm.utils.network_utils.get_ip`.
+    The rules are those of `vllm.utils.network_utils.get_ip`.
     """
-    given = os.environ.get("VLLM_HOST_IP")
-    if given:
-        return given
+    configured_ip = os.environ.get("VLLM_HOST_IP")
+    if configured_ip:
+        return configured_ip
     for family, address in _PROBED:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # on a datagram socket this selects a route and sends nothing
-            found: str = probe.getsockname()[0]
-            return found
+            local_ip: str = probe.getsockname()[0]
+            return local_ip
     return _WILDCARDS[0]
 
 

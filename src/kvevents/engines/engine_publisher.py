@@ -2,13 +2,13 @@
 
 Theory of operation of the takeover. If `publish` raises, if encoding or sending fails `max_failures` times in sequence, or if
 the publisher thread ends, then the queue ends and the thread closes its sockets. Batches that arrive meanwhile wait in the
-queue. The thread creates the engine's own publisher, which binds the same ports, gives it what waits, and `publish` passes
-every further batch on to it.
+queue. The thread creates the engine's own publisher, which binds the same ports, and gives it the waiting batches. `publish`
+passes every further batch on to it.
 
 For consumers the stream continues. The engine's publisher goes on with the next number, so no number is used twice. Its replay
-buffer gets the batches of ours, by which a consumer recognises the stream after its reconnect and requests what was not sent.
-A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end, since the
-engines' publishers have none.
+buffer gets the batches of kvevents, by which a consumer recognises the stream after its reconnect and requests what was not
+sent. A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end, since
+the engines' publishers have none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OwnPublisher(NamedTuple):
     engine: str
     """Name of the engine, for log messages."""
     options: dict[str, Any]
-    """What the engine gave its constructor."""
+    """The options that the engine passed to its constructor."""
     create: Callable[..., Any]
     """The constructor, which takes changed options."""
     empty_batch: Callable[[], Any]
@@ -51,45 +51,45 @@ class EnginePublisher(ZmqEventPublisher):
 
     logger = logging.getLogger(__name__)
     _max_failures = 3
-    """Failures in sequence after which the engine's own publisher takes over."""
-    _accepted = 0
-    """Batches given to `publish`."""
+    """Number of failures in sequence after which the engine's own publisher takes over."""
+    _accepted_batches = 0
+    """Number of batches that `publish` has accepted."""
     _cache_state: tuple[int, int] | None = None
-    """How many batches lead to the newest known state of the cache, and its digest. It is replaced as a whole."""
+    """Number of batches up to the newest known state of the cache, and its digest. The pair is replaced as a whole."""
     _expects_attestation = False
     _is_attestation_stopped = False
     _incompleteness = ""
     """Why the engine's events do not describe its cache."""
     _must_say_so = False
     """Whether a heartbeat with this reason must precede the next batch."""
-    _own: OwnPublisher | None = None
+    _fallback: OwnPublisher | None = None
     _successor: Any = None
     """The engine's own publisher, once it has taken over."""
     _failed_sends = _failed_encodes = 0
-    """In sequence."""
+    """Consecutive failures to send a batch, and to encode one."""
     _fault: BaseException | None = None
     """Why the publisher gave up."""
 
     def publish(self, events: Any) -> None:
-        """Accept one batch, as the base class does. A fault of ours is not raised."""
+        """Accept one batch, as the base class does. A fault of kvevents is not raised."""
         try:
             super().publish(events)
         except ClosedError:
             raise
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+        except Exception as error:  # noqa: BLE001 - a fault of kvevents must not reach the engine
             self._give_up(error)
             self._publish_slowly(events)
-        self._accepted += 1
+        self._accepted_batches += 1
 
     # --- attestation ---------------------------------------------------------------------------------------------------------
 
     def expect_attestation(self) -> None:
-        """Log a warning at the first heartbeat after a batch if no state of the cache is known by then."""
+        """Log a warning if no state of the cache is known at the first heartbeat after a batch."""
         self._expects_attestation = True
 
     def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
-        """Record the engine's cache after all batches so far, and after the next one if that `is_batch_pending`."""
-        self._cache_state = (self._accepted + is_batch_pending, digest)
+        """Record the engine's cache after all batches so far, and also after the next batch if `is_batch_pending`."""
+        self._cache_state = (self._accepted_batches + is_batch_pending, digest)
 
     def end_attestation(self, error: Exception) -> None:
         """Log the first fault of a hook, and send no attestation from now on."""
@@ -102,12 +102,12 @@ class EnginePublisher(ZmqEventPublisher):
         if self._is_attestation_stopped:
             return None
         if state is None:
-            if self._expects_attestation and self._accepted:
+            if self._expects_attestation and self._accepted_batches:
                 self._expects_attestation = False
                 self.logger.warning("kvevents: heartbeats carry no attestation: this engine's cache was not found")
             return None
-        accepted, digest = state
-        return digest if accepted == self._count_taken() else None
+        batches, digest = state
+        return digest if batches == self._count_processed() else None
 
     def report_incomplete_events(self, reason: str) -> None:
         """Let heartbeats say that the events do not describe the engine's cache, so that no consumer takes them as EXACT.
@@ -115,8 +115,8 @@ class EnginePublisher(ZmqEventPublisher):
         The first of them precedes the next batch.
         """
         self._incompleteness, self._must_say_so = reason, True
-        unseen = "; heartbeats are off, so consumers do not see it" if self._digest_tracker is None else ""
-        self.logger.warning("kvevents: the stream is not exact: %s%s", reason, unseen)
+        note = "; heartbeats are off, so consumers do not see it" if self._digest_tracker is None else ""
+        self.logger.warning("kvevents: the stream is not exact: %s%s", reason, note)
 
     def _publish_burst(self, encode: Encode) -> None:
         if self._must_say_so and self._digest_tracker is not None:
@@ -125,26 +125,26 @@ class EnginePublisher(ZmqEventPublisher):
         super()._publish_burst(encode)
 
     def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
-        found = super()._heartbeat(tracker, number)
-        if self._incompleteness and found.trust == "EXACT":
-            found = msgspec.structs.replace(found, trust="DEGRADED", reason=self._incompleteness)
-        return found
+        heartbeat = super()._heartbeat(tracker, number)
+        if self._incompleteness and heartbeat.trust == "EXACT":
+            heartbeat = msgspec.structs.replace(heartbeat, trust="DEGRADED", reason=self._incompleteness)
+        return heartbeat
 
     # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
 
-    def hand_over_to(self, own: OwnPublisher | None, max_failures: int) -> None:
+    def hand_over_to(self, fallback: OwnPublisher | None, max_failures: int) -> None:
         """Let the engine's own publisher take over after so many failures in sequence. Call it before the constructor."""
-        self._own, self._max_failures = own, max_failures
+        self._fallback, self._max_failures = fallback, max_failures
 
     def _give_up(self, error: BaseException) -> None:
         """Let the publisher thread end, so that it hands over. Without an own publisher of the engine, continue."""
-        if self._own is not None and not self._end_reason:
+        if self._fallback is not None and not self._end_reason:
             self._fault = error
             self._end_queue(f"{type(error).__name__}: {error}")
 
     def _publish_slowly(self, events: Any) -> None:
         with self._lock:
-            if self._own is None or not self._end_reason or self._is_shut_down:
+            if self._fallback is None or not self._end_reason or self._is_shut_down:
                 successor = None
             elif self._successor is None:  # the thread is handing over
                 if len(self._queue) < self._capacity:
@@ -172,10 +172,10 @@ class EnginePublisher(ZmqEventPublisher):
             self._failed_sends = 0
 
     def _take_burst(self, encode: Encode) -> list[SequencedPayload]:
-        taken = super()._take_burst(encode)
-        if taken:
+        burst = super()._take_burst(encode)
+        if burst:
             self._failed_encodes = 0
-        return taken
+        return burst
 
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         self._failed_encodes += 1
@@ -185,7 +185,7 @@ class EnginePublisher(ZmqEventPublisher):
 
     def _record_failure(self, error: BaseException) -> None:
         # The takeover is logged in one line, which names the error; further lines would be about the same fault.
-        if self._own is None or not self._failed_sends:
+        if self._fallback is None or not self._failed_sends:
             super()._record_failure(error)
         else:
             self._failures.count("thread")
@@ -198,54 +198,54 @@ class EnginePublisher(ZmqEventPublisher):
         try:
             super()._run()
         except BaseException as error:
-            if self._own is None:
+            if self._fallback is None:
                 raise
             self._give_up(error)
-        if self._own is not None and not self._is_shut_down:
-            self._hand_over(self._own)
+        if self._fallback is not None and not self._is_shut_down:
+            self._hand_over(self._fallback)
 
-    def _hand_over(self, own: OwnPublisher) -> None:
+    def _hand_over(self, fallback: OwnPublisher) -> None:
         """Let the engine's own publisher continue the stream, and log it in one line."""
         fault = self._fault or RuntimeError(self._end_reason)
         try:
-            first = self._replace_by(own)
+            first = self._replace_by(fallback)
         except Exception as error:  # noqa: BLE001 - the engine goes on without events
-            self._own = None
-            self.logger.error(  # noqa: TRY400 - a traceback would be that of the second fault
+            self._fallback = None
+            self.logger.error(  # noqa: TRY400 - a traceback would show the second fault only
                 "kvevents has failed, and no KV cache events are published from now on: %s: %s; the publisher of %s does not "
                 "start: %s: %s",
                 type(fault).__name__,
                 fault,
-                own.engine,
+                fallback.engine,
                 type(error).__name__,
                 error,
             )
         else:
             self.logger.warning(
                 "kvevents is not used any more: %s publishes KV cache events itself from number %d on: %s: %s",
-                own.engine,
+                fallback.engine,
                 first,
                 type(fault).__name__,
                 fault,
             )
 
-    def _replace_by(self, own: OwnPublisher) -> int:
+    def _replace_by(self, fallback: OwnPublisher) -> int:
         """Close all sockets and create the engine's own publisher. Return its first number."""
-        sent: list[SequencedPayload] = []
-        with suppress(Exception):  # if the buffer is what has failed, its batches are a gap
-            sent = self._replay_buffer.buffered()
+        batches: list[SequencedPayload] = []
+        with suppress(Exception):  # if the buffer has failed, its batches are a gap
+            batches = self._replay_buffer.buffered_batches()
         self._server.close(self.SHUTDOWN_TIMEOUT)
-        successor = own.create(**self._changed_endpoints(own.options))
+        successor = fallback.create(**self._changed_endpoints(fallback.options))
         # Both engines' publishers have these two attributes in all releases that the plugins support.
         if not hasattr(successor, "_seq_gen"):
             successor.shutdown()
             raise AttributeError("its numbers cannot continue those of kvevents")
         if isinstance(history := getattr(successor, "_buffer", None), deque):
-            history.extend(sent)
+            history.extend(batches)
         with self._lock:
             first = self._next_seq + self._dropped_numbers
             successor._seq_gen = itertools.count(first)  # noqa: SLF001 - see above
-            for batch in (own.empty_batch(), *self._take_queue()):
+            for batch in (fallback.empty_batch(), *self._take_queue()):
                 successor.publish(batch)
             self._successor = successor
             is_shut_down = self._is_shut_down
@@ -258,12 +258,12 @@ class EnginePublisher(ZmqEventPublisher):
 
         Only for wildcards: the engines' publishers connect to other hosts in place of binding, so those get another port.
         """
-        changed = dict(options)
-        for name, bound in (("endpoint", self._bound), ("replay_endpoint", self._replay_bound)):
-            found, configured = split_tcp(bound or ""), split_tcp(options.get(name) or "")
-            if found is not None and configured == ("*", 0):
-                changed[name] = f"tcp://*:{found[1] - self._data_parallel_rank}"
-        return changed
+        result = dict(options)
+        for name, endpoint in (("endpoint", self._bound_endpoint), ("replay_endpoint", self._replay_bound)):
+            bound_target, target = split_tcp(endpoint or ""), split_tcp(options.get(name) or "")
+            if bound_target is not None and target == ("*", 0):
+                result[name] = f"tcp://*:{bound_target[1] - self._data_parallel_rank}"
+        return result
 
     def shutdown(self, timeout: float | None = None) -> Any:
         """Shut down as the base class does, and the engine's own publisher if it has taken over."""
@@ -275,5 +275,5 @@ class EnginePublisher(ZmqEventPublisher):
         return report
 
     def _after_fork(self) -> None:
-        self._own = self._successor = None
+        self._fallback = self._successor = None
         super()._after_fork()

@@ -1,4 +1,4 @@
-"""What plugins share: their settings, the entry of an engine's registry that they replace, and the publisher inside an engine.
+"""The common part of the plugins: their settings, and the entry of an engine's registry that they replace.
 
 The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and has its settings. Without it an installed kvevents changes
 nothing in an engine. The engines' own options name endpoints and buffers. They reject or drop options that they do not know.
@@ -7,7 +7,7 @@ The publisher (`engine_publisher`) sends the digest of the engine's own prefix c
 has the digest. A plugin keeps it beside the engine's cache: a block that enters adds its term and a block that leaves subtracts
 it, so reading it costs nothing. Consumers compare it with the blocks they hold.
 
-Where keys are asked for, nothing is published in clear. If the settings cannot be used, or the publisher of kvevents cannot be
+If keys are configured, nothing is published in clear. If the settings cannot be used, or the publisher of kvevents cannot be
 created, the engine gets its own null publisher, since its own publisher of events has no keys.
 """
 
@@ -36,19 +36,19 @@ VARIABLE: Final = "KVEVENTS_PUBLISHER"
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plugin does inside an engine."""
+    """Settings of a plugin inside an engine."""
 
     heartbeat: Seconds | None = 5.0
-    """Time between batches that carry the publisher's digest and the attestation. None sends neither."""
+    """Time between batches that carry the publisher's digest and the attestation. With None, neither is sent."""
     compact: bool = True
-    """Whether consumers that join late get all resident blocks, however old. Needs a replay endpoint."""
+    """Whether consumers that join late get all resident blocks, of any age. Needs a replay endpoint."""
     attestation: bool = True
     """Whether heartbeats carry a digest of the engine's own cache, which consumers compare with their state."""
     curve: Curve | None = None
     """CURVE keys of the publisher's sockets."""
     max_failures: Positive = 3
-    """Failures to encode or to send in sequence after which the engine's own publisher takes over. It has no keys, so with
-    `curve` it never does."""
+    """Number of failures in sequence to encode or to send after which the engine's own publisher takes over. It has no keys, so
+    with `curve` it never does."""
     limits: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS
     """Limits and timers of the publisher."""
 
@@ -70,14 +70,14 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
 
 def _parse_json(text: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = msgspec.json.decode(text, type=dict)
+        fields: dict[str, Any] = msgspec.json.decode(text, type=dict)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{VARIABLE} is not a JSON object: {error}") from error
-    return found
+    return fields
 
 
 def mention_keys(environ: Mapping[str, str]) -> bool:
-    """Whether the settings, which need not be valid, are about keys. A file that cannot be read might be."""
+    """Whether the settings, which need not be valid, might configure keys: also if their file cannot be read."""
     text = environ.get(VARIABLE, "").strip()
     if not text.startswith("{") and text.lower() not in {"", "on", "off"}:
         try:
@@ -96,11 +96,11 @@ class CreatePublisher(Protocol):
     """Creates the publisher of kvevents for one rank."""
 
     def __call__(
-        self, settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+        self, settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
     ) -> EnginePublisher:
-        """Return the publisher. If it fails later, the engine's own publisher (`own`) continues the stream. May raise anything.
+        """Return the publisher. If it fails later, the engine's own publisher (`fallback`) continues the stream.
 
-        `options` are those of the engine's own constructor.
+        `options` are those of the engine's own constructor. It may raise any exception.
         """
         ...
 
@@ -119,7 +119,7 @@ class PublisherConstructor:
     ) -> None:
         """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank.
 
-        `fault` is why the settings, which are about keys, cannot be used.
+        `fault` says why the settings, which configure keys, cannot be used.
         """
         self._engine = engine
         self._rank_option = rank_option
@@ -130,26 +130,26 @@ class PublisherConstructor:
         self._module, self._original, self._batch_type = module, module.ZmqEventPublisher, module.KVEventBatch
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        given = dict(options)
+        publisher_options = dict(options)
         if arguments:
-            given[self._rank_option], *_ = arguments
-        rank = given.pop(self._rank_option, 0)
-        own = None if self._has_keys else self._own_publisher(given, arguments, options)
+            publisher_options[self._rank_option], *_ = arguments
+        rank = publisher_options.pop(self._rank_option, 0)
+        fallback = None if self._has_keys else self._own_publisher(publisher_options, arguments, options)
         fault = self._fault
         try:
             show_in_engine_log(self._engine)
             if fault is None:
-                return self._create(self._settings, rank, given, own)
+                return self._create(self._settings, rank, publisher_options, fallback)
         except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with a publisher of its own
             fault = error
         log_unused(self._engine, fault, has_keys=self._has_keys)
         return self._module.NullEventPublisher(rank) if self._has_keys else self._original(*arguments, **options)
 
-    def _own_publisher(self, given: dict[str, Any], arguments: Sequence[Any], options: dict[str, Any]) -> OwnPublisher:
+    def _own_publisher(self, parameters: dict[str, Any], arguments: Sequence[Any], options: dict[str, Any]) -> OwnPublisher:
         return OwnPublisher(
             self._engine,
-            given,
-            create=lambda **changed: self._original(*arguments, **{**options, **changed}),
+            parameters,
+            create=lambda **changes: self._original(*arguments, **{**options, **changes}),
             empty_batch=lambda: self._batch_type(ts=time.time(), events=[]),
         )
 
@@ -157,12 +157,12 @@ class PublisherConstructor:
 def replace_publisher(
     engine: str, rank_option: str, module_name: str, create: CreatePublisher, environ: Mapping[str, str], own_name: str = ""
 ) -> None:
-    """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the settings ask for it.
+    """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the settings say so.
 
     Under `own_name`, which an operator must configure, the publisher is registered in any case.
 
     An exception, which wrong settings or an unknown release of the engine cause, is logged. It is raised only if the engine
-    would otherwise publish in clear although keys are asked for.
+    would otherwise publish in clear although keys are configured.
     """
     settings, fault = None, None
     try:
@@ -172,8 +172,8 @@ def replace_publisher(
             log_unused(engine, error)
             return
         fault = error
-    is_wanted = settings is not None or fault is not None
-    if not is_wanted and not own_name:
+    is_requested = settings is not None or fault is not None
+    if not is_requested and not own_name:
         return
     has_keys = fault is not None or (settings is not None and settings.curve is not None)
     try:
@@ -182,7 +182,7 @@ def replace_publisher(
         current = registry[PUBLISHER_NAME]
         if isinstance(current, PublisherConstructor):
             return
-        if is_wanted and current is not module.ZmqEventPublisher:
+        if is_requested and current is not module.ZmqEventPublisher:
             name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}"
             fault = ConfigError(
                 f"{name} has replaced the publisher 'zmq' already; uninstall one of the two, or list the other as the engine's "
@@ -194,17 +194,17 @@ def replace_publisher(
         entry = PublisherConstructor(engine, rank_option, settings, create, module, fault)
         if own_name and own_name not in registry:
             registry[own_name] = entry
-        if is_wanted:
+        if is_requested:
             registry[PUBLISHER_NAME] = entry
     except Exception as error:
         if has_keys:
             raise
-        if is_wanted:
+        if is_requested:
             log_unused(engine, error)
 
 
 def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
-    """Log that kvevents does not publish, what does in its place, and why."""
+    """Log that kvevents does not publish, which publisher the engine has instead, and why."""
     place = (
         "no KV cache events are published, since the settings ask for keys"
         if has_keys
@@ -214,20 +214,20 @@ def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> 
 
 
 def log_publisher(
-    engine: str, publisher: ZmqEventPublisher, rank: int, settings: EngineSettings, *, attests: bool, ignored: list[str]
+    engine: str, publisher: ZmqEventPublisher, rank: int, settings: EngineSettings, *, attests: bool, ignored_options: list[str]
 ) -> None:
     """Log what a new publisher does, and the options of the engine that it does not know."""
     features = ["no heartbeats"] if settings.heartbeat is None else [f"heartbeats every {settings.heartbeat:g} s"]
     features += ["attestation"] if attests and settings.heartbeat is not None else []
     features += ["full history"] if publisher.stats().history is not None else []
-    features += ["no digests: pip install 'kvevents[native]' adds them and full history"] if find_native() is None else []
+    features += ["no digests: kvevents[native] adds them and full history"] if find_native() is None else []
     engine_logger(engine).info(
         "kvevents %s publishes KV cache events of rank %d at %s: %s%s",
         version(),
         rank,
         publisher.endpoint,
         ", ".join(features),
-        f"; it ignores the options {', '.join(ignored)}" if ignored else "",
+        f"; it ignores the options {', '.join(ignored_options)}" if ignored_options else "",
     )
 
 
@@ -251,12 +251,12 @@ def show_in_engine_log(engine: str) -> None:
     vLLM configures only its own logger, so lines of other loggers would be lost, or have no time. Does nothing if the process
     has handlers for them already.
     """
-    own, target = logging.getLogger("kvevents"), engine_logger(engine)
-    if own.hasHandlers():
+    logger, target = logging.getLogger("kvevents"), engine_logger(engine)
+    if logger.hasHandlers():
         return
-    own.addHandler(_EngineLogHandler(target))
-    if own.level == logging.NOTSET:
-        own.setLevel(target.getEffectiveLevel())
+    logger.addHandler(_EngineLogHandler(target))
+    if logger.level == logging.NOTSET:
+        logger.setLevel(target.getEffectiveLevel())
 
 
 def engine_logger(engine: str) -> logging.Logger:

@@ -11,8 +11,8 @@ tokens on the GPU (evictable and protected) equals the count of the blocks in th
 not announce, or announced twice, makes them differ. Reading both takes constant time.
 
 Without keys everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails
-later, that one takes over. A fault in a hook ends the attestation. Each is logged once. The hook passes on all arguments.
-The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
+later, SGLang's own publisher takes over. A fault in a hook ends the attestation. Each is logged once. The hook passes on all
+arguments. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _UNANNOUNCED: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba la
 """Kinds of a tree's data, by the method of SGLang that says whether it has them. A prefix needs them as well. Up to 0.5.23 only
 blocks of full attention have events."""
 _MAX_UNEQUAL_BATCHES: Final = 1000
-"""Batches in sequence after which it is logged that the tree and its events differ. The hierarchical cache counts the blocks
-that it loads before it announces them, so a few are normal."""
+"""Number of batches after which a lasting difference between the tree and its events is logged. The hierarchical cache counts
+the blocks that it loads before it announces them, so a few are normal."""
 
 
 def register() -> None:
     """Replace SGLang's publisher `zmq` if the settings ask for it, and add `kvevents`. Called by SGLang as a plugin.
 
-    It may be called repeatedly, and raises only what would let SGLang publish in clear although keys are asked for.
+    It may be called repeatedly. It raises only if SGLang would otherwise publish in clear although keys are configured.
     """
     replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, OWN_NAME)
 
@@ -78,9 +78,9 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
     """Whether a scheduler has offered its cache."""
 
     def __init__(
-        self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
+        self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any], fallback: OwnPublisher | None = None
     ) -> None:
-        self.hand_over_to(own, settings.max_failures)
+        self.hand_over_to(fallback, settings.max_failures)
         self._attests = settings.attestation
         self._cache_digest: _CacheDigest | None = None
         publisher.ZmqEventPublisher.__init__(
@@ -150,26 +150,26 @@ def _dialect_of_release() -> Dialect:
     """
     is_array = importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_config__.array_like
     with suppress(ImportError, AttributeError, UnknownDialectError):
-        found = dialect_for("sglang", importlib.import_module("sglang.version").__version__)
-        if (found.event_form == "array") == is_array:
-            return found
+        dialect = dialect_for("sglang", importlib.import_module("sglang.version").__version__)
+        if (dialect.event_form == "array") == is_array:
+            return dialect
     return dialect_for("sglang", _FIRST_RELEASE if is_array else "latest")
 
 
 def _create_publisher(
-    settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+    settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> SglangEventPublisher:
-    created = SglangEventPublisher(settings, rank, options, own)
+    event_publisher = SglangEventPublisher(settings, rank, options, fallback)
     attests = False
     try:
         attests = _install_hooks() and settings.attestation
         if attests:
-            created.expect_attestation()
+            event_publisher.expect_attestation()
     except Exception as error:  # noqa: BLE001 - events flow without attestation
-        created.end_attestation(error)
-    ignored = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
-    log_publisher(_ENGINE, created, rank, settings, attests=attests, ignored=ignored)
-    return created
+        event_publisher.end_attestation(error)
+    ignored_options = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
+    log_publisher(_ENGINE, event_publisher, rank, settings, attests=attests, ignored_options=ignored_options)
+    return event_publisher
 
 
 # --- attestation -------------------------------------------------------------------------------------------------------------
@@ -181,11 +181,12 @@ class _CacheDigest:
     def __init__(self, cache: Any, module: Any) -> None:
         self._cache = getattr(cache, "inner", cache)  # a StreamingSession wraps the tree
         self._page_size: int = self._cache.page_size
-        self._stored, self._removed, self._cleared = module.BlockStored, module.BlockRemoved, module.AllBlocksCleared
+        self._stored_type, self._removed_type = module.BlockStored, module.BlockRemoved
+        self._cleared_type = module.AllBlocksCleared
         self._unequal = 0
         self.digest = 0
         self.blocks = 0
-        """Blocks in the digest."""
+        """Number of blocks in the digest."""
         self._count_tokens()  # raises for a cache of another form
 
     def add(self, events: list[Any]) -> bool:
@@ -196,15 +197,15 @@ class _CacheDigest:
         digest, blocks = self.digest, self.blocks
         for event in events:
             kind = type(event)
-            if kind is self._stored:
+            if kind is self._stored_type:
                 if event.medium in _GPU_MEDIA:
                     digest += sum(event.block_hashes)
                     blocks += len(event.block_hashes)
-            elif kind is self._removed:
+            elif kind is self._removed_type:
                 if event.medium in _GPU_MEDIA:
                     digest -= sum(event.block_hashes)
                     blocks -= len(event.block_hashes)
-            elif kind is self._cleared:
+            elif kind is self._cleared_type:
                 digest = blocks = 0
             else:
                 raise TypeError(f"unknown event {kind.__name__}")
@@ -252,13 +253,13 @@ def _install_hooks() -> bool:
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     """Link the publisher of a scheduler with its cache when the scheduler publishes for the first time."""
 
-    def publish_kv_events(emitter: Any, *arguments: Any, **named: Any) -> Any:
-        found = getattr(emitter, "kv_event_publisher", None)
-        if isinstance(found, SglangEventPublisher) and not found.is_linked:
+    def publish_kv_events(emitter: Any, *arguments: Any, **options: Any) -> Any:
+        event_publisher = getattr(emitter, "kv_event_publisher", None)
+        if isinstance(event_publisher, SglangEventPublisher) and not event_publisher.is_linked:
             try:
-                found.link(emitter.tree_cache)
+                event_publisher.link(emitter.tree_cache)
             except Exception as error:  # noqa: BLE001 - the engine goes on
-                found.end_attestation(error)
-        return original(emitter, *arguments, **named)
+                event_publisher.end_attestation(error)
+        return original(emitter, *arguments, **options)
 
     return publish_kv_events

@@ -5,8 +5,8 @@ scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
 Without keys everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later,
-that one takes over. A fault in a hook ends the attestation. Each is logged once. Hooks pass on all arguments, so a release may
-have more of them. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
+vLLM's own publisher takes over. A fault in a hook ends the attestation. Each is logged once. Hooks pass on all arguments, so a
+release may have more of them. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HOOKED: Final = "_kvevents_hooked"
 def register() -> None:
     """Replace vLLM's publisher `zmq` if the settings ask for it. Called by vLLM as a plugin; may be called repeatedly.
 
-    It raises only what would let vLLM publish in clear although keys are asked for.
+    It raises an exception only if vLLM would otherwise publish in clear although keys are configured.
     """
     replace_publisher(_ENGINE, "data_parallel_rank", _EVENTS_MODULE, _create_publisher, os.environ)
 
@@ -72,18 +72,18 @@ class VllmEventPublisher(EnginePublisher):
     _may_collide = True
 
     def __init__(
-        self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
+        self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any], fallback: OwnPublisher | None = None
     ) -> None:
-        self.hand_over_to(own, settings.max_failures)
+        self.hand_over_to(fallback, settings.max_failures)
         self._options = options
         self.lora_paths: Final[dict[str, str]] = {}
         """The path of each LoRA that was loaded last."""
-        known = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
-        for name in {"endpoint", "replay_endpoint"} & {name for name, value in known.items() if value is not None}:
-            known[name] = compat.resolve_node_endpoint(known[name])
+        base_options = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
+        for name in {"endpoint", "replay_endpoint"} & {name for name, value in base_options.items() if value is not None}:
+            base_options[name] = compat.resolve_node_endpoint(base_options[name])
         super().__init__(
             data_parallel_rank,
-            **known,
+            **base_options,
             dialect=_dialect_of_release(),
             compact=None if settings.compact else False,
             heartbeat=settings.heartbeat,
@@ -93,8 +93,8 @@ class VllmEventPublisher(EnginePublisher):
 
     def get_publisher_config(self) -> Any:
         """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
-        ours = super().get_publisher_config()
-        endpoints = {"endpoint": ours.endpoint, "replay_endpoint": ours.replay_endpoint}
+        config = super().get_publisher_config()
+        endpoints = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
         return _config_class()(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
 
 
@@ -115,24 +115,24 @@ def _config_class() -> Any:
 
 
 def _create_publisher(
-    settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+    settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> VllmEventPublisher:
-    publisher = VllmEventPublisher(settings, rank, options, own)
+    publisher = VllmEventPublisher(settings, rank, options, fallback)
     attests = False
     with _log_exceptions(publisher):
         attests = _install_hooks() and settings.attestation
-        _created.publisher = publisher
+        _new_publisher.publisher = publisher
         if attests:
             publisher.expect_attestation()
-    _created.attests = attests
-    log_publisher(_ENGINE, publisher, rank, settings, attests=attests, ignored=sorted(options.keys() - _KNOWN_OPTIONS))
+    _new_publisher.attests = attests
+    log_publisher(_ENGINE, publisher, rank, settings, attests=attests, ignored_options=sorted(options.keys() - _KNOWN_OPTIONS))
     return publisher
 
 
 # --- hooks -------------------------------------------------------------------------------------------------------------------
 
-_created = threading.local()
-"""`publisher`: the one created last by this thread, which also creates the KVCacheManager of the same scheduler."""
+_new_publisher = threading.local()
+"""`publisher`: the newest publisher of this thread, which also creates the KVCacheManager of the same scheduler."""
 
 
 @contextmanager
@@ -183,12 +183,12 @@ def _has_report_mode() -> bool:
 
 def _hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method by `wrap(method)`, once."""
-    hooked: set[str] = owner.__dict__.get(_HOOKED, set())
-    if name in hooked:
+    hooks: set[str] = owner.__dict__.get(_HOOKED, set())
+    if name in hooks:
         return
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
-    setattr(owner, _HOOKED, hooked | {name})
+    setattr(owner, _HOOKED, hooks | {name})
 
 
 def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +197,7 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     On the wire they look like further copies, which nothing would ever remove. Consumers that join late get full history.
     """
 
-    def emit_cached_block_events(*_arguments: Any, **_named: Any) -> None:
+    def emit_cached_block_events(*_arguments: Any, **_options: Any) -> None:
         return None
 
     return emit_cached_block_events
@@ -207,11 +207,11 @@ def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool)
     """Add the term of each key that is inserted to the digest, or subtract that of each block that is popped (`sign` -1)."""
     term = _term_of_key(has_groups=has_groups)
 
-    def change(block_map: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(block_map, *arguments, **named)
+    def change(block_map: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(block_map, *arguments, **options)
         if sign > 0 or result is not None:
             try:
-                key = arguments[0] if arguments else named["key"]
+                key = arguments[0] if arguments else options["key"]
                 block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + sign * term(key) & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 with suppress(Exception):
@@ -241,11 +241,11 @@ def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     """Link a new KVCacheManager with the publisher that its scheduler has created just before."""
 
-    def init(manager: Any, *arguments: Any, **named: Any) -> None:
-        original(manager, *arguments, **named)
-        publisher = getattr(_created, "publisher", None)
-        _created.publisher = None
-        if publisher is not None and _created.attests:
+    def init(manager: Any, *arguments: Any, **options: Any) -> None:
+        original(manager, *arguments, **options)
+        publisher = getattr(_new_publisher, "publisher", None)
+        _new_publisher.publisher = None
+        if publisher is not None and _new_publisher.attests:
             with _log_exceptions(publisher):
                 manager.kvevents_publisher = publisher
 
@@ -255,8 +255,8 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
 def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
     """Record the digest of the cache at the moment at which the scheduler takes all events, just before it publishes them."""
 
-    def take_events(manager: Any, *arguments: Any, **named: Any) -> Any:
-        events = original(manager, *arguments, **named)
+    def take_events(manager: Any, *arguments: Any, **options: Any) -> Any:
+        events = original(manager, *arguments, **options)
         publisher = manager.__dict__.get("kvevents_publisher")
         if publisher is not None:
             try:
@@ -275,22 +275,22 @@ def _digest_of(manager: Any) -> int:
     if pools is None:
         coordinator = getattr(manager, "coordinator", None)
         groups = getattr(coordinator, "single_type_managers", ())
-        found = dict.fromkeys([manager.block_pool, *(each.block_pool for each in groups)])
-        pools = manager.kvevents_pools = [each for each in found if getattr(each, "medium", None) in _GPU_MEDIA]
+        candidates = dict.fromkeys([manager.block_pool, *(group.block_pool for group in groups)])
+        pools = manager.kvevents_pools = [pool for pool in candidates if getattr(pool, "medium", None) in _GPU_MEDIA]
     digests: list[int | Exception] = [pool.cached_block_hash_to_block.__dict__.get("kvevents_digest", 0) for pool in pools]
     total = 0
-    for each in digests:
-        if isinstance(each, Exception):
-            raise each
-        total += each
+    for digest in digests:
+        if isinstance(digest, Exception):
+            raise digest
+        total += digest
     return total & ATTESTATION_MASK
 
 
 def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note whether a connector has emptied its cache: it may be in use, and some connectors cannot do it."""
+    """Record whether a connector has emptied its cache: a cache in use stays, and some connectors cannot empty theirs."""
 
-    def reset_cache(connector: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(connector, *arguments, **named)
+    def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(connector, *arguments, **options)
         connector.kvevents_is_emptied = result is True
         return result
 
@@ -299,26 +299,26 @@ def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_connector_events(scheduler: Any) -> list[Any]:
     """Return the events that a connector has not announced yet, without clears."""
-    take = getattr(scheduler.connector, "take_events", None)
-    return [] if take is None else [event for event in take() if type(event).__name__ != "AllBlocksCleared"]
+    take_events = getattr(scheduler.connector, "take_events", None)
+    return [] if take_events is None else [event for event in take_events() if type(event).__name__ != "AllBlocksCleared"]
 
 
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make.
+    """Publish a reset of the cache at once. vLLM would publish it in the next step, which an idle engine does not make.
 
-    A reset that includes the connector empties host memory too, which its event does not say, and does so even if requests that
-    run use blocks of the GPU, which are left then.
+    A reset that includes the connector empties host memory too, which its event does not say. If running requests use blocks of
+    the GPU, those blocks stay, and host memory is emptied nevertheless.
     """
 
-    def reset_prefix_cache(scheduler: Any, *arguments: Any, **named: Any) -> Any:
+    def reset_prefix_cache(scheduler: Any, *arguments: Any, **options: Any) -> Any:
         publisher = getattr(scheduler, "kv_event_publisher", None)
         if not isinstance(publisher, VllmEventPublisher):
-            return original(scheduler, *arguments, **named)
+            return original(scheduler, *arguments, **options)
         connector = getattr(scheduler, "connector", None)
         with _log_exceptions(publisher):
             if hasattr(connector, "reset_cache"):
                 _hook(type(connector), "reset_cache", _note_whether_emptied)
-        result = original(scheduler, *arguments, **named)
+        result = original(scheduler, *arguments, **options)
         with _log_exceptions(publisher):
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
             # Those of the connector would come later, behind stores of the next step, and remove them.
@@ -343,13 +343,13 @@ def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
     vLLM hashes the path and announces the name. Consumers conclude it from one block under two hashes, which leave again.
     """
 
-    def add_lora(core: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(core, *arguments, **named)
+    def add_lora(core: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(core, *arguments, **options)
         scheduler: Any = getattr(core, "scheduler", None)
         publisher = getattr(scheduler, "kv_event_publisher", None)
         if isinstance(publisher, VllmEventPublisher):
             with _log_exceptions(publisher):
-                lora = arguments[0] if arguments else named["lora_request"]
+                lora = arguments[0] if arguments else options["lora_request"]
                 former = publisher.lora_paths.get(lora.lora_name)
                 publisher.lora_paths[lora.lora_name] = lora.lora_path
                 if former not in {None, lora.lora_path}:
@@ -369,8 +369,8 @@ def _lora_change(manager: Any, lora: Any) -> list[KVEvent]:
             number, size = group.kv_cache_group_id if _has_groups() else None, group.block_size
             hashes: list[BlockHash] = [secrets.randbits(64), secrets.randbits(64)]
             stores = (
-                BlockStored([each], None, [0] * size, size, lora.lora_int_id, "GPU", lora.lora_name, None, number, kind)
-                for each in hashes
+                BlockStored([value], None, [0] * size, size, lora.lora_int_id, "GPU", lora.lora_name, None, number, kind)
+                for value in hashes
             )
             return [*stores, BlockRemoved(hashes, "GPU", number)]
     return []

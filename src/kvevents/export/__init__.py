@@ -5,7 +5,7 @@
     exported = export(["run.jsonl.gz"], "out")
     print(run_query("out", find_query("block-lifetime")).rows)
 
-Needs `pip install 'kvevents[export]'` and, like `kvevents.index`, the compiled module; raises `MissingDependencyError`
+Needs the extra `export` and, like `kvevents.index`, the compiled module; raises `MissingDependencyError`
 without them.
 """
 
@@ -15,9 +15,7 @@ try:
 except ImportError as error:
     from kvevents.errors import MissingDependencyError
 
-    raise MissingDependencyError(
-        f"kvevents.export needs DuckDB and PyArrow ({error}): pip install 'kvevents[export]'"
-    ) from error
+    raise MissingDependencyError(f"kvevents.export needs DuckDB and PyArrow ({error})", "export") from error
 
 from kvevents.export.exporter import ExportProgress, ExportSummary, export
 from kvevents.export.tables import (

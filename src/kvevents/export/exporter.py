@@ -46,7 +46,7 @@ class ExportProgress:
 
 @dataclass(frozen=True, slots=True)
 class ExportSummary:
-    """What an export has written, and what it left out."""
+    """The result of an export, with counts of what it left out."""
 
     folder: Path
     rows: dict[str, int]
@@ -108,12 +108,12 @@ class _Worker:
         self.counts["compacted" if gap.compacted else "lost"] += count
         self.gap_before += 0 if gap.compacted else count
 
-    def count_batch(self, incarnation: int, at: float | None) -> None:
-        """Count a batch, which happened at `at`."""
+    def count_batch(self, incarnation: int, time: float | None) -> None:
+        """Count a batch, which happened at `time`."""
         self.incarnations.add(incarnation)
         self.batches += 1
         self.gap_before = 0
-        self.last_at = at if at is not None else self.last_at
+        self.last_at = time if time is not None else self.last_at
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class _Export:
         self._workers: list[_Worker] = []
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._truncated: list[str] = []
+        self._truncations: list[str] = []
         self._writers: dict[str, TableWriter] = {}
 
     def __enter__(self) -> Self:
@@ -189,7 +189,7 @@ class _Export:
         self._end(list(workers.values()))
         self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
         if reader.truncation:
-            self._truncated.append(reader.truncation)
+            self._truncations.append(reader.truncation)
 
     def finish(self) -> ExportSummary:
         """Complete the tables, and give the files their final names."""
@@ -202,7 +202,7 @@ class _Export:
             for file in files:
                 file.unlink(missing_ok=True)
             for table, file in zip(TABLES, files, strict=True):
-                self._writers[table.name].partial.replace(file)
+                self._writers[table.name].partial_path.replace(file)
             size = sum(file.stat().st_size for file in files)
         except OSError as error:
             raise RecordingError(f"cannot write to {self._folder}: {error.strerror or error}") from error
@@ -210,7 +210,7 @@ class _Export:
             self._totals.update({name: worker.counts[name] for name in COUNTED})
         rows = {name: writer.rows for name, writer in self._writers.items()}
         seconds = time.monotonic() - self._start
-        return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncated)
+        return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncations)
 
     def _add_worker(self, recording: str, stream: RecordedStream) -> _Worker:
         number = len(self._workers)
@@ -221,19 +221,19 @@ class _Export:
 
     def _add_batch(self, worker: _Worker, batch: RawBatch) -> None:
         t = worker.stream.recorded_at
-        decoded = decode_batch(batch.payload)
-        events, ts = decoded.batch.events, decoded.batch.ts or None
-        at = t if ts is None else ts
-        self._set_rank(worker, decoded.batch.data_parallel_rank)
+        decoding = decode_batch(batch.payload)
+        events, ts = decoding.batch.events, decoding.batch.ts or None
+        time = t if ts is None else ts
+        self._set_rank(worker, decoding.batch.data_parallel_rank)
         gap_before = worker.gap_before
-        worker.count_batch(batch.incarnation, at)
-        rejected = self._count_rejected(worker, decoded.rejected)
+        worker.count_batch(batch.incarnation, time)
+        rejections = self._count_rejections(worker, decoding.rejected)
         cache = worker.cache
-        in_batch = BatchPosition(batch.incarnation, batch.seq, at)
+        in_batch = BatchPosition(batch.incarnation, batch.seq, time)
         cache.begin_batch(in_batch, gap_before)
         topic = batch.topic.decode(errors="backslashreplace")
         head = (worker.number, batch.incarnation, batch.seq, worker.stream.run, topic, ts, t, batch.replayed)
-        self._batches.add([(*head, len(events), *rejected, len(batch.payload), gap_before)])
+        self._batches.add([(*head, len(events), *rejections, len(batch.payload), gap_before)])
         for position, event in enumerate(events):
             rows = cache.apply(event, in_batch, position)
             self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)
@@ -245,17 +245,17 @@ class _Export:
         if worker.stream.rank is None and rank is not None:
             worker.stream.rank = rank if -_I63 <= rank < _I63 else None
 
-    def _count_rejected(self, worker: _Worker, rejected: tuple[Rejected, ...]) -> tuple[int, str | None]:
-        for each in rejected:
-            self._reasons[each.reason] += each.count
-        count = sum(each.count for each in rejected)
+    def _count_rejections(self, worker: _Worker, rejections: tuple[Rejected, ...]) -> tuple[int, str | None]:
+        for rejection in rejections:
+            self._reasons[rejection.reason] += rejection.count
+        count = sum(rejection.count for rejection in rejections)
         worker.counts["rejected"] += count
-        return count, ",".join(dict.fromkeys(each.reason for each in rejected)) or None
+        return count, ",".join(dict.fromkeys(rejection.reason for rejection in rejections)) or None
 
     def _enforce_limit(self, worker: _Worker) -> None:
-        held = sum(each.cache.residencies for each in self._workers)
-        while held > self._limits.resident_blocks and worker.cache.residencies:
-            held -= worker.cache.drop_oldest()
+        residencies = sum(other_worker.cache.residencies for other_worker in self._workers)
+        while residencies > self._limits.resident_blocks and worker.cache.residencies:
+            residencies -= worker.cache.drop_oldest()
 
     def _end(self, workers: list[_Worker]) -> None:
         """End the residencies. A worker followed to the end held its blocks until then, any other until its last batch."""
@@ -268,12 +268,12 @@ class _Export:
 
 def _names(recordings: Sequence[StrPath]) -> list[str]:
     """Return the names of files, numbered if several have the same name."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names: list[str] = []
     for path in recordings:
         name = Path(path).name
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return names
 
 

@@ -27,11 +27,11 @@ UNKEYED: Final = {
 
 
 class ChainState(NamedTuple):
-    """What a store that continues a block must know about it."""
+    """The properties of a block that a store after it needs."""
 
     key: int | None
     depth: int | None
-    """Blocks from the root; None if unknown."""
+    """Number of blocks from the root; None if unknown."""
     salt: int
     """Added to the seed of local hashes by the salt; 0 without a salt."""
 
@@ -50,7 +50,7 @@ class Placement(NamedTuple):
 
 
 class ClearScope(NamedTuple):
-    """What a clear removes: everything, or one tier, or one group, or one group on one tier."""
+    """The scope of a clear: everything, or one tier, or one group, or one group on one tier."""
 
     tier: str | None
     group: int | None
@@ -70,16 +70,16 @@ class BatchPosition(NamedTuple):
 class _Residency:
     """A block in one placement, from its first store to its last removal."""
 
-    __slots__ = ("copies", "facts", "gaps", "most", "stored")
+    __slots__ = ("copies", "facts", "gaps", "max_copies", "stored_columns")
 
-    def __init__(self, facts: Row, stored: Row, gaps: int) -> None:
+    def __init__(self, facts: Row, stored_columns: Row, gaps: int) -> None:
         self.facts = facts
         """The columns of `lifetimes` from the block's hash to its salt."""
-        self.stored = stored
+        self.stored_columns = stored_columns
         """The columns of `lifetimes` that begin with `stored`."""
         self.gaps = gaps
-        """Batches lost until then."""
-        self.copies = self.most = 1
+        """Number of batches lost until then."""
+        self.copies = self.max_copies = 1
 
 
 class _Block:
@@ -117,14 +117,14 @@ class WorkerCache:
         """Current residencies."""
         self._worker = worker
         self._salts = salts
-        self._ended: list[Row] = []
+        self._ended_rows: list[Row] = []
         self._with_tokens = tokens
         self._incarnation = 0
         self._step = 0
         self._gaps = 0
-        self._at: float | None = None
+        self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
-        self._copied: set[tuple[str, str | None]] = set()
+        self._grouped_placements: set[tuple[str, str | None]] = set()
         """Tiers and localities where stores name a group: there a second store of a block is another copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
@@ -134,56 +134,56 @@ class WorkerCache:
 
     def take_ended(self) -> list[Row]:
         """Return the rows of `lifetimes` of the residencies that ended since the last call."""
-        rows, self._ended = self._ended, []
+        rows, self._ended_rows = self._ended_rows, []
         return rows
 
     def begin_batch(self, batch: BatchPosition, gap: int) -> None:
         """Begin a batch, before which `gap` batches were lost. A new incarnation ends all residencies."""
         if batch.incarnation != self._incarnation:
-            self._end_all("restart", self._at, _EVERYTHING)
+            self._end_all("restart", self._time, _EVERYTHING)
             self._incarnation = batch.incarnation
         self._gaps += gap
-        self._at = batch.at
+        self._time = batch.at
 
     def apply(self, event: KVEvent, batch: BatchPosition, position: int) -> list[Row]:
         """Apply the event at a position of its batch, and return its rows of `events`."""
         return self._apply[type(event)](event, batch, position)
 
-    def finish(self, at: float | None) -> None:
-        """End all residencies at `at`, or at the newest batch if that is None: the recording ends."""
-        self._end_all("end", self._at if at is None else at, _EVERYTHING)
+    def finish(self, time: float | None) -> None:
+        """End all residencies at `time`, or at the newest batch if that is None: the recording ends."""
+        self._end_all("end", self._time if time is None else time, _EVERYTHING)
 
     def drop_oldest(self) -> int:
         """End the residencies of the oldest block to save memory, and return their number."""
         value = next(iter(self._blocks))
         placements = list(self._blocks[value].residencies)
         for placement in placements:
-            self._end_residency(value, placement, "dropped", self._at)
+            self._end_residency(value, placement, "dropped", self._time)
         self.counts["dropped"] += len(placements)
         return len(placements)
 
     # --- stores
 
     def _store(self, event: BlockStored, batch: BatchPosition, position: int) -> list[Row]:
-        before = self._chain_before(event)
-        keyed = _keys_of(event, before)
+        former = self._chain_before(event)
+        keys = _keys_of(event, former)
         placement = _placement_of(event)
         if event.group_idx is not None:
-            self._copied.add((placement.tier, placement.locality))
+            self._grouped_placements.add((placement.tier, placement.locality))
         medium = event.medium
         lora = event.lora_name if event.lora_name is not None else None if event.lora_id is None else str(event.lora_id)
-        salt = before.salt if keyed.salt is None else keyed.salt
+        salt = former.salt if keys.salt is None else keys.salt
         digest = self._salts.digest(salt)
         rows: list[Row] = []
         parent = event.parent_block_hash
         for index, value in enumerate(event.block_hashes):
-            block, unkeyed = self._stored_block(event, index, parent, before._replace(salt=salt), keyed)
+            block, keyless_reason = self._stored_block(event, index, parent, former._replace(salt=salt), keys)
             key, depth, _ = block.chain
             facts = (value, block.parent, key, depth, block.tokens, placement.tier, medium, *placement[1:], lora, digest)
-            held = placement in block.residencies
-            row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *facts, held, unkeyed)
+            is_held = placement in block.residencies
+            row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *facts, is_held, keyless_reason)
             rows.append(row + self._token_ids(event, index))
-            self.counts["unkeyed"] += unkeyed is not None
+            self.counts["unkeyed"] += keyless_reason is not None
             self._add_copy(
                 value, block, placement, _Residency(facts, (batch.seq, position, index, self._step, batch.at), self._gaps)
             )
@@ -198,32 +198,32 @@ class WorkerCache:
         return _UNKNOWN if parent is None else parent.chain
 
     def _stored_block(
-        self, event: BlockStored, index: int, parent: int | None, before: ChainState, keyed: StoredKeys
+        self, event: BlockStored, index: int, parent: int | None, former: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
         """Return the block at a position of a store, with its earlier residencies, and the reason if it has no key."""
-        known = self._blocks.get(event.block_hashes[index])
-        key, unkeyed = (keyed.keys[index], None) if index < len(keyed.keys) else (None, keyed.unkeyed)
-        if key is None and known is not None and known.chain.key is not None:
-            return known, None  # a copy on another tier or in another group: an equal hash is the same block
+        known_block = self._blocks.get(event.block_hashes[index])
+        key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
+        if key is None and known_block is not None and known_block.chain.key is not None:
+            return known_block, None  # a copy on another tier or in another group: an equal hash is the same block
         # Blocks in between can be missing, and the parents of blocks that are stored by key can be unknown.
-        is_chain = keyed.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
-        depth = before.depth + index + 1 if is_chain and before.depth is not None else None
+        is_chain = keys.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
+        depth = former.depth + index + 1 if is_chain and former.depth is not None else None
         if not is_chain:
             parent = event.parent_block_hash if index == 0 else None
         tokens = event.block_size if 0 < event.block_size < _I63 else None
-        block = _Block(ChainState(key, depth, before.salt), parent, tokens)
-        if known is not None:
-            block.residencies = known.residencies
-        return block, unkeyed
+        block = _Block(ChainState(key, depth, former.salt), parent, tokens)
+        if known_block is not None:
+            block.residencies = known_block.residencies
+        return block, keyless_reason
 
     def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
         self._blocks[value] = block
         existing = block.residencies.get(placement)
-        if existing is not None and (placement.tier, placement.locality) not in self._copied:
+        if existing is not None and (placement.tier, placement.locality) not in self._grouped_placements:
             return
         if existing is not None:
             existing.copies += 1
-            existing.most = max(existing.most, existing.copies)
+            existing.max_copies = max(existing.max_copies, existing.copies)
             return
         block.residencies[placement] = residency
         self.residencies += 1
@@ -271,21 +271,21 @@ class WorkerCache:
         self._end_all("cleared", batch.at, ClearScope(tier, group))
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
-    def _end_all(self, how: str, at: float | None, scope: ClearScope) -> None:
+    def _end_all(self, reason: str, time: float | None, scope: ClearScope) -> None:
         for value in list(self._blocks):
             for placement in list(self._blocks[value].residencies):
                 if _is_in_scope(placement, scope):
-                    self._end_residency(value, placement, how, at)
+                    self._end_residency(value, placement, reason, time)
 
-    def _end_residency(self, value: int, placement: Placement, how: str, at: float | None) -> None:
+    def _end_residency(self, value: int, placement: Placement, reason: str, time: float | None) -> None:
         block = self._blocks[value]
         residency = block.residencies.pop(placement)
         if not block.residencies:
             del self._blocks[value]
         self.residencies -= 1
         gap = residency.gaps != self._gaps
-        head = (self._worker, self._incarnation, *residency.facts, residency.most, *residency.stored)
-        self._ended.append((*head, how, self._step, at, gap))
+        head = (self._worker, self._incarnation, *residency.facts, residency.max_copies, *residency.stored_columns)
+        self._ended_rows.append((*head, reason, self._step, time, gap))
 
     # --- rows
 
@@ -293,19 +293,19 @@ class WorkerCache:
     def _no_tokens(self) -> Row:
         return (None,) if self._with_tokens else ()
 
-    def _row_without_block(self, kind: str, batch: BatchPosition, position: int, where: Row) -> Row:
+    def _row_without_block(self, kind: str, batch: BatchPosition, position: int, placement: Row) -> Row:
         """Return the row of an event without a block."""
-        facts = (*(None,) * 5, *where, None, None)
+        facts = (*(None,) * 5, *placement, None, None)
         row = (self._worker, *batch[:2], position, 0, self._step, batch.at, kind, *facts, False, None, *self._no_tokens)
         self._step += 1
         return row
 
 
-def _keys_of(event: BlockStored, before: ChainState) -> StoredKeys:
-    found = stored_keys(event, None if before.key is None else (before.key, before.salt))
-    if found.unkeyed == "parent-unknown" and before.depth is not None:
-        return found._replace(unkeyed="parent-unkeyed")
-    return found
+def _keys_of(event: BlockStored, former: ChainState) -> StoredKeys:
+    keys = stored_keys(event, None if former.key is None else (former.key, former.salt))
+    if keys.unkeyed == "parent-unknown" and former.depth is not None:
+        return keys._replace(unkeyed="parent-unkeyed")
+    return keys
 
 
 def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
@@ -319,6 +319,6 @@ def _is_in_scope(placement: Placement, scope: ClearScope) -> bool:
 
 def _plain_token_ids(tokens: Sequence[TokenId]) -> list[int] | None:
     """Return token ids as integers; None if one exceeds 64 bits or is the digest of an item."""
-    plain = [token[0] if isinstance(token, tuple) else token for token in tokens]
-    numbers = [token for token in plain if isinstance(token, int) and -_I63 <= token < _I63]
-    return numbers if len(numbers) == len(plain) else None
+    plain_ids = [token[0] if isinstance(token, tuple) else token for token in tokens]
+    numbers = [token for token in plain_ids if isinstance(token, int) and -_I63 <= token < _I63]
+    return numbers if len(numbers) == len(plain_ids) else None

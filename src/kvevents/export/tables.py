@@ -22,7 +22,7 @@ from kvevents.settings import Positive, Settings
 _FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
 MAX_SQL_BYTES: Final = 1 << 20
-"""Largest size of the user's own query: a longer file is not a query."""
+"""Maximum size of the user's own query: a longer file is not a query."""
 _SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -39,7 +39,7 @@ class Query:
 
     @property
     def question(self) -> str:
-        """The question that it answers: the first line of its comment."""
+        """The question that the query answers: the first line of its comment."""
         return self.sql.partition("\n")[0].removeprefix("--").strip()
 
 
@@ -60,11 +60,11 @@ def queries() -> dict[str, Query]:
 def find_query(name: str) -> Query:
     """Return a built-in query, or read the file `name` if it ends in `.sql`. Raises `ConfigError`."""
     if name.endswith(_SUFFIX):
-        return Query(name, _read(Path(name)))
-    found = queries().get(name)
-    if found is None:
+        return Query(name, _read_sql(Path(name)))
+    query = queries().get(name)
+    if query is None:
         raise ConfigError(f"invalid query {name!r}: expected one of {', '.join(queries())}, or a file that ends in {_SUFFIX}")
-    return found
+    return query
 
 
 def run_query(folder: StrPath, query: Query) -> QueryResult:
@@ -73,10 +73,10 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
     Raises `ConfigError` for a folder without an export and for invalid SQL, and `RecordingError` for damaged tables.
     """
     folder = Path(folder)
-    missing = [table.file for table in TABLES if not (folder / table.file).is_file()]
-    if missing:
+    missing_files = [table.file for table in TABLES if not (folder / table.file).is_file()]
+    if missing_files:
         raise ConfigError(
-            f"{folder} does not contain an export: {', '.join(missing)} missing; write one with `kvevents export`"
+            f"{folder} does not contain an export: {', '.join(missing_files)} missing; write one with `kvevents export`"
         )
     with duckdb.connect(":memory:", config=_SETTINGS) as database:
         try:
@@ -85,18 +85,18 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
         except duckdb.Error as error:
             raise RecordingError(f"cannot read {folder}: {error}; export again with --force") from error
         try:
-            found = database.execute(query.sql)
-            described = getattr(found, "description", None) or ()  # a text without a statement has no result
-            columns = tuple(column[0] for column in described)
-            return QueryResult(columns, found.fetchall() if columns else [])
+            result = database.execute(query.sql)
+            description = getattr(result, "description", None) or ()  # a text without a statement has no result
+            columns = tuple(column[0] for column in description)
+            return QueryResult(columns, result.fetchall() if columns else [])
         except duckdb.Error as error:
             raise ConfigError(f"the query {query.name} failed: {error}") from error
 
 
-def _read(file: Path) -> str:
+def _read_sql(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_SQL_BYTES + 1)
+        with file.open("rb") as sql_file:
+            content = sql_file.read(MAX_SQL_BYTES + 1)
         text = content.decode()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
@@ -124,12 +124,12 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     """Limits of an export. Raises `ConfigError`. The table `workers` counts what exceeds the last two."""
 
     rows: Positive = 1 << 16
-    """Rows of a table that are collected before they are written as a row group; about 50 MB of Python objects."""
+    """Number of rows of a table that are written together, as a row group; they are about 50 MB of Python objects before."""
     tokens: Positive = 1 << 20
-    """Token ids that are collected, if they are exported: rows are long with them."""
+    """Maximum number of token ids in a row group, if they are exported, since they make rows long."""
     resident_blocks: Positive = 4_000_000
-    """Blocks of one export that are resident at the same time, about 700 bytes each. Beyond it, the oldest blocks of the worker
-    that stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
+    """Maximum number of resident blocks of one export, about 700 bytes each. Beyond it, the oldest blocks of the worker that
+    stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()
@@ -278,25 +278,25 @@ class TableWriter:
 
     def __init__(self, folder: Path, table: Table, limits: ExportLimits, *, tokens: bool = False) -> None:
         self.table: Final = table
-        self.partial: Final = folder / f"{table.file}.partial"
+        self.partial_path: Final = folder / f"{table.file}.partial"
         self.rows = 0
         """Rows added."""
         self._limits = limits
         self._schema = table.schema(tokens=tokens)
-        self._collected: list[Row] = []
+        self._pending_rows: list[Row] = []
         self._tokens = 0
         try:
-            self._file = self.partial.open("wb")
+            self._file = self.partial_path.open("wb")
             self._parquet = pq.ParquetWriter(self._file, self._schema, compression="zstd")
         except OSError as error:
-            raise _cannot_write(self.partial, error) from error
+            raise _cannot_write(self.partial_path, error) from error
 
     def add(self, rows: Sequence[Row], tokens: int = 0) -> None:
         """Add rows that contain `tokens` token ids. Raises `RecordingError` if they cannot be written."""
         self.rows += len(rows)
         self._tokens += tokens
-        self._collected += rows
-        if len(self._collected) >= self._limits.rows or self._tokens >= self._limits.tokens:
+        self._pending_rows += rows
+        if len(self._pending_rows) >= self._limits.rows or self._tokens >= self._limits.tokens:
             self._write()
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class TableWriter:
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self.partial, error) from error
+            raise _cannot_write(self.partial_path, error) from error
 
     def discard(self) -> None:
         """Remove the file, complete or not."""
@@ -316,10 +316,10 @@ class TableWriter:
             self._parquet.close()
         with suppress(OSError):
             self._file.close()
-        self.partial.unlink(missing_ok=True)
+        self.partial_path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        rows, self._collected, self._tokens = self._collected, [], 0
+        rows, self._pending_rows, self._tokens = self._pending_rows, [], 0
         for start in range(0, len(rows), self._limits.rows):
             group = rows[start : start + self._limits.rows]
             columns = zip(*group, strict=True)
@@ -327,7 +327,7 @@ class TableWriter:
             try:
                 self._parquet.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
             except OSError as error:
-                raise _cannot_write(self.partial, error) from error
+                raise _cannot_write(self.partial_path, error) from error
 
 
 def _cannot_write(path: Path, error: OSError) -> RecordingError:

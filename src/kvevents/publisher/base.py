@@ -96,27 +96,27 @@ class NullEventPublisher(EventPublisher):
 
 # --- the end of the process, and forks
 
-_registered: WeakSet[EventPublisher] = WeakSet()
+_publishers: WeakSet[EventPublisher] = WeakSet()
 
 
 def register(publisher: EventPublisher) -> None:
     """Shut `publisher` down at interpreter exit and disable it in forked children, until `unregister` or its deletion."""
-    _registered.add(publisher)
+    _publishers.add(publisher)
 
 
 def unregister(publisher: EventPublisher) -> None:
     """Undo `register`."""
-    _registered.discard(publisher)
+    _publishers.discard(publisher)
 
 
 def _shut_down_all() -> None:
     with ExitStack() as stack:  # shuts down every publisher even if one raises, as after Ctrl-C
-        for publisher in list(_registered):
+        for publisher in list(_publishers):
             stack.callback(publisher.shutdown)
 
 
 def _disable_all() -> None:
-    for publisher in list(_registered):
+    for publisher in list(_publishers):
         publisher._after_fork()  # noqa: SLF001 - the hook of this module
 
 
@@ -164,7 +164,7 @@ class PollPlanner:
         self._deviation += (abs(error) - self._deviation) * _DEVIATION_WEIGHT
 
     def plan(self, now: float) -> list[float]:
-        """Return the seconds to sleep before each look at the queue, starting at `now`; empty if no batch is predictable."""
+        """Return the seconds to sleep before each check of the queue, starting at `now`; empty if no batch is predictable."""
         if self._mean > self._settings.max_interval or self._deviation > self._mean * _MAX_RELATIVE_DEVIATION:
             return []
         step = max(self._settings.min_poll_interval, self._deviation / 2)
@@ -326,21 +326,21 @@ class QueuedPublisher(EventPublisher):
     def _take_burst(self, encode: Callable[[Any], bytes]) -> list[SequencedPayload]:
         """Take one burst out of the queue; number and encode its batches. A batch that cannot be encoded leaves a gap."""
         seq, items = self._pop_burst()
-        taken: list[SequencedPayload] = []
+        burst: list[SequencedPayload] = []
         for item in items:
             self._has_tail_gap = True
             if item.__class__ is _DroppedRange:
                 seq += item.count
                 continue
             try:
-                taken.append((seq, encode(item)))
+                burst.append((seq, encode(item)))
                 self._has_tail_gap = False
             except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
                 self._encode_failures += 1
                 with suppress(Exception):  # formatting an exception of a user's type may raise
                     self._on_encode_failure(seq, error)
             seq += 1
-        return taken
+        return burst
 
     def _pop_burst(self) -> tuple[int, list[Any]]:
         """Return the number of the first item, and items (batches and `_DroppedRange`s) from the head of the queue."""
@@ -350,10 +350,10 @@ class QueuedPublisher(EventPublisher):
             self._next_seq += len(items)
             if self._dropped_ranges:
                 ranges = [item for item in items if item.__class__ is _DroppedRange]
-                dropped = sum(each.count for each in ranges)
-                self._next_seq += dropped - len(ranges)
+                count = sum(item_range.count for item_range in ranges)
+                self._next_seq += count - len(ranges)
                 self._dropped_ranges -= len(ranges)
-                self._dropped_numbers -= dropped
+                self._dropped_numbers -= count
             return seq, items
 
     def _take_queue(self) -> list[Any]:
@@ -378,7 +378,7 @@ class QueuedPublisher(EventPublisher):
             following = self._next_seq + len(self._queue) - self._dropped_ranges + self._dropped_numbers
             return following, following - self._dropped_full - self._own_numbers
 
-    def _count_taken(self) -> int:
+    def _count_processed(self) -> int:
         """Return how many batches given to `publish` were sent or dropped: all that precede the next number."""
         with self._lock:
             return self._next_seq - self._own_numbers

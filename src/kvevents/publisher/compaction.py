@@ -1,11 +1,12 @@
 """Compaction of batches that have left the replay buffer, snapshots of the result, and digests of a stream.
 
-`Compactor` keeps what is still live of a stream's old batches. `encode_snapshot` encodes its events as batches that subscribers
-can read. `DigestTracker` computes the digest that heartbeats carry.
+`Compactor` stores the blocks of a stream's old batches that are still live. `encode_snapshot` encodes its events as batches
+that subscribers can read. `DigestTracker` computes the digest that heartbeats carry.
 
-A snapshot that is larger than one payload has several parts. A consumer needs all of them, in a row. But live batches may have
-had the same numbers, and a consumer may hold some of those. So each part ends with a heartbeat whose digest covers all parts up
-to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees a wrong digest.
+A snapshot that is larger than one payload has several parts. A consumer needs all of them, consecutively. But live batches may
+have had the same numbers, and a consumer may hold some of those. So each part ends with a heartbeat whose digest covers all
+parts up to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees a wrong
+digest.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _NativeCompactor(Protocol):
 
 
 class Compactor:
-    """Takes the payloads of one stream, oldest first, and keeps only what is still live.
+    """Takes the payloads of one stream, oldest first, and stores only blocks that are still live.
 
     `events` returns its state as stores that rebuild every chain after a clear: a consumer that applies them knows the same as
     one that saw every batch, and is at least as uncertain of copies that might not exist. Blocks of groups of unknown kinds
@@ -160,20 +161,20 @@ _INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
 _EMPTY_DIGEST: Final = f"{0:032x}"
 _APPLIED, _CLEARED = "applied", "cleared"
 _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
-"""What the native index returns for a batch."""
+"""The outcomes that the native index returns for a batch."""
 
 
 class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
     `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
-    module; None then, and so is the digest. Missing numbers are detected nevertheless.
+    module. Without it both index and digest are None, and only missing numbers are detected.
     """
 
     def __init__(self, index: Any | None) -> None:
         self._index = index
         self._last_seq = -1
-        self._missing: int | None = None
+        self._newest_gap: int | None = None
         """The newest number that was never sent, since the stream was last cleared."""
 
     @classmethod
@@ -190,25 +191,25 @@ class DigestTracker:
         """Apply batches as they were sent. Releases the interpreter lock."""
         if self._index is None:
             for seq, payload in batches:
-                has_gap = self._missing is not None or seq != self._last_seq + 1
+                has_gap = self._newest_gap is not None or seq != self._last_seq + 1
                 self._note(seq, _CLEARED if has_gap and _clears_everything(payload) else _APPLIED)
             return
         raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
-        done = 0
-        while done < len(raw):
-            outcomes = self._index._apply_many(raw[done:])  # noqa: SLF001 - the native module's, as in kvevents.index
-            if done + len(outcomes) < len(raw):
-                left = raw[done + len(outcomes)]
-                outcomes.append(self._index.apply_payload(_STREAM, 0, left.seq, left.payload))
-            for each, outcome in zip(raw[done:], outcomes, strict=False):
-                self._note(each.seq, outcome)
-            done += len(outcomes)
+        count = 0
+        while count < len(raw):
+            outcomes = self._index._apply_many(raw[count:])  # noqa: SLF001 - the native module's, as in kvevents.index
+            if count + len(outcomes) < len(raw):
+                failed_batch = raw[count + len(outcomes)]
+                outcomes.append(self._index.apply_payload(_STREAM, 0, failed_batch.seq, failed_batch.payload))
+            for batch, outcome in zip(raw[count:], outcomes, strict=False):
+                self._note(batch.seq, outcome)
+            count += len(outcomes)
 
     def _note(self, seq: int, outcome: Any) -> None:
         if seq != self._last_seq + 1:
-            self._missing = seq - 1
+            self._newest_gap = seq - 1
         if outcome == _CLEARED:
-            self._missing = None
+            self._newest_gap = None
         self._last_seq = seq
 
     def digest(self) -> str | None:
@@ -223,10 +224,10 @@ class DigestTracker:
 
     def heartbeat(self, number: int, interval: float, incarnation: int, attestation: int | None = None) -> Heartbeat:
         """Return the heartbeat for the batch `number`, which is sent next. `interval` is in seconds."""
-        missing = number - 1 if number != self._last_seq + 1 else self._missing
-        if missing is None:
+        gap = number - 1 if number != self._last_seq + 1 else self._newest_gap
+        if gap is None:
             return Heartbeat(self.digest(), interval, incarnation=incarnation, attestation=attestation)
-        reason = f"number {missing} was never sent: it was dropped, or could not be encoded"
+        reason = f"number {gap} was never sent: it was dropped, or could not be encoded"
         return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation, attestation)
 
 
@@ -238,16 +239,16 @@ def _clears_everything(payload: bytes) -> bool:
 # --- snapshots ---------------------------------------------------------------------------------------------------------------
 
 MAX_SNAPSHOT_PARTS: Final = 16
-"""Batches of one snapshot of one rank. At 32 MiB each they hold some six million blocks of 16 tokens; all are in memory at
-once. Each further rank adds one, for at most `MAX_RANKS` ranks."""
+"""Maximum number of batches of a snapshot of one rank. At 32 MiB each they hold some six million blocks of 16 tokens; all are
+in memory at once. Each further rank adds one batch, for at most `MAX_RANKS` ranks."""
 MAX_RANKS: Final = 64
-"""Ranks of one stream, as in the native compactor."""
+"""Maximum number of ranks of one stream, as in the native compactor."""
 _EVENTS_PER_PART: Final = 8
-"""An event that would fill more than this fraction of a part is split, so that parts can be filled evenly."""
+"""An event that would fill more than one part in this number is split, so that parts can be filled evenly."""
 _FIXED_EVENT_BYTES: Final = 400
 """Upper bound for an event without its hashes, tokens and names."""
 _ARRAY_HEADER_BYTES: Final = 16
-"""Bytes by which the array headers of a batch may grow with its content."""
+"""Maximum number of bytes by which the array headers of a batch grow with its content."""
 _NOT_LAST_PART: Final = "its snapshot is several batches, of which this is not the last one"
 
 _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
@@ -263,24 +264,24 @@ def encode_snapshot(
 ) -> list[bytes] | None:
     """Return the payloads of a snapshot, each of at most `limit` bytes. The first one begins with a clear.
 
-    Nearly always there is one. Several ranks have a part each, or more, after one that clears all of them. `rank` is that of a
-    single one which payloads have not stated. `incarnation` is the sender's, as in its heartbeats. Returns None if one rank
-    would need more than `MAX_SNAPSHOT_PARTS`, or if a single block takes more than a payload holds.
+    Nearly always there is one payload. With several ranks the first one clears all ranks, and each rank has payloads of its
+    own. `rank` is the only rank of a stream whose payloads state none. `incarnation` is the sender's, as in its heartbeats.
+    Returns None if one rank would need more than `MAX_SNAPSHOT_PARTS`, or if a single block takes more than a payload holds.
     """
 
-    def encode_events(rank: int | None, found: list[KVEvent]) -> bytes:
-        return encode(KVEventBatch(ts, found, rank))
+    def encode_events(rank: int | None, content: list[KVEvent]) -> bytes:
+        return encode(KVEventBatch(ts, content, rank))
 
     clear: list[KVEvent] = [*_CLEARS]
     if len(ranks) == 1:
-        ((stated, events),) = ranks
-        rank = rank if stated is None else stated
+        ((stated_rank, events),) = ranks
+        rank = rank if stated_rank is None else stated_rank
         if sum(map(_max_size, events)) + _FIXED_EVENT_BYTES <= limit:
             return [encode_events(rank, [*clear, *map(_to_event, events)])]
         groups = _group(rank, clear, events, encode_events, limit)
     else:
-        each = (_group(rank, [], events, encode_events, limit) for rank, events in ranks)
-        groups = chain([(None, clear)], chain.from_iterable(each))
+        groups_of_ranks = (_group(rank, [], events, encode_events, limit) for rank, events in ranks)
+        groups = chain([(None, clear)], chain.from_iterable(groups_of_ranks))
     parts = _join(groups, encode_events, MAX_SNAPSHOT_PARTS - 1 + len(ranks), incarnation)
     return parts if parts is not None and all(len(part) <= limit for part in parts) else None
 
@@ -310,21 +311,21 @@ def _group(
     rank: int | None, first: list[KVEvent], events: list[EventTuple], encode_events: _EncodeEvents, limit: int
 ) -> Iterator[_Group]:
     """Yield groups of events that each fill a part. Large events are split, since encoding one would block the process."""
-    group, least = list(first), len(first)
-    bare = len(encode_events(rank, []))
-    longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
+    group, min_count = list(first), len(first)
+    base_size = len(encode_events(rank, []))
+    heartbeat = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
     # A clear between the stores does not begin a part: it would be taken for the beginning of another snapshot.
-    clear = len(encode_events(rank, [AllBlocksCleared()])) - bare
-    empty = _ARRAY_HEADER_BYTES + clear + len(encode_events(rank, [BlockRemoved([], heartbeat=longest)]))
-    size = empty + len(encode_events(rank, group)) - bare
+    clear = len(encode_events(rank, [AllBlocksCleared()])) - base_size
+    part_overhead = _ARRAY_HEADER_BYTES + clear + len(encode_events(rank, [BlockRemoved([], heartbeat=heartbeat)]))
+    size = part_overhead + len(encode_events(rank, group)) - base_size
     for piece in (piece for event in events for piece in _split(event, limit // _EVENTS_PER_PART)):
         event = _to_event(piece)
-        added = len(encode_events(rank, [event])) - bare
-        if size + added > limit and len(group) > least and not isinstance(event, AllBlocksCleared):
+        event_size = len(encode_events(rank, [event])) - base_size
+        if size + event_size > limit and len(group) > min_count and not isinstance(event, AllBlocksCleared):
             yield rank, group
-            group, least, size = [], 0, empty
+            group, min_count, size = [], 0, part_overhead
         group.append(event)
-        size += added
+        size += event_size
     yield rank, group
 
 
@@ -348,24 +349,24 @@ def _split(event: EventTuple, room: int) -> Iterable[EventTuple]:
 
 
 def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
-    kind, hashes, parent, tokens, pairs, *others = event
-    each = len(tokens) // len(hashes)
-    extra = None if others[_EXTRA - 3] is None else _decode(others[_EXTRA - 3])
-    keys = others[-1]
+    kind, hashes, parent, tokens, pairs, *fields = event
+    tokens_per_block = len(tokens) // len(hashes)
+    extra = None if fields[_EXTRA - 3] is None else _decode(fields[_EXTRA - 3])
+    keys = fields[-1]
     for start in range(0, len(hashes), step):
         stop = start + step
-        others[-1] = None if keys is None else keys[start:stop]
+        fields[-1] = None if keys is None else keys[start:stop]
         if extra is not None:
-            others[_EXTRA - 3] = _encode(extra[start:stop])
-        yield (kind, hashes[start:stop], parent, tokens[start * each : stop * each], pairs, *others)
+            fields[_EXTRA - 3] = _encode(extra[start:stop])
+        yield (kind, hashes[start:stop], parent, tokens[start * tokens_per_block : stop * tokens_per_block], pairs, *fields)
         # Stores without tokens are copies of blocks that already have a place in a chain.
         parent = hashes[min(stop, len(hashes)) - 1] if tokens else parent
 
 
 def _split_removed(event: EventTuple, step: int) -> Iterator[EventTuple]:
-    kind, hashes, *others = event
+    kind, hashes, *fields = event
     for start in range(0, len(hashes), step):
-        yield (kind, hashes[start : start + step], *others)
+        yield (kind, hashes[start : start + step], *fields)
 
 
 _SPLITTERS: Final[dict[str, Callable[[EventTuple, int], Iterator[EventTuple]]]] = {
@@ -402,7 +403,7 @@ def _to_event(event: EventTuple) -> KVEvent:
     return _CONSTRUCTORS[event[0]](*event[1:])
 
 
-def _stored(*values: Any) -> BlockStored:
+def _to_stored(*values: Any) -> BlockStored:
     fields = dict(zip(_STORED_FIELDS, values, strict=True))
     numbers = array("I", fields["token_ids"]).tolist()
     fields["token_ids"] = list(zip(numbers[::2], numbers[1::2], strict=True)) if fields.pop("pairs") else numbers
@@ -411,12 +412,12 @@ def _stored(*values: Any) -> BlockStored:
     return BlockStored(**fields)
 
 
-def _removed(*values: Any) -> BlockRemoved:
+def _to_removed(*values: Any) -> BlockRemoved:
     return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
 
 
-def _cleared(_hashes: list[int]) -> AllBlocksCleared:
+def _to_cleared(_hashes: list[int]) -> AllBlocksCleared:
     return AllBlocksCleared()
 
 
-_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed, "cleared": _cleared}
+_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _to_stored, "removed": _to_removed, "cleared": _to_cleared}

@@ -46,8 +46,8 @@ _REPLY_AFFINITY: Final = 2
 _POLL_BUDGET: Final = 0.02
 """Seconds in which one `poll` reads subscriptions."""
 _RECEIVE_LIMIT: Final = 2
-"""Subscriptions of one peer that wait outside of TCP. libzmq moves them from there into a queue without a limit whenever it is
-called; with more than a few, a peer that sends them without end fills memory faster than `poll` empties the queue."""
+"""Limit of the subscriptions of one peer outside of TCP. libzmq moves them from there into a queue without a limit whenever it
+is called; with more than a few, a peer that sends them without end fills memory faster than `poll` empties the queue."""
 _CHANGES: Final = {b"\1": 1, b"\0": -1}
 
 
@@ -74,7 +74,7 @@ class EventSocket:
             socket.affinity = affinity
             socket.xpub_verboser = True
             self._reconnector = None if is_bound else Reconnector(socket, endpoint, "event", reconnect_delay)
-            self.bound = connect_or_bind(socket, endpoint, bind=True, what="event") if is_bound else endpoint
+            self.bound_endpoint = connect_or_bind(socket, endpoint, bind=True, role="event") if is_bound else endpoint
             """The bound endpoint, with the port that the OS chose; for a connecting socket, the peer's endpoint."""
             self._socket = socket
         self._native = libzmq_io()
@@ -85,27 +85,27 @@ class EventSocket:
         """Send batches in order to each consumer that subscribed to a prefix of the topic."""
         if self._native is None:
             self._send_frames(topic, batches)
-        elif (sent := self._native.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
-            self._send_frames(topic, batches[sent // FRAMES :], sent % FRAMES)
+        elif (frames_sent := self._native.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
+            self._send_frames(topic, batches[frames_sent // FRAMES :], frames_sent % FRAMES)
 
-    def _send_frames(self, topic: bytes, batches: Sequence[SequencedPayload], sent: int = 0) -> None:
-        """Send batches frame by frame; the first `sent` frames of the first batch have been sent already."""
+    def _send_frames(self, topic: bytes, batches: Sequence[SequencedPayload], frames_sent: int = 0) -> None:
+        """Send batches frame by frame; the first `frames_sent` frames of the first batch have been sent already."""
         send = self._send
         for seq, payload in batches:
-            if sent < 1:
+            if frames_sent < 1:
                 send(topic, zmq.SNDMORE)
-            if sent < 2:
+            if frames_sent < 2:
                 send(seq.to_bytes(8, "big"), zmq.SNDMORE)
             send(payload)
-            sent = 0
+            frames_sent = 0
 
     def poll(self) -> None:
         """Read subscriptions, and reconnect if that is due."""
         if self._reconnector is not None:
             self._reconnector.poll(monotonic())
-        until = monotonic() + _POLL_BUDGET
+        deadline = monotonic() + _POLL_BUDGET
         with suppress(zmq.Again):
-            while monotonic() < until:
+            while monotonic() < deadline:
                 first = self._socket.recv(zmq.DONTWAIT)[:1]
                 self.subscriptions = max(0, self.subscriptions + _CHANGES.get(first, 0))
 
@@ -164,9 +164,9 @@ class EventServer:
         self._failures = FailureLog(logger, endpoint, settings.log_interval)
         self._flush_until = float("inf")
         self._termination: threading.Thread | None = None
-        with ExitStack() as undo:
-            self._open(undo, self.topic if replay_topic else None)
-            undo.pop_all()
+        with ExitStack() as cleanup:
+            self._open(cleanup, self.topic if replay_topic else None)
+            cleanup.pop_all()
         try:
             if self._replay_thread is not None:
                 self._replay_thread.start()
@@ -174,27 +174,27 @@ class EventServer:
             self.close(0.0)
             raise
 
-    def _choose_context(self, given: zmq.Context[Any] | None) -> tuple[zmq.Context[Any], bool]:
+    def _choose_context(self, context: zmq.Context[Any] | None) -> tuple[zmq.Context[Any], bool]:
         """Return the context to use, and whether the server terminates it.
 
         `inproc://` connects within one context only, so with it the server uses the process's context, as the engines do.
         Otherwise it creates a context that it can flush and terminate. With replay the context has a second I/O thread, so
         that a long reply does not delay live batches.
         """
-        if given is not None:
-            return given, False
+        if context is not None:
+            return context, False
         endpoints = [self._endpoint] if self._replay_endpoint is None else [self._endpoint, self._replay_endpoint]
         if any(endpoint.startswith("inproc://") for endpoint in endpoints):
             return zmq.Context.instance(), False
         return zmq.Context(io_threads=len(endpoints)), True
 
-    def _open(self, undo: ExitStack, replay_topic: bytes | None) -> None:
+    def _open(self, cleanup: ExitStack, replay_topic: bytes | None) -> None:
         settings = self._settings
         if self._owns_context:
-            undo.callback(self._context.term)
+            cleanup.callback(self._context.term)
         self.security = secure_sockets(self._context, self._curve, self._endpoint, settings.security)
         if self.security is not None:
-            undo.callback(self.security.close)
+            cleanup.callback(self.security.close)
         self._events = EventSocket(
             self._context,
             self._endpoint,
@@ -204,12 +204,12 @@ class EventServer:
             affinity=_EVENT_AFFINITY if self._owns_context else 0,
             reconnect_delay=settings.reconnect_delay,
         )
-        undo.callback(self._events.close, None)
+        cleanup.callback(self._events.close, None)
         if self._replay_endpoint is not None:
             socket, self.replay_bound = self._open_router(self._replay_endpoint)
-            undo.callback(socket.close, linger=0)
+            cleanup.callback(socket.close, linger=0)
             self._replay = ReplayServer(socket, self._buffer, replay_topic, settings.replay, settings.log_interval)
-            undo.callback(self._replay.close)
+            cleanup.callback(self._replay.close)
             self._replay_thread = threading.Thread(target=self._replay.run, daemon=True, name="zmq-replay")
 
     def _open_router(self, endpoint: str) -> tuple[Socket, str]:
@@ -218,19 +218,19 @@ class EventServer:
             socket.sndhwm = settings.send_limit
             socket.tcp_maxrt = int(settings.unread_timeout * 1000)
             socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
-            return socket, connect_or_bind(socket, endpoint, bind=True, what="replay")
+            return socket, connect_or_bind(socket, endpoint, bind=True, role="replay")
 
     # --- state ----------------------------------------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
         """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
-        return connectable(self._events.bound)
+        return connectable(self._events.bound_endpoint)
 
     @property
     def bound(self) -> str:
         """The event endpoint as ZeroMQ reports it."""
-        return self._events.bound
+        return self._events.bound_endpoint
 
     @property
     def subscribers(self) -> int:
@@ -245,12 +245,12 @@ class EventServer:
     @property
     def connections_refused(self) -> int:
         """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
-        return 0 if self.security is None else self.security.refused
+        return 0 if self.security is None else self.security.refusals
 
     @property
     def replays_unfinished(self) -> int:
         """Replies that `close` left unfinished."""
-        return 0 if self._replay is None else self._replay.unfinished
+        return 0 if self._replay is None else self._replay.unfinished_replies
 
     def replay_stats(self) -> ReplayStats:
         """Return the counters of replay; all are zero without replay."""
@@ -306,6 +306,8 @@ class EventServer:
         if self.security is not None:
             self.security.close()
         if is_sending or (thread is not None and thread.is_alive()):
+            if self._owns_context:  # it ends when the thread has closed its socket
+                self._start_termination()
             return False
         if replay is not None:
             replay.close()
@@ -316,15 +318,21 @@ class EventServer:
             return None
         return monotonic() < (self._flush_until if replay is None else min(self._flush_until, replay.flush_until))
 
-    def _end_context(self, deadline: float) -> bool:
-        """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""
+    def _start_termination(self) -> threading.Thread:
         if self._termination is None:
             self._termination = start_termination(self._context)
-        if self._termination.ident is not None:  # it was started
-            self._termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)
-        if self._termination.is_alive():
+        return self._termination
+
+    def _end_context(self, deadline: float) -> bool:
+        """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""
+        termination = self._start_termination()
+        if termination.ident is None:  # the interpreter is ending and starts no more threads
+            self._context.term()
+        else:
+            termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)
+        if termination.is_alive():
             logger.warning("%s: ZeroMQ did not end the publisher's context; its thread and memory remain", self.bound)
-        return not self._termination.is_alive()
+        return not termination.is_alive()
 
     def after_fork(self) -> None:
         """Replace the locks in a forked child, in which none of the threads exists."""

@@ -53,9 +53,9 @@ from kvevents.wire.encode import batch_encoder
 logger = logging.getLogger(__name__)
 
 CHUNK: Final = 64
-"""Batches of a chunk of a `ChunkedDeque`. A burst stays together, so that work per chunk costs each batch little."""
+"""Number of batches in a chunk of a `ChunkedDeque`. A burst stays together, so that work per chunk costs each batch little."""
 _MAX_REASON: Final = 200
-"""Characters of an `unavailable_reason`."""
+"""Maximum number of characters of an `unavailable_reason`."""
 _DEFAULTS: Final = ReplayBufferSettings()
 
 _seq_of = itemgetter(0)
@@ -89,20 +89,20 @@ class ChunkedDeque:
 
     def popleft_many(self, count: int) -> list[SequencedPayload]:
         """Remove and return the `count` oldest batches; there must be that many."""
-        taken, size = self._chunks.popleft(), self._sizes.popleft()
-        while len(taken) < count:
-            taken += self._chunks.popleft()
+        batches, size = self._chunks.popleft(), self._sizes.popleft()
+        while len(batches) < count:
+            batches += self._chunks.popleft()
             size += self._sizes.popleft()
-        if len(taken) > count:
-            rest = taken[count:]
-            del taken[count:]
-            rest_size = _bytes_of(rest)
-            self._chunks.appendleft(rest)
+        if len(batches) > count:
+            remainder = batches[count:]
+            del batches[count:]
+            rest_size = _bytes_of(remainder)
+            self._chunks.appendleft(remainder)
             self._sizes.appendleft(rest_size)
             size -= rest_size
         self._count -= count
         self.bytes -= size
-        return taken
+        return batches
 
     def count_within(self, size: int) -> int:
         """Return how many of the oldest batches have at most `size` bytes together, at least 1. Must not be empty."""
@@ -112,8 +112,8 @@ class ChunkedDeque:
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the batches numbered `start` or higher."""
         chunks = list(takewhile(lambda chunk: chunk[-1][0] >= start, reversed(self._chunks)))
-        found = list(chain.from_iterable(reversed(chunks)))
-        return found[bisect_left(found, start, key=_seq_of) :]
+        batches = list(chain.from_iterable(reversed(chunks)))
+        return batches[bisect_left(batches, start, key=_seq_of) :]
 
     @property
     def newest(self) -> int:
@@ -132,7 +132,7 @@ def _bytes_of(batches: Sequence[SequencedPayload]) -> int:
 
 
 class CompactedHistory(NamedTuple):
-    """What has left a buffer, in the form that `ReplayBuffer.restore` takes."""
+    """The history that has left a buffer, in the form that `ReplayBuffer.restore` takes."""
 
     last_seq: int
     """Number of the last batch it contains."""
@@ -149,17 +149,17 @@ class _Snapshot(NamedTuple):
     """Number of the last batch it contains."""
     batches: list[SequencedPayload]
     latest_start: int
-    """Requests from above this number get none of it."""
+    """Highest start of a request that still gets the snapshot."""
     has_parts: bool
     """Whether it has several parts, under the numbers of batches that were sent."""
 
 
 class _SnapshotInput(NamedTuple):
-    """What a snapshot is built from."""
+    """The input from which a snapshot is built."""
 
     last_seq: int
     last_payload: bytes
-    missing: int | None
+    gap: int | None
     events: list[RankEvents] | None
     """None if no new snapshot is needed, or the history is unavailable."""
     recently_evicted: list[SequencedPayload]
@@ -186,7 +186,7 @@ class ReplayBuffer:
         self._steps = steps
         self._settings = settings
         self._tolerance = 0 if compactor is None else min(settings.group_size - 1, steps // settings.min_groups)
-        self._buffered = ChunkedDeque()
+        self._batches = ChunkedDeque()
         self._make_locks()
         self._compactor = compactor
         self._history_stats = None if compactor is None else HistoryStats()
@@ -196,7 +196,7 @@ class ReplayBuffer:
         self.incarnation = 0
         """The sender's incarnation, as in its heartbeats; the parts of a snapshot carry it too."""
         self._last_evicted: SequencedPayload = (-1, b"")
-        self._missing: int | None = None
+        self._newest_gap: int | None = None
         """The newest evicted number that was never sent, since the stream was last cleared."""
         self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS + MAX_RANKS)
         self._snapshot: _Snapshot | None = None
@@ -211,7 +211,7 @@ class ReplayBuffer:
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
         """Add batches and evict the oldest. Call this before sending them live, so that every batch seen can be requested."""
         with self._buffer_lock:
-            self._buffered.extend(batches)
+            self._batches.extend(batches)
             excess = self._count_excess(self._tolerance)
         if excess and (not self._has_thread or excess > self._settings.max_backlog):
             with self._history_lock:
@@ -220,7 +220,7 @@ class ReplayBuffer:
             self._work.set()
 
     def compact_until_stopped(self) -> None:
-        """Evict and compact batches until `stop_compacting`; the body of a thread beside the one that calls `extend`."""
+        """Evict and compact batches until `stop_compacting`; the body of a thread; another thread calls `extend`."""
         self._has_thread = True
         try:
             while not self._is_stopped:
@@ -236,14 +236,14 @@ class ReplayBuffer:
         """Compact the current excess; all of it at once if it is so large that pauses would let it grow."""
         settings = self._settings
         with self._buffer_lock:
-            left = self._count_excess(self._tolerance)
-        while left > 0 and not self._is_stopped:
-            max_bytes = settings.compaction_bytes if left <= 2 * settings.group_size else None
+            excess = self._count_excess(self._tolerance)
+        while excess > 0 and not self._is_stopped:
+            max_bytes = settings.compaction_bytes if excess <= 2 * settings.group_size else None
             with self._history_lock:
-                evicted = self._evict(exactly=True, max_bytes=max_bytes)
-            # A replay request may have evicted some of it meanwhile.
-            left = left - evicted if evicted else 0
-            if left > 0:
+                count = self._evict(exactly=True, max_bytes=max_bytes)
+            # A replay request may have evicted some batches meanwhile.
+            excess = excess - count if count else 0
+            if excess > 0:
                 self._pause.wait(settings.compaction_pause)
 
     def stop_compacting(self) -> None:
@@ -254,19 +254,19 @@ class ReplayBuffer:
 
     def _count_excess(self, tolerance: int) -> int:
         """Return how many of the oldest batches to evict now; 0 unless they are more than `tolerance`."""
-        buffered = self._buffered
-        excess = len(buffered) - self._steps
+        batches = self._batches
+        excess = len(batches) - self._steps
         excess = excess if excess > tolerance else 0
         stats = self._history_stats
-        if stats is not None and stats.unavailable_reason is None and buffered.bytes > self._settings.max_bytes:
+        if stats is not None and stats.unavailable_reason is None and batches.bytes > self._settings.max_bytes:
             excess = max(excess, self._count_excess_bytes())
         return excess
 
     def _count_excess_bytes(self) -> int:
         """Return how many of the oldest batches to evict to free some bytes; never the newest, whose number replay needs."""
-        allowed = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
-        left = accumulate(self._buffered, lambda left, batch: left - len(batch[1]), initial=self._buffered.bytes)
-        return min(sum(1 for _ in takewhile(lambda left: left > allowed, left)), len(self._buffered) - 1)
+        target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
+        sizes = accumulate(self._batches, lambda size, batch: size - len(batch[1]), initial=self._batches.bytes)
+        return min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(self._batches) - 1)
 
     def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
         """Evict and compact the excess; return the number of batches. The caller holds `_history_lock`.
@@ -277,12 +277,12 @@ class ReplayBuffer:
         with self._buffer_lock:
             excess = self._count_excess(0 if exactly else self._tolerance)
             if excess and max_bytes is not None:
-                excess = min(excess, self._buffered.count_within(max_bytes))
-            evicted = self._buffered.popleft_many(excess) if excess else []
-        if evicted and self._compactor is not None:
+                excess = min(excess, self._batches.count_within(max_bytes))
+            batches = self._batches.popleft_many(excess) if excess else []
+        if batches and self._compactor is not None:
             with self._disabling_compaction_on_error():
-                self._compact(self._compactor, evicted)
-        return len(evicted)
+                self._compact(self._compactor, batches)
+        return len(batches)
 
     @contextmanager
     def _disabling_compaction_on_error(self) -> Iterator[None]:
@@ -308,18 +308,18 @@ class ReplayBuffer:
             for seq, payload in batches:
                 if seq != self._last_evicted[0] + 1:
                     compactor.mark_gap()
-                    self._missing = seq - 1
+                    self._newest_gap = seq - 1
                 compactor.append(payload)
                 self._last_evicted = (seq, payload)
-        if self._missing is not None and not compactor.partial:
-            self._missing = None
+        if self._newest_gap is not None and not compactor.partial:
+            self._newest_gap = None
         self._recently_evicted.extend(batches)
         self._update_stats()
 
-    def buffered(self) -> list[SequencedPayload]:
+    def buffered_batches(self) -> list[SequencedPayload]:
         """Return the buffered batches, without a snapshot of older ones."""
         with self._buffer_lock:
-            return list(self._buffered)
+            return list(self._batches)
 
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the buffered batches numbered `start` or higher.
@@ -331,14 +331,14 @@ class ReplayBuffer:
             with self._history_lock:
                 self._evict(exactly=True)
                 with self._buffer_lock:
-                    found = self._buffered.batches_from(start) if self._buffered else []
-                    newest = self._buffered.newest if self._buffered else self._last_evicted[0]
+                    batches = self._batches.batches_from(start) if self._batches else []
+                    newest = self._batches.newest if self._batches else self._last_evicted[0]
                 is_older = start <= self._last_evicted[0]
                 source = self._snapshot_input() if is_older and start <= newest else None
             prefix = [] if source is None else self._prefix_for(start, source)
         if prefix or not is_older:
-            return prefix + found
-        return found[-self._steps :] if self._steps else []
+            return prefix + batches
+        return batches[-self._steps :] if self._steps else []
 
     # --- snapshots. They are encoded outside of the inner locks: 50,000 blocks take a tenth of a second.
 
@@ -349,32 +349,33 @@ class ReplayBuffer:
         seq, payload = self._last_evicted
         # A snapshot of n parts is reused for n more batches: a new one could not have its own numbers before.
         is_current = snapshot is not None and seq - snapshot.last_seq < (len(snapshot.batches) if snapshot.has_parts else 1)
-        found = None
+        snapshot_input = None
         with self._disabling_compaction_on_error():
             events = None if is_current else compactor.events()
-            found = _SnapshotInput(seq, payload, self._missing, events, list(self._recently_evicted))
-        return found  # noqa: RET504 - None after an exception
+            snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, events, list(self._recently_evicted))
+        return snapshot_input  # noqa: RET504 - None after an exception
 
     def _prefix_for(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
         """Return what precedes the buffered batches in a reply from `start`. A snapshot is encoded once for all requests."""
         if source.events is not None:
             with self._disabling_compaction_on_error():
                 self._refresh_snapshot(source, source.events)
-        snapshot, evicted = self._snapshot, source.recently_evicted
-        if snapshot is None or (snapshot.last_seq < source.last_seq and (not evicted or evicted[0][0] > snapshot.last_seq + 1)):
+        snapshot, recent = self._snapshot, source.recently_evicted
+        if snapshot is None or (snapshot.last_seq < source.last_seq and (not recent or recent[0][0] > snapshot.last_seq + 1)):
             return []
         batches = snapshot.batches if start <= snapshot.latest_start else []
-        return batches + [batch for batch in evicted if batch[0] > snapshot.last_seq and batch[0] >= start]
+        return batches + [batch for batch in recent if batch[0] > snapshot.last_seq and batch[0] >= start]
 
     def _refresh_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> None:
-        built = self._build_snapshot(source, events)
-        self._snapshot_failure = built if isinstance(built, str) else None
+        result = self._build_snapshot(source, events)
+        self._snapshot_failure = result if isinstance(result, str) else None
         with self._history_lock:
             self._update_stats()
         last = self._snapshot
-        overlaps = last is not None and not isinstance(built, str) and built.has_parts and built.batches[0][0] <= last.last_seq
-        if not isinstance(built, str) and not overlaps:
-            self._snapshot = built
+        if isinstance(result, str):
+            return
+        if last is None or not result.has_parts or result.batches[0][0] > last.last_seq:
+            self._snapshot = result
 
     def _build_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> _Snapshot | str:
         """Return the snapshot, or the reason why it cannot be built."""
@@ -383,13 +384,13 @@ class ReplayBuffer:
         parts = None if encode is None else encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
         if parts is None or encode is None:
             return "oversized"
-        last = source.last_seq if source.missing is None else source.missing - 1
+        last = source.last_seq if source.gap is None else source.gap - 1
         first = last - len(parts) + 1
-        has_parts = source.missing is None and len(parts) > 1
+        has_parts = source.gap is None and len(parts) > 1
         if first < has_parts:  # parts need a number below the first one, from which to request them
-            return "oversized" if source.missing is None else "batches"
+            return "oversized" if source.gap is None else "batches"
         batches = list(zip(range(first, last + 1), parts, strict=True))
-        if source.missing is not None:
+        if source.gap is not None:
             batches.append((source.last_seq, encode(KVEventBatch(batch.ts, [], rank))))
         return _Snapshot(source.last_seq, batches, first - has_parts, has_parts)
 
@@ -402,7 +403,7 @@ class ReplayBuffer:
             if self._compactor is None or seq < 0:
                 return None
             payloads = self._compactor.payloads(self._settings.max_payload_bytes, decode_batch(last).batch.ts)
-            return None if payloads is None else CompactedHistory(seq, payloads, self._missing is not None)
+            return None if payloads is None else CompactedHistory(seq, payloads, self._newest_gap is not None)
 
     def history_up_to(self, seq: int) -> tuple[CompactedHistory | None, list[SequencedPayload]] | None:
         """Return `compacted_history` and the buffered batches up to `seq`; None if a later batch has left the buffer."""
@@ -410,8 +411,8 @@ class ReplayBuffer:
             if self._last_evicted[0] > seq:
                 return None
             with self._buffer_lock:
-                buffered = [batch for batch in self._buffered if batch[0] <= seq]
-            return self.compacted_history(), buffered
+                batches = [batch for batch in self._batches if batch[0] <= seq]
+            return self.compacted_history(), batches
 
     def restore(
         self,
@@ -429,7 +430,7 @@ class ReplayBuffer:
             if payloads:
                 self._last_evicted = (last_seq, payloads[-1])
                 # The missing number is not recorded, and does not matter: no consumer holds any of these batches.
-                self._missing = last_seq - 1 if partial else None
+                self._newest_gap = last_seq - 1 if partial else None
                 if self._compactor is not None:
                     self._compactor.restore(payloads, partial=partial)
                     self._update_stats()
@@ -440,7 +441,7 @@ class ReplayBuffer:
     def size(self) -> tuple[int, int]:
         """Return the number of buffered batches and of their payload bytes."""
         with self._buffer_lock:
-            return len(self._buffered), self._buffered.bytes
+            return len(self._batches), self._batches.bytes
 
     def history_stats(self) -> HistoryStats | None:
         """Return the state of the history as of the last compaction; None without compaction. Never waits for a lock."""
@@ -453,7 +454,7 @@ class ReplayBuffer:
                 batches=self._last_evicted[0] + 1,
                 blocks=compactor.live,
                 bytes=compactor.bytes,
-                partial=self._missing is not None,
+                partial=self._newest_gap is not None,
                 unavailable_reason=compactor.unavailable_reason or self._snapshot_failure,
             )
 
@@ -464,7 +465,7 @@ class ReplayBuffer:
     def discard(self) -> None:
         """Drop all buffered batches and stop compacting; for a sender that could not add a batch."""
         with self._history_lock, self._buffer_lock:
-            self._buffered = ChunkedDeque()
+            self._batches = ChunkedDeque()
             if self._compactor is not None:
                 self._compactor = self._snapshot = None
                 self._history_stats = HistoryStats(batches=self._last_evicted[0] + 1, unavailable_reason="batches")
@@ -483,4 +484,4 @@ class ReplayBuffer:
         self._work, self._pause = threading.Event(), threading.Event()
 
     def __len__(self) -> int:
-        return len(self._buffered)
+        return len(self._batches)

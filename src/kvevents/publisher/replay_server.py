@@ -44,7 +44,7 @@ _MORE: Final = zmq.SNDMORE
 _MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
 
 _frame_lock = threading.Lock()
-"""pyzmq starts its thread with the first tracked frame. Two threads that make one at the same time might start two."""
+"""pyzmq starts its thread with the first tracked frame. Two threads that do so at the same time might start two."""
 
 
 def _replace_frame_lock() -> None:
@@ -69,31 +69,31 @@ class InFlightFrames:
     def has_room(self, identity: bytes, size: int) -> bool:
         """Whether a large frame may be sent to this consumer now. Frames to other consumers count as of the last `poll`."""
         self._poll_consumer(identity)
-        own = self._bytes.get(identity, 0)
-        fits = own + size <= self._settings.in_flight_bytes and self.size + size <= self._settings.total_in_flight_bytes
-        return not own or fits
+        in_flight = self._bytes.get(identity, 0)
+        fits = in_flight + size <= self._settings.in_flight_bytes and self.size + size <= self._settings.total_in_flight_bytes
+        return not in_flight or fits
 
     def track(self, identity: bytes, frame: bytes) -> zmq.Frame | bytes:
         """Count a frame as in flight, and return it in the form in which it must be sent."""
         try:
             with _frame_lock:
-                tracked = zmq.Frame(frame, track=True, copy=False)
+                frame_object = zmq.Frame(frame, track=True, copy=False)
         except RuntimeError:
             # The interpreter exits and starts no more threads: the last frames are copied.
             return frame
-        self._frames.setdefault(identity, deque()).append((cast("zmq.MessageTracker", tracked.tracker), len(frame)))
+        self._frames.setdefault(identity, deque()).append((cast("zmq.MessageTracker", frame_object.tracker), len(frame)))
         self._bytes[identity] = self._bytes.get(identity, 0) + len(frame)
         self.size += len(frame)
-        return tracked
+        return frame_object
 
     def bytes_of(self, identity: bytes) -> int:
         """Return the bytes in flight to one consumer, as of the last `poll`."""
         return self._bytes.get(identity, 0)
 
-    def wait(self, until: float) -> None:
-        """Wait until all frames have left, at most until `until` (monotonic seconds); ZeroMQ reads their memory until then."""
+    def wait(self, deadline: float) -> None:
+        """Wait until ZeroMQ has sent all frames, whose memory it reads, or until `deadline` (monotonic seconds)."""
         self.poll()
-        while self.size and monotonic() < until:
+        while self.size and monotonic() < deadline:
             sleep(self._settings.in_flight_poll_interval)
             self.poll()
 
@@ -120,9 +120,9 @@ class ReplySession:
 
     def __init__(self, identity: bytes, batches: Sequence[SequencedPayload], now: float) -> None:
         self.identity = identity
-        self.waiting: deque[int] = deque()
+        self.waiting_starts: deque[int] = deque()
         """First numbers of further requests of the same consumer."""
-        self.merged = 0
+        self.merged_requests = 0
         """Requests that share the reply of the last waiting one, which begins at the first of their numbers."""
         self.restart(batches, now)
 
@@ -134,13 +134,13 @@ class ReplySession:
         self.started_at = self.progressed_at = now
 
     def add_request(self, start: int, limit: int) -> bool:
-        """Add a request to those that wait. Return whether it shares the reply of the last one, since `limit` wait already."""
-        is_merged = len(self.waiting) >= limit
+        """Add a request to the waiting ones. Return whether it shares the reply of the last one, since `limit` wait already."""
+        is_merged = len(self.waiting_starts) >= limit
         if is_merged:
-            self.waiting[-1] = min(self.waiting[-1], start)
-            self.merged += 1
+            self.waiting_starts[-1] = min(self.waiting_starts[-1], start)
+            self.merged_requests += 1
         else:
-            self.waiting.append(start)
+            self.waiting_starts.append(start)
         return is_merged
 
 
@@ -171,7 +171,7 @@ class ReplayServer:
         self._in_flight = InFlightFrames(settings)
         self._deadline: float | None = None
         self._fruitless_turns = 0
-        self.unfinished = 0
+        self.unfinished_replies = 0
         """Replies that `stop` left unfinished."""
         self.flush_until = float("inf")
         """Time at which ZeroMQ stops flushing the socket (monotonic seconds); set when `run` ends."""
@@ -217,8 +217,8 @@ class ReplayServer:
         except zmq.ZMQError:
             logger.warning("the replay server stopped: its ZeroMQ context was terminated")
         finally:
-            self.unfinished = len(self._sessions)
-            self._count["abandoned"] += self.unfinished
+            self.unfinished_replies = len(self._sessions)
+            self._count["abandoned"] += self.unfinished_replies
             self._sessions.clear()
             self.flush_until = close_socket(self._socket, self._deadline)
 
@@ -240,12 +240,12 @@ class ReplayServer:
     # --- requests
 
     def _wait(self) -> None:
-        watched: list[tuple[Socket | int, int]] = []
+        sockets: list[tuple[Socket | int, int]] = []
         if self._deadline is None:
-            watched.append((self._wake_read, zmq.POLLIN))
+            sockets.append((self._wake_read, zmq.POLLIN))
             if self._has_room():
-                watched.append((self._socket, zmq.POLLIN))
-        zmq.zmq_poll(watched, int(self._wait_seconds() * 1000))
+                sockets.append((self._socket, zmq.POLLIN))
+        zmq.zmq_poll(sockets, int(self._wait_seconds() * 1000))
 
     def _has_room(self) -> bool:
         """Whether another request may be read."""
@@ -313,7 +313,7 @@ class ReplayServer:
         return session.position > start
 
     def _send_message(self, identity: bytes, frames: list[bytes]) -> None:
-        """Send all frames to one consumer, or none and raise `zmq.Again`; ZeroMQ can refuse only the identity frame."""
+        """Send all frames to one consumer. Raise `zmq.Again` if none was sent: ZeroMQ can refuse only the identity frame."""
         send = self._send
         last = frames.pop()
         is_large = self._counts_in_flight and len(last) >= self._settings.large_frame_bytes
@@ -334,15 +334,15 @@ class ReplayServer:
         is_slow = now - session.started_at > patience + session.sent_bytes / settings.min_read_rate
         if (is_stalled or is_slow) and self._sessions.get(session.identity) is session:
             self._end_session(session, "abandoned")
-            what = "nothing" if is_stalled else "too little"
-            logger.warning("abandoned a replay reply: its consumer read %s for %g seconds", what, patience)
+            amount = "nothing" if is_stalled else "too little"
+            logger.warning("abandoned a replay reply: its consumer read %s for %g seconds", amount, patience)
 
     def _finish(self, session: ReplySession) -> None:
-        if session.waiting:
-            start = session.waiting.popleft()
-            merged = 0 if session.waiting else session.merged
-            session.merged -= merged
-            session.restart(self._buffer.batches_from(start), monotonic(), 1 + merged)
+        if session.waiting_starts:
+            start = session.waiting_starts.popleft()
+            count = 0 if session.waiting_starts else session.merged_requests
+            session.merged_requests -= count
+            session.restart(self._buffer.batches_from(start), monotonic(), 1 + count)
         else:
             del self._sessions[session.identity]
         self._count["finished"] += 1

@@ -8,7 +8,7 @@ from kvevents.zeromq.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
 
 
 class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the publisher thread polls for batches instead of waiting for `publish` to wake it. All fields are in seconds."""
+    """Limits of polling for batches, in seconds. A polling publisher thread needs no wake-up by `publish`."""
 
     max_interval: Seconds = 0.005
     """Mean interval between batches up to which the thread polls. Above it, repeated polls of the queue cost more than a
@@ -20,40 +20,40 @@ class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ReplayBufferSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much a compacting replay buffer holds, and how it moves batches into the compactor."""
+    """Size of a compacting replay buffer, and how it moves batches into the compactor."""
 
     group_size: Positive = 64
-    """Batches that are compacted in one call. A native call costs as much as a small batch."""
+    """Number of batches that are compacted in one call. A native call costs as much as a small batch."""
     min_groups: Positive = 16
-    """Groups that `buffer_steps` holds at least. With fewer steps, groups are smaller than `group_size`."""
+    """Minimum number of groups in `buffer_steps`. With fewer steps, groups are smaller than `group_size`."""
     max_bytes: Bytes = 256 * 1024 * 1024
-    """Payload bytes in the buffer: 10,000 batches of 26 KB. Most batches have some hundred bytes; batches of long prompts, and
-    snapshots that a relay forwards, have MiB. Without compaction there is no limit in bytes."""
+    """Maximum payload bytes in the buffer: 10,000 batches of 26 KB. Most batches have some hundred bytes; batches of long
+    prompts, and snapshots that a relay forwards, have MiB. Without compaction there is no limit in bytes."""
     max_payload_bytes: Bytes = DEFAULT_WIRE_LIMITS.max_payload_bytes
-    """Bytes of one payload of a snapshot: the largest that subscribers read by default."""
+    """Maximum size of one payload of a snapshot: the largest that subscribers read by default."""
     max_backlog: Positive = 1024
-    """Batches that may wait for the compaction thread before the sending thread compacts them itself."""
+    """Maximum number of batches that wait for the compaction thread. At the limit the sending thread compacts them itself."""
     compaction_bytes: Bytes = 16 * 1024
-    """Payload bytes that the compaction thread compacts without a pause: 8 batches of 32 blocks, about 0.1 ms."""
+    """Number of payload bytes that the compaction thread compacts without a pause: 8 batches of 32 blocks, about 0.1 ms."""
     compaction_pause: Pause = 0.001
-    """Seconds between two such pieces, unless more than two groups wait."""
+    """Seconds of that pause, which is left out while more than two groups wait."""
 
 
 class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of the replay server."""
 
     send_limit: Positive = 256
-    """Messages in the pipe of one consumer (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, few enough to bound
-    memory."""
+    """Maximum number of messages in the pipe of one consumer (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, few
+    enough to bound memory."""
     max_sessions: Positive = 256
-    """Replies in progress; each may hold a buffer's worth of batches. Further requests wait in ZeroMQ."""
+    """Maximum number of replies in progress; each may hold all batches of a buffer. Further requests wait in ZeroMQ."""
     max_waiting_requests: Positive = 8
-    """Requests of one consumer that wait for its current reply. They are answered in order. Further ones share the
-    reply of the last, which begins at the first of their numbers and has an end marker for each."""
+    """Maximum number of requests of one consumer that wait for its current reply. Further requests share the reply of the last,
+    which begins at the lowest of their numbers and has an end marker for each request."""
     messages_per_turn: Positive = 32
-    """Messages sent for one session before the next session has its turn."""
+    """Maximum number of messages that are sent for one session before the next session has its turn."""
     requests_per_turn: Positive = 64
-    """Requests read before the sessions have their turn, so that a flood of requests does not stop replies."""
+    """Maximum number of requests that are read before the sessions have their turn, so that a flood does not stop replies."""
     yield_delay: Pause = 0.0001
     """Seconds between two turns of sessions, in which other threads get the interpreter lock and other processes a CPU. A
     thread that sends without a pause takes the lock back before a waiting thread wakes, which then waits 5 ms
@@ -61,7 +61,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     retry_delay: Seconds = 0.001
     """Seconds to wait while the pipes of all consumers are full. The delay doubles with each turn in which nothing was sent."""
     max_retry_delay: Seconds = 0.008
-    """Longest such delay."""
+    """Maximum of that delay."""
     error_delay: Seconds = 0.1
     """Seconds to wait after an exception, so that a persistent fault does not keep a CPU busy."""
     idle_wait: Seconds = 1.0
@@ -72,9 +72,9 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     large_frame_bytes: Bytes = 16 * 1024
     """Size from which a frame is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
     in_flight_bytes: Bytes = 4 * 1024 * 1024
-    """Bytes of large frames in flight to one consumer. A single larger frame may be sent when none is in flight."""
+    """Maximum bytes of large frames in flight to one consumer. A single larger frame may be sent when none is in flight."""
     total_in_flight_bytes: Bytes = 64 * 1024 * 1024
-    """Bytes of large frames in flight to all consumers of one server. Above it each consumer gets one large frame at a time."""
+    """Bytes of large frames in flight to all consumers, above which each consumer gets one large frame at a time."""
     in_flight_poll_interval: Seconds = 0.002
     """Seconds between two checks while the server waits until all large frames have left."""
     min_read_rate: Bytes = 128 * 1024
@@ -84,15 +84,15 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
     `min_read_rate`. The whole reply may take so long beyond the time that it needs at that rate."""
     busy_timeout: Seconds = 2.0
-    """The same while `max_sessions` replies are in progress, so that slow readers do not keep others from theirs for long."""
+    """Replaces `progress_timeout` while `max_sessions` replies are in progress, so that slow readers do not delay others."""
 
 
 class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of a `ZmqEventPublisher` that its constructor has no parameter for."""
 
     burst: Positive = 64
-    """Batches that the publisher thread encodes, stores for replay and sends at once. Smaller bursts cost more per batch,
-    larger ones delay the first batch."""
+    """Maximum number of batches that the publisher thread encodes, stores and sends at once. Smaller bursts cost more per
+    batch, larger ones delay the first batch."""
     max_sleep: Seconds = 0.25
     """Longest sleep of the idle publisher thread in seconds."""
     poll_interval: Seconds = 0.1
@@ -106,7 +106,7 @@ class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fiel
     log_interval: Seconds = 10.0
     """Seconds between two log records about exceptions of the same part."""
     reconnect_delay: Seconds = 5.0
-    """Seconds after a disconnect until a connecting event socket connects again where libzmq does not."""
+    """Seconds after a disconnect until a connecting event socket connects again, if libzmq does not reconnect it."""
     peer_timeout: Seconds = 5.0
     """Seconds after which a publisher that connects logs that no consumer has subscribed."""
     polling: PollSettings = PollSettings()

@@ -39,7 +39,7 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     """State of the compacted history of all batches that have left the replay buffer."""
 
     batches: int = 0
-    """How many numbers (0 to this - 1) are compacted into the history."""
+    """Number of batches, from batch 0 on, that are compacted into the history."""
     blocks: int = 0
     """Live blocks in the history."""
     bytes: int = 0
@@ -67,8 +67,8 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     `shutdown()`, or in a forked child; these have no number)."""
     failures: dict[str, int] = {}
     """Exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are switched off
-    by their first exception. After one in `replay_buffer` the buffer is empty. After one in `thread` or `replay` that
-    thread continues."""
+    by their first exception. After an exception in `replay_buffer` the buffer is empty. The threads `thread` and `replay`
+    continue after theirs."""
     next_seq: int = 0
     """Number of the next batch."""
     buffered_batches: int = 0
@@ -84,7 +84,7 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to everything that a publisher accepted."""
+    """The fate of all batches that a publisher accepted."""
 
     sent: int = 0
     """Batches handed to ZeroMQ since the start."""
@@ -114,7 +114,7 @@ class FailureLog:
         self._logged_at: dict[str, float] = {}
 
     def record(self, part: str, error: BaseException, consequence: str) -> None:
-        """Count an exception. Log it with its traceback if none of this part was logged in the last `log_interval` seconds."""
+        """Count an exception. Log it with its traceback, at most once in `log_interval` seconds for each part."""
         self.count(part)
         now = monotonic()
         if part not in self._logged_at or now - self._logged_at[part] > self._log_interval:
@@ -133,10 +133,10 @@ class FailureLog:
 class LossLogger:
     """Logs the first batch of a run of dropped batches, and their number when the run is over."""
 
-    def __init__(self, logger: logging.Logger, what: str, quiet_time: float) -> None:
+    def __init__(self, logger: logging.Logger, subject: str, quiet_time: float) -> None:
         """`quiet_time` is the number of seconds without a further drop after which a run is over."""
         self._logger = logger
-        self._what = what
+        self._subject = subject
         self._quiet_time = quiet_time
         self._count_before_run = self._count = 0
         self._changed_at = 0.0
@@ -146,11 +146,11 @@ class LossLogger:
         if count != self._count:
             if self._count_before_run == self._count:
                 self._logger.warning(
-                    "%s%s; consumers see a gap; further drops are counted", self._what, f": {detail}" if detail else ""
+                    "%s%s; consumers see a gap; further drops are counted", self._subject, f": {detail}" if detail else ""
                 )
             self._count, self._changed_at = count, now
         elif self._count_before_run != self._count and now - self._changed_at > self._quiet_time:
-            self._logger.warning("%s: over after %d dropped batches", self._what, self._count - self._count_before_run)
+            self._logger.warning("%s: over after %d dropped batches", self._subject, self._count - self._count_before_run)
             self._count_before_run = self._count
 
 

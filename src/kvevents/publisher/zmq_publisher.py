@@ -72,17 +72,14 @@ class ZmqEventPublisher(QueuedPublisher):
 
     The others are our own:
 
-    bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0.
-    dialect: the release whose consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None
-    sends what almost all consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field
-    that the array has no place for is a map.
-    replay_topic: whether replies repeat the topic; None decides by the dialect.
-    compact: collapse what leaves the replay buffer into one snapshot batch, which precedes a replay from before the buffer;
-    None does so if the native module is installed.
-    curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
-    heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for
-    none. Without the native module these batches have no digest.
-    settings: limits and timers.
+    bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0. dialect: the release whose
+    consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None sends what almost all
+    consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field that the array has no place
+    for is a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse what leaves the
+    replay buffer into one snapshot batch, which precedes a replay from before the buffer; None means yes if the native module
+    is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates. heartbeat: seconds
+    between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Without the
+    native module these batches have no digest. settings: limits and timers.
 
     Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
     `MissingDependencyError` for settings that need the native module, and `EndpointError`, an OSError, if a socket cannot be
@@ -104,15 +101,15 @@ class ZmqEventPublisher(QueuedPublisher):
         """Raises TypeError for a subclass that overrides a member of the engines' class that ours would never call."""
         super().__init_subclass__(**options)
         for name in vars(cls):
-            hidden = vars(ZmqEventPublisher).get(name)
-            if isinstance(hidden, _EngineInternal) or (name == "END_SEQ" and cls.END_SEQ != END_SEQ):
-                sentence = hidden.sentence if isinstance(hidden, _EngineInternal) else "END_SEQ is part of the protocol"
+            member = vars(ZmqEventPublisher).get(name)
+            if isinstance(member, _EngineInternal) or (name == "END_SEQ" and cls.END_SEQ != END_SEQ):
+                sentence = member.sentence if isinstance(member, _EngineInternal) else "END_SEQ is part of the protocol"
                 raise TypeError(f"{cls.__name__} overrides {name}: {sentence}; override publish() or shutdown() instead")
 
     _default_dialect = DEFAULT_DIALECT
     _may_collide = False
     """Whether ports of ranks may be equal, as in the engines: ranks may run on different nodes."""
-    _published = _heartbeats = 0
+    _published_count = _heartbeats = 0
     _history_problem: str | None = None
     """Why there was no snapshot of older history when that was last checked."""
     _last_encode_failure = ""
@@ -173,7 +170,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def _start(self, max_queue_size: int) -> None:
         """Start the threads, once the sockets are open."""
-        self._bound, self._replay_bound = self._server.bound, self._server.replay_bound
+        self._bound_endpoint, self._replay_bound = self._server.bound, self._server.replay_bound
         settings = self._settings
         self._failures = FailureLog(logger, self.endpoint, settings.log_interval)
         self._queue_full_log = LossLogger(
@@ -190,7 +187,7 @@ class ZmqEventPublisher(QueuedPublisher):
             "snapshots of batches that have left the replay buffer": self._replay_endpoint and self._compact is not False,
             "digests in heartbeats": self._digest_tracker,
         }
-        warn_without_native(logger, self.endpoint, [feature for feature, is_wanted in features.items() if is_wanted])
+        warn_without_native(logger, self.endpoint, [feature for feature, is_enabled in features.items() if is_enabled])
 
     def _create_server(
         self, hwm: int, topic: str, *, replay_topic: bool | None, curve: Curve | None, context: zmq.Context[Any] | None
@@ -252,7 +249,7 @@ class ZmqEventPublisher(QueuedPublisher):
         return KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
-            endpoint=with_bound_port(self._endpoint, self._bound) or self._endpoint,
+            endpoint=with_bound_port(self._endpoint, self._bound_endpoint) or self._endpoint,
             replay_endpoint=with_bound_port(self._replay_endpoint, self._replay_bound),
             topic=self._topic_bytes.decode(),
             **self._counts,
@@ -264,7 +261,7 @@ class ZmqEventPublisher(QueuedPublisher):
         batches, size = self._replay_buffer.size()
         return PublisherStats(
             accepted=accepted,
-            published=self._published,
+            published=self._published_count,
             queued=self._count_queued(accepted),
             dropped={
                 "queue_full": self._dropped_full,
@@ -283,7 +280,7 @@ class ZmqEventPublisher(QueuedPublisher):
         )
 
     def _count_queued(self, accepted: int) -> int:
-        return accepted - self._published - self._encode_failures - self._send_failures
+        return accepted - self._published_count - self._encode_failures - self._send_failures
 
     def _count_dropped(self) -> int:
         return self._dropped_full + self._encode_failures + self._send_failures + self._dropped_after_end
@@ -294,7 +291,7 @@ class ZmqEventPublisher(QueuedPublisher):
         state = "" if self._is_running else "closed, "
         return (
             f"<{type(self).__name__} rank {self._data_parallel_rank} {self._role} {self.endpoint}{replay}: {state}"
-            f"{self._published} published, {self._count_queued(accepted)} queued, {self._count_dropped()} dropped, "
+            f"{self._published_count} published, {self._count_queued(accepted)} queued, {self._count_dropped()} dropped, "
             f"{self._server.subscribers} subscribers>"
         )
 
@@ -359,7 +356,7 @@ class ZmqEventPublisher(QueuedPublisher):
         except BaseException:
             self._send_failures += len(batches)
             raise
-        self._published += len(batches)
+        self._published_count += len(batches)
 
     def _send(self, batches: list[SequencedPayload]) -> None:
         try:
@@ -494,25 +491,25 @@ class ZmqEventPublisher(QueuedPublisher):
         self._server.stop_replies(self._deadline)
         if self._thread.ident is not None:  # it was started
             self._thread.join(seconds + FLUSH_GRACE)
-        left = max(0.0, self._deadline - monotonic())
-        flushed = self._server.close(left, is_sending=self._thread.is_alive())
+        remaining = max(0.0, self._deadline - monotonic())
+        was_flushed = self._server.close(remaining, is_sending=self._thread.is_alive())
         if self._compaction.is_alive():
             self._replay_buffer.stop_compacting()
             self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
-        report = self._make_report(flushed)
+        report = self._make_report(was_flushed)
         base.unregister(self)
         if not report.complete:
             logger.warning("%s: shut down before everything was sent: %s", self.endpoint, report)
         return report
 
-    def _make_report(self, flushed: bool | None = None) -> ShutdownReport:
+    def _make_report(self, was_flushed: bool | None = None) -> ShutdownReport:
         _, accepted = self._next_seq_and_accepted()
         return ShutdownReport(
-            sent=self._published,
+            sent=self._published_count,
             unsent=self._count_queued(accepted),
             dropped=self._count_dropped(),
             replays_unfinished=self._server.replays_unfinished,
-            flushed=flushed,
+            flushed=was_flushed,
         )
 
     def _after_fork(self) -> None:

@@ -19,14 +19,14 @@ from kvevents.wire import Live, Malformed, ReplayBatch, parse_live, parse_replay
 from kvevents.wire.decode import begins_with_clear
 
 MAX_WAITING_BATCHES: Final = 4096
-"""Batches of one stream that wait for a missing one. Above that the missing ones count as lost."""
+"""Maximum number of batches of one stream that wait for a missing one. Above it the missing batches count as lost."""
 MAX_WAITING_BYTES: Final = 16 << 20
-"""Size of the payloads of these batches."""
+"""Maximum size of the payloads of these batches."""
 _NOW: Final = math.inf
-"""The time of all frames: whatever a stream waits for is due when `tick` is called."""
+"""The time of all frames: every timer of a stream is due when `tick` is called."""
 _ENDPOINT: Final = "inproc://recording"
 _CONFIRMED: Final = BatchReport(digest_matches=True)
-"""The report of each live batch: replies before it are of the same publisher, because they are of the same run."""
+"""The report of each live batch: replies before it come from the same publisher, because they belong to the same run."""
 
 
 class RecordedStream:
@@ -34,41 +34,41 @@ class RecordedStream:
 
     def __init__(self, run: str, endpoint: str | None, *, waits: bool) -> None:
         self.run = self.source = run
-        """The run to which its newest frames belong, and the name of the engine: that of its first run without a note."""
+        """The run to which its newest frames belong, and the name of the engine: without a note, the name of its first run."""
         self.endpoint = endpoint
         self.rank: int | None = None
-        """None if only the batches themselves contain it."""
+        """The rank of the stream; None if only the batches themselves state it."""
         self.is_followed = False
         """Whether the recorder followed it until the end of the recording, so that silence means that nothing happened."""
-        self.compacted: Any = None
+        self.compacted_gap: Any = None
         """First and last number of the newest gap that a snapshot represents, as a note says."""
         self.duplicates = 0
         """Batches that were recorded again, or were replayed after they counted as lost."""
         self.recorded_at: float | None = None
         """Time at which the newest delivery was recorded, in seconds since the epoch."""
         self._stream = Stream(Source(_ENDPOINT, _ENDPOINT if waits else None))
-        self._stream.connected(_NOW)
+        self._stream.begin_connection(_NOW)
         self._last_live = -1
         self._newest: RawBatch | None = None
-        self._waiting: dict[int, tuple[bytes, float | None]] = {}
+        self._pending: dict[int, tuple[bytes, float | None]] = {}
         """Payloads and times of the batches that are not delivered yet."""
-        self._waiting_bytes = 0
+        self._pending_bytes = 0
 
     def receive(self, batch: Live | ReplayBatch, frames: Sequence[bytes], t: float | None) -> Iterator[RawDelivery]:
         """Feed the next recorded batch."""
         stream, seq, size = self._stream, batch.seq, len(batch.payload)
-        known, _ = self._waiting.get(seq, (batch.payload, t))
-        is_other = known != batch.payload and not (begins_with_clear(known) or begins_with_clear(batch.payload))
+        payload, _ = self._pending.get(seq, (batch.payload, t))
+        differs = payload != batch.payload and not (begins_with_clear(payload) or begins_with_clear(batch.payload))
         is_live = isinstance(batch, Live)
-        is_restart = is_other or (is_live and seq <= self._last_live)
-        # The stream drops what waits when an incarnation ends.
-        if is_restart or stream.waiting >= MAX_WAITING_BATCHES or self._waiting_bytes + size > MAX_WAITING_BYTES:
+        is_restart = differs or (is_live and seq <= self._last_live)
+        # The stream drops waiting batches when an incarnation ends.
+        if is_restart or stream.waiting >= MAX_WAITING_BATCHES or self._pending_bytes + size > MAX_WAITING_BYTES:
             yield from self.finish()
         self.duplicates += 1
         is_new = seq > stream.last_seq
         if is_new or is_live:
-            self._waiting.setdefault(seq, (batch.payload, t))
-            self._waiting_bytes += size
+            self._pending.setdefault(seq, (batch.payload, t))
+            self._pending_bytes += size
         if is_live:
             self._last_live = seq
             stream.receive_live(frames, _NOW)
@@ -78,7 +78,7 @@ class RecordedStream:
         yield from self._take(t)
 
     def _begin_answer(self) -> None:
-        """Let the stream request what it misses, or else the tail. Its newest batch, if requested, identifies the publisher."""
+        """Let the stream request missing batches or, without any, the newest batches, which identify the publisher."""
         stream, newest = self._stream, self._newest
         if not stream.waiting:
             self._end_request()
@@ -93,37 +93,37 @@ class RecordedStream:
             self._stream.tick(_NOW)
 
     def begin_run(self, run: str) -> Iterator[RawDelivery]:
-        """Begin the run of another incarnation. Return what still waits."""
+        """Begin the run of another incarnation. Return the batches that still wait."""
         yield from self.finish()
         self.run = run
         incarnation = self._stream.incarnation + (self._stream.last_seq >= 0)
         self._stream = Stream(self._stream.source, first_incarnation=incarnation)
-        self._stream.connected(_NOW)
+        self._stream.begin_connection(_NOW)
 
     def finish(self) -> Iterator[RawDelivery]:
-        """Give up missing batches. Return what waits for them."""
+        """Give up missing batches. Return the batches that waited for them."""
         self._end_request()
         return self._take(None)
 
     def _take(self, t: float | None) -> Iterator[RawDelivery]:
         for delivery in self._stream.deliveries():
-            is_compacted = isinstance(delivery, Gap) and [delivery.first, delivery.last] == self.compacted
+            is_compacted = isinstance(delivery, Gap) and [delivery.first, delivery.last] == self.compacted_gap
             if isinstance(delivery, Reset):
                 self._newest = None
             elif isinstance(delivery, RawBatch):
                 self._newest = delivery
                 self.duplicates -= 1
-                _, self.recorded_at = self._waiting.pop(delivery.seq, (b"", t))
+                _, self.recorded_at = self._pending.pop(delivery.seq, (b"", t))
                 if not delivery.replayed:
                     self._stream.report(delivery, _CONFIRMED)
             yield replace(delivery, compacted=True) if is_compacted else delivery
         if not self._stream.waiting:
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            self._pending.clear()
+            self._pending_bytes = 0
 
 
 class RecordingDeliveries:
-    """Reads the frames of one recording. With `waits`, streams wait for missing batches, except those that notes name."""
+    """Reads the frames of one recording. With `waits`, streams wait for missing batches, except streams that notes name."""
 
     def __init__(self, *, waits: bool) -> None:
         self.malformed = 0
@@ -132,11 +132,11 @@ class RecordingDeliveries:
         """Replayed batches of runs with several PUB endpoints, which cannot be assigned to one of them."""
         self._waits = waits
         self._runs: dict[str, dict[str | None, RecordedStream]] = {}
-        self._noted: dict[tuple[str, int], RecordedStream] = {}
+        self._streams_by_note: dict[tuple[str, int], RecordedStream] = {}
         """Streams by the source and rank that notes give."""
 
     def read(self, frames: Iterable[RecordedFrame]) -> Iterator[tuple[RecordedStream, RawDelivery]]:
-        """Yield what each stream delivers, in the order of the recording. Raise what reading `frames` raises."""
+        """Yield the deliveries of all streams, in the order of the recording. Raise what reading `frames` raises."""
         for frame in frames:
             if frame.socket == "meta":
                 yield from self._read_note(frame.run, frame.meta or {})
@@ -169,13 +169,13 @@ class RecordingDeliveries:
         source, rank, endpoint = note.get("source"), note.get("rank"), note.get("endpoint")
         if not isinstance(source, str) or not isinstance(rank, int):
             return
-        stream = self._noted.get((source, rank))
+        stream = self._streams_by_note.get((source, rank))
         if stream is None:
             endpoint = endpoint if isinstance(endpoint, str) else None
-            stream = self._noted[source, rank] = RecordedStream(run, endpoint, waits=False)
+            stream = self._streams_by_note[source, rank] = RecordedStream(run, endpoint, waits=False)
             stream.source, stream.rank, stream.is_followed = source, rank, True
         elif stream.run != run:
             yield from ((stream, delivery) for delivery in stream.begin_run(run))
         self._runs.setdefault(run, {})[stream.endpoint] = stream
         if note.get("compacted") is True:
-            stream.compacted = note.get("gap")
+            stream.compacted_gap = note.get("gap")

@@ -26,8 +26,8 @@ from kvevents.errors import ClosedError, RecordingError
 from kvevents.wire import Live, parse_live
 
 MAX_LINE_BYTES: Final = 128 * 1024 * 1024
-"""Longest line that is read. A payload of 64 MiB is 86 MiB in base64. Without the limit, a file that is not a recording might
-be read into memory as one line."""
+"""Maximum length of a line. A payload of 64 MiB is 86 MiB in base64. Without the limit, a file that is not a recording might be
+read into memory as one line."""
 
 StrPath: TypeAlias = str | PathLike[str]
 
@@ -73,7 +73,7 @@ _INCOMPLETE: Final = "the last line is incomplete, as a killed recorder leaves i
 
 
 class _Tail:
-    """How a file ends. The generator that reads the file sets it."""
+    """The end of a file. The generator that reads the file sets it."""
 
     truncation: str | None = None
     """A message if the last line is incomplete."""
@@ -146,8 +146,9 @@ def _read_lines(path: Path, tail: _Tail, max_line_bytes: int) -> Iterator[tuple[
         if isinstance(error, gzip.BadGzipFile) and _ends_with_one_byte_of_a_member(path):
             tail.truncation = f"{path}, line {number + 1}: {_INCOMPLETE}"
             return
-        where = f"{path}, after line {number}" if number else str(path)
-        raise RecordingError(f"cannot read {where}: {error}") from error
+        location = f"{path}, after line {number}" if number else str(path)
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise RecordingError(f"cannot read {location}: {reason}") from error
 
 
 _BLANK: Final = RecordedFrame(socket="meta", run="", frames=())
@@ -268,10 +269,10 @@ class RecordingWriter:
         self.flushed = self.written
 
     def _error(self, error: OSError) -> RecordingError:
-        lost = self.written - self.flushed
+        unflushed = self.written - self.flushed
         return RecordingError(
-            f"cannot write {self.path}: {error.strerror}; {self.flushed} frames are in the file, up to {lost} more are not;"
-            " free some space and record to another file"
+            f"cannot write {self.path}: {error.strerror}; {self.flushed} frames are in the file, up to {unflushed} more are not"
+            "; free some space and record to another file"
         )
 
 
@@ -310,9 +311,9 @@ def _last_newline(file: BinaryIO) -> int:
     while end > 0:
         start = max(0, end - block)
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found
+        offset = file.read(end - start).rfind(b"\n")
+        if offset >= 0:
+            return start + offset
         end = start
     return -1
 

@@ -75,9 +75,9 @@ class JournalLimits:
     probe_bytes: int = MIB
     """Free space that a failed disk must have before it is used again."""
     frame_batches: int = 1_000
-    """Most batches in one frame of a snapshot."""
+    """Maximum number of batches in one frame of a snapshot."""
     frame_bytes: int = 8 * MIB
-    """Most bytes in one frame of a snapshot, unless a single payload is larger."""
+    """Maximum number of bytes in one frame of a snapshot, unless a single payload is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

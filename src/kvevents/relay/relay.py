@@ -103,7 +103,7 @@ class Relay:
         self._clock: Final = clock
         self._is_shared: Final = len(settings.upstreams) > 1
         self._run_limit: Final = max(1, settings.buffer_steps // 2)
-        """Most batches that are sent without a heartbeat in between, so that the replay buffer always holds a heartbeat."""
+        """Maximum number of batches between two heartbeats, so that the replay buffer always holds a heartbeat."""
         self._closed = False
         self._is_interrupted = False
         """Whether received deliveries might not have been sent, or only in part."""

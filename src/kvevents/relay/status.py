@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvevents.prometheus import Probes, Table, families, one_of, serve
 from kvevents.publisher.stats import HistoryStats, ReplayStats
-from kvevents.relay import prometheus
 from kvevents.relay.journal import JournalStats
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,85 +60,67 @@ class RelayStatus:
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 _JOURNALS: Final = ("none", "new", "disk", "memory", "closed")
 
-_GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float | None]]]] = {
+_METRICS: Final[Table[RelayStatus]] = {
     "last_seq": (
         "Sequence number of the newest batch sent; absent before the first.",
-        lambda status: status.last_seq if status.last_seq >= 0 else None,
+        lambda s: s.last_seq if s.last_seq >= 0 else None,
     ),
-    "incarnation": (
-        "Incarnation of the relay; it changes when sequence numbers start over.",
-        lambda status: status.incarnation,
-    ),
-    "blocks": ("Blocks that consumers hold after the newest batch.", lambda status: status.blocks),
-    "subscribers": ("Subscribed consumers.", lambda status: status.subscribers),
-    "buffered_batches": ("Batches in the replay buffer.", lambda status: status.buffered_batches),
-    "buffered_bytes": ("Bytes in the replay buffer.", lambda status: status.buffered_bytes),
+    "incarnation": ("Incarnation of the relay; it changes when sequence numbers start over.", lambda s: s.incarnation),
+    "blocks": ("Blocks that consumers hold after the newest batch.", lambda s: s.blocks),
+    "subscribers": ("Subscribed consumers.", lambda s: s.subscribers),
+    "buffered_batches": ("Batches in the replay buffer.", lambda s: s.buffered_batches),
+    "buffered_bytes": ("Bytes in the replay buffer.", lambda s: s.buffered_bytes),
     "replay_unsent_bytes": ("Bytes of replay replies that consumers have not read yet.", lambda s: s.replay.unsent_bytes),
     "history_bytes": (
         "Memory of the history that is older than the replay buffer.",
-        lambda status: status.history.bytes if status.history else 0,
+        lambda s: s.history.bytes if s.history else 0,
     ),
     "history_lost": (
         "1 while the relay cannot send a snapshot of its history.",
-        lambda status: float(status.history is None or status.history.unavailable_reason is not None),
+        lambda s: s.history is None or s.history.unavailable_reason is not None,
     ),
-    "journal_bytes": (
-        "Bytes of the journal's snapshot and logs.",
-        lambda status: status.journal.bytes if status.journal else 0,
-    ),
-    "journal_recovery_seconds": ("Time that reading the journal took at the start.", lambda status: status.recovery_seconds),
-}
-_COUNTERS: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
-    "forwarded_batches": ("Batches of upstreams that the relay sent on.", lambda status: status.forwarded_batches),
-    "skipped_seqs": ("Sequence numbers left out because upstream batches were lost.", lambda status: status.skipped_seqs),
-    "heartbeats": ("Heartbeats sent.", lambda status: status.heartbeats),
-    "divergences": (
+    "journal_bytes": ("Bytes of the journal's snapshot and logs.", lambda s: s.journal.bytes if s.journal else 0),
+    "journal_recovery_seconds": ("Time that reading the journal took at the start.", lambda s: s.recovery_seconds),
+    "forwarded_batches_total": ("Batches of upstreams that the relay sent on.", lambda s: s.forwarded_batches),
+    "skipped_seqs_total": ("Sequence numbers left out because upstream batches were lost.", lambda s: s.skipped_seqs),
+    "heartbeats_total": ("Heartbeats sent.", lambda s: s.heartbeats),
+    "divergences_total": (
         "Upstream heartbeats whose digest differed from the relay's blocks; stays at 0.",
-        lambda status: status.divergences,
+        lambda s: s.divergences,
     ),
-    "replayed_batches": ("Batches sent by replay.", lambda status: status.replay.batches),
-    "journal_dropped_batches": (
+    "replayed_batches_total": ("Batches sent by replay.", lambda s: s.replay.batches),
+    "journal_dropped_batches_total": (
         "Batches that were not written to the journal.",
-        lambda status: status.journal.dropped if status.journal else 0,
+        lambda s: s.journal.dropped if s.journal else 0,
     ),
-    "journal_write_failures": (
-        "Failed writes to the journal.",
-        lambda status: status.journal.failures if status.journal else 0,
+    "journal_write_failures_total": ("Failed writes to the journal.", lambda s: s.journal.failures if s.journal else 0),
+    "upstream_state": (
+        "1 for the lowest trust state of the relay's upstreams.",
+        lambda s: one_of("state", _TRUSTS, s.trust.name),
+    ),
+    "journal_state": (
+        "1 for the state of the journal: none, new, disk, memory or closed.",
+        lambda s: one_of("state", _JOURNALS, s.journal.state if s.journal else "none"),
     ),
 }
 
 
-class RelayCollector:
-    """Reads a relay's status at each scrape."""
+def serve_metrics(
+    status: Callable[[], RelayStatus], port: int, host: str = "127.0.0.1", live: Callable[[], str] = str
+) -> Callable[[], None]:
+    """Serve metrics and probes at a port until the returned function is called.
 
-    def __init__(self, status: Callable[[], RelayStatus]) -> None:
-        self._status: Final = status
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield every metric family."""
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - an extra
-
-        status = self._status()
-        for name, (text, gauge) in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvevents_relay_{name}", text, value=gauge(status))
-        for name, (text, counter) in _COUNTERS.items():
-            yield CounterMetricFamily(f"kvevents_relay_{name}", text, value=counter(status))
-        states = GaugeMetricFamily(
-            "kvevents_relay_upstream_state", "1 for the lowest trust state of the relay's upstreams.", labels=["state"]
-        )
-        for name in _TRUSTS:
-            states.add_metric([name], float(status.trust.name == name))
-        yield states
-        journal = GaugeMetricFamily(
-            "kvevents_relay_journal_state",
-            "1 for the state of the journal: none, new, disk, memory or closed.",
-            labels=["state"],
-        )
-        for name in _JOURNALS:
-            journal.add_metric([name], float(name == (status.journal.state if status.journal else "none")))
-        yield journal
+    `live` returns why a restart of the process helps; an empty text if it does not. Raises `EndpointError` if the port cannot
+    be bound.
+    """
+    return serve(
+        lambda: families("kvevents_relay_", _METRICS, status()), port, host, Probes(live, lambda: _unreached(status()))
+    )
 
 
-def serve_metrics(status: Callable[[], RelayStatus], port: int, host: str = "127.0.0.1") -> Callable[[], None]:
-    """Serve metrics at a port until the returned function is called. Raises `EndpointError` if the port cannot be bound."""
-    return prometheus.serve(RelayCollector(status), port, host)
+def _unreached(status: RelayStatus) -> str:
+    """Return which upstreams have had no connection yet, as a sentence; empty if each had one."""
+    waiting = [
+        f"{each.source} rank {each.rank} at {each.endpoint}" for each in status.upstreams if each.trust == Trust.CONNECTING
+    ]
+    return f"no connection yet to {', '.join(waiting)}" if waiting else ""

@@ -12,6 +12,7 @@ from kvevents.stream.deliveries import (
     Reset,
     Source,
     StreamPosition,
+    printable,
 )
 from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest
@@ -58,5 +59,6 @@ __all__ = [
     "TrustState",
     "inspect_events",
     "payload_digest",
+    "printable",
     "trust_order",
 ]

@@ -17,7 +17,7 @@ from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
 from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
-"""What a message, a timeout or a comparison shows: an input of the transition table, perhaps with a reason; or nothing."""
+"""The result of a message, a timeout or a comparison: an input of the transition table, perhaps with a reason; or nothing."""
 
 
 class AnswerReader:
@@ -35,15 +35,15 @@ class AnswerReader:
         self.has_replayed = False
         """Whether the replay endpoint has ever sent a batch."""
         self.conflicts = 0
-        """Conflicts in a row, with no match between."""
+        """Consecutive conflicts without a match in between."""
         self._resyncs = 0
-        """Restarts in a row because replay no longer held what it had brought, with no match between."""
+        """Consecutive restarts because replay no longer held a batch that it had brought, without a match in between."""
         self.distrusted_until: float | None = None
-        """When to ask a distrusted endpoint again; None if it is not distrusted."""
+        """The time at which to ask a distrusted endpoint again; None if it is not distrusted."""
         self._retries_distrusted = False
         """Whether the replay endpoint was distrusted and is asked again."""
         self._answers_behind_live = 0
-        """Answers in a row that end with the requested batch although the live batch that should confirm them is newer."""
+        """Consecutive answers that end with the requested batch although the live batch that should confirm them is newer."""
         self._source = source
         self._limits = limits
         self._deliverer = deliverer
@@ -60,7 +60,7 @@ class AnswerReader:
         self.reset_comparisons()
 
     def reset_comparisons(self) -> None:
-        """Request the next comparison at once, and forget how the ones before ended."""
+        """Request the next comparison at once, and forget the results of earlier comparisons."""
         self._answers_behind_live = 0
         self.checks.reset_comparisons()
 
@@ -83,11 +83,11 @@ class AnswerReader:
         self._open(self._from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
-        """Request from what is unconfirmed, so that the answer shows whether it is of the same publisher."""
+        """Request from the first unconfirmed batch on: the answer shows whether it comes from the same publisher."""
         self._open(self._from_missing(), self._deliverer.cross_check.last_live)
 
     def compare_soon(self) -> None:
-        """Ask replay for a live batch that has to be compared: at once, and later and later if that was in vain."""
+        """Ask replay for a live batch that has to be compared: at once, then after growing pauses."""
         last_live = self._deliverer.cross_check.last_live
         if last_live is None or self.fetch is not None or not self._deliverer.ledger.can_replay:
             return
@@ -97,7 +97,7 @@ class AnswerReader:
     def probe(self) -> None:
         """Check the tail of a quiet stream.
 
-        Ask a distrusted endpoint again: the conflicts may have been many restarts in a row.
+        Ask a distrusted endpoint again: the conflicts may have been many consecutive restarts.
         """
         deliverer = self._deliverer
         if self.distrusted_until is not None:
@@ -118,7 +118,7 @@ class AnswerReader:
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
         if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
-            # The live batch cannot confirm that one, but it shows whether the answer is of this publisher at all.
+            # The live batch cannot confirm that batch, but it shows whether the answer comes from this publisher.
             unconfirmed = live
         first = deliverer.chain.first or unconfirmed or live or deliverer.newest
         live_before = -1 if live is None else live.seq
@@ -128,14 +128,14 @@ class AnswerReader:
 
     def request_to_send(self, now: float) -> FetchRequest | None:
         """Return the request to send now, once; its timeout begins. None while requests are paced."""
-        if self.fetch is None or self.fetch.sent or not self.pacer.take(now):
+        if self.fetch is None or self.fetch.is_sent or not self.pacer.take(now):
             return None
         self._deliverer.counters.requests += 1
         return self.fetch.send(now, self._deliverer.order.next_seq)
 
     def deadline(self) -> float | None:
         """Return when the open request must be sent, or counts as unanswered; None for no such time."""
-        if self.fetch is not None and self.fetch.sent:
+        if self.fetch is not None and self.fetch.is_sent:
             return self.fetch.deadline(self._limits)
         return self.pacer.next_at if self.pacer.is_waiting else None
 
@@ -150,9 +150,9 @@ class AnswerReader:
         self._retries_distrusted = False
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
-    def compare_waiting(self, seq: int, known: bytes, received: bytes, *, live: bool) -> NextInput:
-        """Return a conflict unless two messages with one number are equal. `live` says that one of them came live."""
-        if known != received:
+    def compare_waiting(self, seq: int, first: bytes, second: bytes, *, live: bool) -> NextInput:
+        """Return a conflict unless two messages with one number are equal. `live` says that one of the two came live."""
+        if first != second:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
         if live:
@@ -160,7 +160,7 @@ class AnswerReader:
         return None
 
     def count_conflict(self) -> None:
-        """Count a conflict of replay with the live stream. After several in a row, distrust the endpoint."""
+        """Count a conflict of replay with the live stream. After several consecutive ones, distrust the endpoint."""
         self._deliverer.counters.conflicts += 1
         self.conflicts += 1
         if self.conflicts >= self._limits.max_conflicts:
@@ -194,7 +194,7 @@ class AnswerReader:
         reply = parse_replay_reply(frames)
         if isinstance(reply, Malformed):
             deliverer.counters.count_malformed(f"replay: {reply.reason}")
-        elif fetch is None or not fetch.sent:
+        elif fetch is None or not fetch.is_sent:
             deliverer.counters.duplicates += 1
         elif isinstance(reply, ReplayEnd):
             self._progress(fetch)
@@ -275,9 +275,9 @@ class AnswerReader:
         newest = self._deliverer.newest
         if fetch.verifies_reconnect and reply.seq > fingerprint.seq and (newest is None or fingerprint.seq > newest.seq):
             # The quarantined batch was lost or evicted. The next one in quarantine identifies the incarnation as well.
-            waiting = self._quarantine.old_after(reply.seq - 1)
-            if waiting is not None and waiting.seq == reply.seq:
-                fetch.fingerprint = fingerprint = waiting
+            frame = self._quarantine.old_after(reply.seq - 1)
+            if frame is not None and frame.seq == reply.seq:
+                fetch.fingerprint = fingerprint = frame
         if reply.seq > fingerprint.seq:
             fetch.has_more = True
         elif reply.seq == fingerprint.seq:
@@ -319,7 +319,7 @@ class AnswerReader:
         return None
 
     def _forget_chain(self) -> None:
-        """What is in the chain need not or cannot be verified any more."""
+        """Drop the fingerprint chain, which need not or cannot be verified any more."""
         is_incomplete = DegradedReason.IDENTITY in self._deliverer.ledger
         self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
 
@@ -338,7 +338,7 @@ class AnswerReader:
         return None
 
     def _contradict(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Handle that replay contradicts the live stream. Before a reconnect is verified, that shows another incarnation."""
+        """Handle a conflict of replay with the live stream. Before a reconnect is verified, that shows another incarnation."""
         if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
             return Input.NEW_INCARNATION, reason
         if not self._retries_distrusted:
@@ -361,8 +361,8 @@ class AnswerReader:
         Each retry for an earlier gap would bring another snapshot of several MiB.
         """
         deliverer = self._deliverer
-        waiting = deliverer.early.get(reply.seq)
-        is_live_batch = waiting is not None and waiting.payload == reply.payload
+        early_batch = deliverer.early.get(reply.seq)
+        is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
             # The snapshot contains the batches that wait before it too. Without those that are missing between them, the state
@@ -384,24 +384,24 @@ class AnswerReader:
             deliverer.counters.duplicates += 1
             live = deliverer.cross_check.answer_live
             return self._compare_live(fetch, live, reply) if live is not None and seq == live.seq else None
-        order.see(seq)
-        waiting = deliverer.early.get(seq)
-        if waiting is not None and waiting.payload != payload and (is_part or begins_with_clear(payload)):
+        order.record_number(seq)
+        early_batch = deliverer.early.get(seq)
+        if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
             # The snapshot also contains what is missing before it, so the batch with its number need not wait any more.
             deliverer.early.pop(seq)
-            waiting = None
-        elif waiting is not None:
-            conflict = self.compare_waiting(seq, waiting.payload, payload, live=not waiting.replayed)
+            early_batch = None
+        elif early_batch is not None:
+            conflict = self.compare_waiting(seq, early_batch.payload, payload, live=not early_batch.replayed)
             if conflict is not None:
                 return conflict
         if seq == order.next_seq:
             self._progress(fetch)
-            if waiting is None:
+            if early_batch is None:
                 deliverer.deliver(seq, payload, replayed=True)
                 order.parts.last = seq if is_part else -1
             deliverer.drain()
             return self.settle()
-        if waiting is None and deliverer.early.add(seq, payload, replayed=True):
+        if early_batch is None and deliverer.early.add(seq, payload, replayed=True):
             fetch.active_at = deliverer.now
             if seq > fetch.highest_early:
                 fetch.highest_early = seq
@@ -411,7 +411,7 @@ class AnswerReader:
     def _follow_snapshot(self, fetch: ReplayFetch, reply: ReplayBatch) -> bool:
         """Whether the batch may be a part of a snapshot in several batches.
 
-        An answer begins with the parts, in a row, each with a digest at its end. Live batches may have the same numbers. What
+        An answer begins with the consecutive parts, each with a digest at its end. Live batches may have the same numbers. What
         is between two parts must be neither lost nor mixed up with those.
         """
         seq, parts = reply.seq, self._deliverer.order.parts
@@ -430,11 +430,11 @@ class AnswerReader:
         """End the fetch early if live frames have reached the replayed batches."""
         order, cross_check, fetch = self._deliverer.order, self._deliverer.cross_check, self.fetch
         is_matching = fetch is not None and fetch.fingerprint is not None
-        if not order.is_complete or order.highest_seen != order.last_live or is_matching or order.parts.is_open:
+        if not order.is_complete or order.highest_known != order.last_live or is_matching or order.parts.is_open:
             return None
-        if fetch is not None and fetch.sent:
+        if fetch is not None and fetch.is_sent:
             self._deliverer.counters.complete += 1
-            # The request has led to a live batch. It is not one of many in vain.
+            # The request has led to a live batch, so it does not count as a failed one.
             self.pacer.reset()
             if cross_check.is_incomplete and cross_check.answer_live is not None:
                 fetch.stage = Stage.CONFIRMING
@@ -458,7 +458,7 @@ class AnswerReader:
                 return None
             fetch.incomplete = 0
             deliverer.declare_gap(order.gap_before_early())
-        if not order.is_complete or (fetch.has_more and order.highest_seen > order.last_live):
+        if not order.is_complete or (fetch.has_more and order.highest_known > order.last_live):
             # Batches are missing, or nothing says that the answer was complete: request until an answer brings nothing.
             self._retry(fetch)
             return None
@@ -480,10 +480,10 @@ class AnswerReader:
         if self.has_replayed:
             return self._give_up_fingerprint(fetch, fingerprint)
         if fetch.start > 0:
-            # Does replay hold anything at all? If so, it has evicted the batch, or never had it.
-            again = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
-            again.incomplete = fetch.incomplete
-            self._open(again, self._deliverer.cross_check.answer_live)
+            # Request from 0: if replay holds any batch, it has evicted the missing one, or never had it.
+            retry = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
+            retry.incomplete = fetch.incomplete
+            self._open(retry, self._deliverer.cross_check.answer_live)
             return None
         # A replay endpoint that never held anything (`buffer_steps=0`) shows nothing.
         if fingerprint == self._deliverer.chain.first:
@@ -508,16 +508,16 @@ class AnswerReader:
         return Input.EVICTED, reason
 
     def _retry(self, fetch: ReplayFetch, *, new_connection: bool = False) -> None:
-        """Request again from the beginning: the next answer may be of another process."""
+        """Request again from the beginning: the next answer may come from another process."""
         if fetch.purpose is Purpose.FILL or fetch.fingerprint is None:
             if fetch.incomplete and fetch.fingerprint is None:
                 # An answer may lose any of its messages except the first, so the next one must begin with what is missing.
                 self._deliverer.cross_check.separate_next_answer()
-            again = self._from_missing()
+            retry = self._from_missing()
         else:
-            again = self._from_fingerprints(fetch.purpose)
-            again.has_more = fetch.has_more
-        self._open(fetch.retry(again, new_connection=new_connection), self._deliverer.cross_check.last_live)
+            retry = self._from_fingerprints(fetch.purpose)
+            retry.has_more = fetch.has_more
+        self._open(fetch.retry(retry, new_connection=new_connection), self._deliverer.cross_check.last_live)
 
     def _progress(self, fetch: ReplayFetch, *, is_new: bool = True) -> None:
         fetch.progress(self._deliverer.now, is_new=is_new)

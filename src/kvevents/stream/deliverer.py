@@ -19,7 +19,7 @@ from kvevents.wire.decode import begins_with_clear, rank_of
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What happened to a stream so far."""
+    """Counters of a stream since its start."""
 
     live: int = 0
     delivered: int = 0
@@ -31,7 +31,7 @@ class StreamCounters:
     gaps: int = 0
     """Runs of lost numbers. Runs that a snapshot represents are not included."""
     lost: int = 0
-    """Batches in those gaps."""
+    """Batches in these gaps."""
     compacted: int = 0
     """Batches that were not delivered because a snapshot represents them: nothing is lost."""
     gaps_repaired: int = 0
@@ -56,14 +56,14 @@ class StreamCounters:
     heartbeats: int = 0
     """Reported batches with a heartbeat of the publisher."""
     digests_matched: int = 0
-    """Heartbeats whose digest the consumer's state had."""
+    """Heartbeats whose digest equalled that of the consumer's state."""
     digests_mismatched: int = 0
     """Heartbeats whose digest the consumer's state did not have, without a known cause: 0 unless something is broken. An
     explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
     attestations_matched: int = 0
-    """Heartbeats whose attestation was that of the consumer's state."""
+    """Heartbeats whose attestation matched the consumer's state."""
     attestations_mismatched: int = 0
-    """Heartbeats whose attestation was not that of the consumer's state."""
+    """Heartbeats whose attestation did not match the consumer's state."""
 
     def count_malformed(self, reason: str) -> None:
         """Count a malformed message."""
@@ -83,7 +83,7 @@ class BatchReport:
     cleared: bool = False
     """Whether the batch has an AllBlocksCleared for all tiers and groups."""
     heartbeat: Heartbeat | None = None
-    """The last heartbeat in the batch. Its digest is of everything up to the end of the batch, wherever the heartbeat is."""
+    """The last heartbeat in the batch. Its digest covers the whole batch and all batches before it."""
     digest_matches: bool | None = None
     """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
     attestation_matches: bool | None = None
@@ -95,21 +95,21 @@ class BatchReport:
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
-    """Return what the events of a batch show by themselves; None if that is nothing."""
-    cleared, heartbeat = False, None
+    """Return the findings in the events of a batch alone; None without a finding."""
+    has_clear, heartbeat = False, None
     for event in events:
         if type(event) is BlockRemoved:
             heartbeat = event.heartbeat or heartbeat
         elif type(event) is AllBlocksCleared:
-            cleared = cleared or event.unknown_fields is None
-    return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
+            has_clear = has_clear or event.unknown_fields is None
+    return BatchReport(rejected, has_clear, heartbeat) if rejected or has_clear or heartbeat is not None else None
 
 
 class Deliverer:
     """Puts the batches of a stream in order and delivers them. It knows nothing of connections and requests.
 
-    It also records what the deliveries are worth: what identifies their publisher, what live batches confirm, what heartbeats
-    say, and the degraded reasons.
+    It also records the evidence for trust: what identifies the publisher, what live batches confirm, what heartbeats say, and
+    the degraded reasons.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:
@@ -124,7 +124,7 @@ class Deliverer:
         self.ledger = TrustLedger()
         self.heartbeats = HeartbeatMonitor(limits)
         self.stated_rank: int | None = None
-        """The rank that the payloads state; None if that is unknown, or if they state several, as those of a relay may."""
+        """The rank that the payloads state; None if it is unknown, or if they state several, as payloads of a relay may."""
         self._states_ranks = False
         """Whether the payloads have stated several ranks."""
         self._next_rank_at = float("-inf")
@@ -141,12 +141,12 @@ class Deliverer:
         self.has_delivered = False
         self.is_silent = False
         self.restart_reason: str | None = None
-        """Why to start over when deliveries are taken next, because of a report."""
+        """Why the stream starts over when deliveries are taken next: a report demands it. Empty if none does."""
         self.heartbeats.begin_incarnation()
         self.ledger.begin_incarnation()
 
     def reset(self, reason: str) -> None:
-        """Begin another incarnation, with a `Reset` if anything was delivered. What waits is dropped."""
+        """Begin another incarnation, with a `Reset` if anything was delivered. Waiting batches are dropped."""
         self.counters.discarded += self.early.clear()
         if self.has_delivered:
             self.incarnation = max(self.incarnation + 1, self._first_incarnation)
@@ -157,7 +157,7 @@ class Deliverer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue after the newest batch of a checkpoint."""
         self.incarnation = checkpoint.incarnation
-        self.order.highest_seen = self.order.last_live = checkpoint.last_seq
+        self.order.highest_known = self.order.last_live = checkpoint.last_seq
         self.order.next_seq = checkpoint.last_seq + 1
         # The consumer may hold more than the checkpoint knows of, so another incarnation always begins with a Reset.
         self.has_delivered = True
@@ -202,8 +202,8 @@ class Deliverer:
         if (delivery.incarnation, seq) >= (self.incarnation, self.order.next_seq):
             return
         if isinstance(delivery, RawBatch):
-            for rejected in report.rejected:
-                self.counters.rejected[rejected.reason] = self.counters.rejected.get(rejected.reason, 0) + rejected.count
+            for rejection in report.rejected:
+                self.counters.rejected[rejection.reason] = self.counters.rejected.get(rejection.reason, 0) + rejection.count
             self.counters.heartbeats += report.heartbeat is not None
             if is_current:
                 self._take_report(delivery, report, is_connected=is_connected)
@@ -218,10 +218,10 @@ class Deliverer:
 
     def _take_report(self, delivery: RawBatch, report: BatchReport, *, is_connected: bool) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
-        # Of several ranks, a clear with a rank is not of all.
+        # In a stream of several ranks, a clear with a rank clears that rank only.
         if report.cleared and not (self._states_ranks and rank_of(delivery.payload) is not None):
             self.ledger.clear(seq)
-        if any(rejected.loses_events for rejected in report.rejected):
+        if any(rejection.loses_events for rejection in report.rejected):
             self.ledger.reject(seq)
         if heartbeat is not None:
             if delivery.replayed and heartbeat.trust != Trust.EXACT.name:
@@ -270,7 +270,7 @@ class Deliverer:
         """Deliver the next batch."""
         order = self.order
         order.next_seq = seq + 1
-        order.highest_seen = max(order.highest_seen, seq)
+        order.highest_known = max(order.highest_known, seq)
         if replayed:
             self._record_replayed(seq, payload)
         else:
@@ -289,8 +289,8 @@ class Deliverer:
 
     def _record_replayed(self, seq: int, payload: bytes) -> None:
         """Record a batch that replay has brought: live batches have to confirm it."""
-        before = self.newest
-        is_repair = before is not None and before.live
+        former = self.newest
+        is_repair = former is not None and former.live
         self.counters.gaps_repaired += is_repair
         self.counters.replayed += 1
         self.heartbeats.replayed_at = self.now
@@ -302,7 +302,7 @@ class Deliverer:
             self.order.add_digest(seq, fingerprint.digest)
         if self.chain.wants_first_of_connection:
             self.chain.add_first_of_connection(fingerprint)
-        self.cross_check.add_replayed(fingerprint, before if is_repair else None)
+        self.cross_check.add_replayed(fingerprint, former if is_repair else None)
 
     def deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
         """Deliver consecutive live payloads, the first of which is the next batch."""
@@ -322,7 +322,7 @@ class Deliverer:
         name, rank, number, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self.deliveries.extend(map(RawBatch, name, rank, number, range(first, first + count), repeat(False), payloads, topic))
         order.next_seq = first + count
-        order.highest_seen = max(order.highest_seen, first + count - 1)
+        order.highest_known = max(order.highest_known, first + count - 1)
         newest = self.newest = NewestBatch(first + count - 1, payloads[-1], True)
         if cross_check.is_incomplete:
             cross_check.add_live(newest)
@@ -374,4 +374,4 @@ class Deliverer:
 
 
 _RANK_INTERVAL: Final = 1.0
-"""Seconds between two looks at the rank that payloads state."""
+"""Seconds between two checks of the rank that payloads state."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.endpoints import offset_endpoint_port, validate_endpoint
+from kvevents.endpoints import GRPC, offset_endpoint_port, tcp_of, validate_remote, validate_source
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import KVEvent
 from kvevents.settings import build_decoder_now
@@ -40,7 +40,7 @@ class Source:
     """One stream to subscribe to: one data-parallel rank of one engine."""
 
     endpoint: str
-    """Where the engine publishes, such as `tcp://10.0.0.7:5557`."""
+    """Where the engine publishes, such as `tcp://10.0.0.7:5557`; `grpc://HOST:PORT` of a worker of SMG."""
     replay_endpoint: str | None = None
     """Where it answers replay requests. Without it, losses are noticed but not repaired."""
     topic: str = ""
@@ -61,7 +61,7 @@ class Source:
     batch that confirms it, until one contradicts it: an idle engine is EXACT."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 does so after its own stream has failed. They become
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces none after its own stream has failed. They become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
@@ -70,14 +70,18 @@ class Source:
             if not isinstance(text, str) and (text is not None or name in {"endpoint", "topic"}):
                 raise ConfigError(f"invalid {name} {text!r} of a source: expected a string")
         if not isinstance(self.rank, int):
-            raise ConfigError(f"invalid rank {self.rank!r} of {self.label}: expected a number from 0")
-        for endpoint in (self.endpoint, self.replay_endpoint):
+            raise ConfigError(f"invalid rank {self.rank!r} of {printable(self.label)}: expected a number from 0")
+        for name, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
             if endpoint is not None:
-                validate_endpoint(endpoint)
+                validate_source(endpoint)
+                if not self.bind:
+                    validate_remote(tcp_of(endpoint), name)
+        if self.endpoint.startswith(GRPC):  # the call that brings the events begins with the first one
+            object.__setattr__(self, "replay_endpoint", self.endpoint)
         if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
             raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
         if self.rank < 0:
-            raise ConfigError(f"invalid rank {self.rank} of {self.label}: expected a number from 0")
+            raise ConfigError(f"invalid rank {self.rank} of {printable(self.label)}: expected a number from 0")
         check_stores_only(self.stores_only)
 
     def ranks(self, count: int) -> list[Source]:
@@ -100,6 +104,15 @@ class Source:
     def label(self) -> str:
         """The name of this source in deliveries and in `trust()`."""
         return self.name or self.endpoint
+
+
+def printable(text: str) -> str:
+    """Return a text for logs, messages and terminals.
+
+    Parts that a service separates by a control character are joined by `/`, and other control characters are escaped.
+    """
+    joined = "/".join(text.split("\x1f"))
+    return joined if joined.isprintable() else ascii(joined)[1:-1]
 
 
 def check_stores_only(tiers: Iterable[str]) -> None:
@@ -146,24 +159,24 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 
     def decode(self, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Batch:
         """Return the decoded batch. Events that could not be decoded are in its `rejected`."""
-        decoded = decode_batch(self.payload, limits)
+        decoding = decode_batch(self.payload, limits)
         return Batch(
             self.source,
             self.rank,
             self.incarnation,
             self.seq,
-            decoded.batch.ts,
-            decoded.batch.events,
+            decoding.batch.ts,
+            decoding.batch.events,
             self.replayed,
             self.payload,
             self.topic,
-            decoded.rejected,
-            decoded.batch.data_parallel_rank,
+            decoding.rejected,
+            decoding.batch.data_parallel_rank,
         )
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """Drop everything that came from this stream. What its publisher holds is delivered again.
+    """Drop everything that came from this stream. The batches that its publisher holds are delivered again.
 
     The publisher has begun a new incarnation, or its identity cannot be verified, or it does not hold what was delivered.
     """
@@ -188,9 +201,9 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
 
 
 Delivery: TypeAlias = Batch | Reset | Gap
-"""What a subscriber delivers by default."""
+"""The deliveries of a subscriber by default."""
 RawDelivery: TypeAlias = RawBatch | Reset | Gap
-"""What a subscriber delivers with `decode=False`."""
+"""The deliveries of a subscriber with `decode=False`."""
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -220,13 +233,13 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last_seq: _LastSeq
     """Number of the newest batch taken, or the last number of a newer gap taken, in this incarnation; -1 before the first."""
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
-    """What replay must repeat before the publisher is known to be the same, in rising order of numbers.
+    """Fingerprints that replay must repeat before the publisher is known to be the same, in rising order of numbers.
 
     It is one batch, or two for each connection since the publisher was last verified. Without any, the stream begins with a
     `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If it has, and holds none now, it is of another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. If it did and holds none now, it belongs to another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last number that it affects."""
     fingerprints_dropped: bool = False
@@ -236,7 +249,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:
             raise ValueError(f"fingerprint of batch {self.fingerprints[0].seq} is after last_seq {self.last_seq}")
-        if any(other.seq <= one.seq for one, other in pairwise(self.fingerprints)):
+        if any(successor.seq <= fingerprint.seq for fingerprint, successor in pairwise(self.fingerprints)):
             raise ValueError("fingerprints are not in rising order of seq")
         for unknown in self.degraded_reasons.keys() - _PERSISTENT_NAMES:
             raise ValueError(f"unknown degraded reason {unknown!r}")
@@ -282,14 +295,14 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, fingerprints=tuple(chain.fingerprints), fingerprints_dropped=chain.is_incomplete)
 
     def fingerprint_chain(self) -> FingerprintChain:
-        """Return what replay must repeat before the publisher is known to be the same."""
+        """Return the fingerprints that replay must repeat before the publisher is known to be the same."""
         return FingerprintChain(self.fingerprints, is_incomplete=self.fingerprints_dropped)
 
 
 class StreamPosition(NamedTuple):
     """The position of a stream.
 
-    Its incarnation and its last delivered number. A checkpoint adds the fingerprint of that batch.
+    It is an incarnation and its last delivered number; a checkpoint adds the fingerprint of that batch.
     """
 
     incarnation: int
@@ -300,8 +313,8 @@ class StreamPosition(NamedTuple):
     replay_seen: bool
     degraded_reasons: dict[DegradedReason, int]
 
-    def after_deliveries(self, taken: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
-        """Return the position after the application has taken some deliveries, of which others still wait.
+    def after_deliveries(self, deliveries: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
+        """Return the position after the application has taken some deliveries, while others still wait.
 
         `current` is the position after all of them. Fingerprints stay as they were, so that an unverified incarnation is not
         verified by its own batches.
@@ -309,7 +322,7 @@ class StreamPosition(NamedTuple):
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
         chain = self._whole_chain().up_to(self.last_seq)
         newest: Batch | RawBatch | None = None
-        for delivery in taken:
+        for delivery in deliveries:
             if isinstance(delivery, Reset):
                 incarnation, last_seq, chain, reasons, newest = delivery.incarnation, -1, FingerprintChain(), {}, None
             elif isinstance(delivery, Gap):
@@ -320,7 +333,7 @@ class StreamPosition(NamedTuple):
                 last_seq = delivery.seq
                 newest = delivery
         if incarnation == current.incarnation:
-            # What ended a reason was taken, or waits and will be delivered again. Reports arrive without a delivery.
+            # The delivery that ended a reason was taken, or waits and will come again. Reports arrive without a delivery.
             reasons = {
                 reason: reasons.get(reason, last)
                 for reason, last in current.degraded_reasons.items()
@@ -331,9 +344,9 @@ class StreamPosition(NamedTuple):
         return StreamPosition(incarnation, last_seq, chain, batch, current.replay_seen, reasons)
 
     def _whole_chain(self) -> FingerprintChain:
-        whole = FingerprintChain(self.chain.fingerprints, is_incomplete=self.chain.is_incomplete)
-        whole.add(self.newest)
-        return whole
+        chain = FingerprintChain(self.chain.fingerprints, is_incomplete=self.chain.is_incomplete)
+        chain.add(self.newest)
+        return chain
 
     def checkpoint(self, source: str, rank: int) -> Checkpoint:
         """Return the checkpoint of this position."""

@@ -24,7 +24,7 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Each connection without a verified publisher adds two. After more of them in a row, IDENTITY stays a degraded reason."""
+"""Maximum number of fingerprints. Each connection without a verified publisher adds two. Above it, IDENTITY stays a reason."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -42,7 +42,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: _Digest
     """SHA-256 of the payload."""
     live: bool
-    """Whether the batch came live. If so, a replay that repeats it is of the same stream."""
+    """Whether the batch came live. If so, a replay that repeats it belongs to the same stream."""
 
     @classmethod
     def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
@@ -75,7 +75,7 @@ class NewestBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class FingerprintChain:
-    """The fingerprints that replay must repeat before everything delivered is known to be of one incarnation."""
+    """The fingerprints that replay must repeat before all delivered batches are known to belong to one incarnation."""
 
     __slots__ = ("fingerprints", "is_incomplete", "wants_first_of_connection")
 
@@ -105,7 +105,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint: an answer that repeats it may be of the same incarnation."""
+        """The oldest fingerprint: an answer that repeats it may belong to the same incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property
@@ -115,39 +115,39 @@ class FingerprintChain:
 
     def after(self, seq: int) -> Fingerprint | None:
         """Return the first fingerprint with a number above `seq`."""
-        return next((each for each in self.fingerprints if each.seq > seq), None)
+        return next((fingerprint for fingerprint in self.fingerprints if fingerprint.seq > seq), None)
 
     def merge(self, other: FingerprintChain) -> FingerprintChain:
         """Return the chain that requires what both chains of one stream require."""
-        by_seq = {each.seq: each for each in (*other.fingerprints, *self.fingerprints)}
+        by_seq = {fingerprint.seq: fingerprint for fingerprint in (*other.fingerprints, *self.fingerprints)}
         fingerprints = [by_seq[seq] for seq in sorted(by_seq)]
-        merged = FingerprintChain(fingerprints[:MAX_FINGERPRINTS], is_incomplete=self.is_incomplete or other.is_incomplete)
-        merged.add(*fingerprints[MAX_FINGERPRINTS:])
-        return merged
+        chain = FingerprintChain(fingerprints[:MAX_FINGERPRINTS], is_incomplete=self.is_incomplete or other.is_incomplete)
+        chain.add(*fingerprints[MAX_FINGERPRINTS:])
+        return chain
 
     def up_to(self, seq: int) -> FingerprintChain:
         """Return the chain of what was delivered up to number `seq`."""
-        return FingerprintChain([each for each in self.fingerprints if each.seq <= seq], is_incomplete=self.is_incomplete)
+        return FingerprintChain([batch for batch in self.fingerprints if batch.seq <= seq], is_incomplete=self.is_incomplete)
 
 
 class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
     One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection whose number
-    is not below anything that the answer brought. A later answer can confirm it too, if that one first repeats the newest batch
-    of the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
+    is not below anything that the answer brought. A later answer can confirm it too, if it first repeats the newest batch of
+    the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
     """
 
     def __init__(self) -> None:
         self.is_incomplete = True
-        """Whether something delivered may be of another publisher, or of another incarnation, than the live batches."""
+        """Whether a delivered batch may belong to another publisher or incarnation than the live batches."""
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
         """Whether replay and a live batch of this connection were equal at any number."""
         self.unconfirmed: Fingerprint | None = None
         """The newest batch that the newest answer has brought or repeated, until it is confirmed."""
-        self._earlier: list[Fingerprint] = []
+        self._earlier_unconfirmed: list[Fingerprint] = []
         """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in rising order."""
         self.live_before_replay: Fingerprint | None = None
         """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
@@ -162,19 +162,19 @@ class CrossCheck:
         """Whether the answer began with a batch that had come live."""
 
     def reconnect(self) -> None:
-        """Begin a new connection: matches on the connection before say nothing about its publisher."""
+        """Begin a new connection: matches on the previous connection say nothing about its publisher."""
         self.first_live = None
         self.has_matched = False
         self.is_incomplete = True
 
     @property
     def all_unconfirmed(self) -> list[Fingerprint]:
-        """What one answer has to repeat before a live batch, in rising order."""
-        return self._earlier if self.unconfirmed is None else [*self._earlier, self.unconfirmed]
+        """Fingerprints that one answer has to repeat before a live batch, in rising order."""
+        return self._earlier_unconfirmed if self.unconfirmed is None else [*self._earlier_unconfirmed, self.unconfirmed]
 
     def unconfirmed_after(self, seq: int) -> Fingerprint | None:
         """Return the first unconfirmed fingerprint with a number above `seq`."""
-        return next((each for each in self.all_unconfirmed if each.seq > seq), None)
+        return next((fingerprint for fingerprint in self.all_unconfirmed if fingerprint.seq > seq), None)
 
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared.
@@ -185,23 +185,23 @@ class CrossCheck:
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
             self.answer_live = live
 
-    def add_replayed(self, replayed: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
+    def add_replayed(self, fingerprint: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
         """Record that the newest answer brought a batch, and the live batch before it, unless the answer began with that."""
         if live_before is not None and not self.answer_began_with_live and not self.all_unconfirmed:
             self.live_before_replay = live_before.fingerprint()
-        self.unconfirmed = replayed
+        self.unconfirmed = fingerprint
         self.is_incomplete = True
 
     def repeat(self, fingerprint: Fingerprint) -> None:
         """Record that an answer has repeated this batch and all unconfirmed ones before it."""
-        if self.is_incomplete and all(each.seq <= fingerprint.seq for each in self.all_unconfirmed):
-            self._earlier.clear()
+        if self.is_incomplete and all(candidate.seq <= fingerprint.seq for candidate in self.all_unconfirmed):
+            self._earlier_unconfirmed.clear()
             self.unconfirmed = fingerprint
 
     def separate_next_answer(self) -> None:
         """Prepare for an answer that does not begin with the unconfirmed batch, unless too many are unconfirmed."""
-        if self.unconfirmed is not None and len(self._earlier) < MAX_FINGERPRINTS:
-            self._earlier.append(self.unconfirmed)
+        if self.unconfirmed is not None and len(self._earlier_unconfirmed) < MAX_FINGERPRINTS:
+            self._earlier_unconfirmed.append(self.unconfirmed)
             self.unconfirmed = None
 
     def confirm(self, seq: int) -> None:
@@ -220,7 +220,7 @@ class CrossCheck:
     def forget_unconfirmed(self) -> None:
         """Forget unconfirmed batches: a snapshot replaces them."""
         self.unconfirmed = None
-        self._earlier.clear()
+        self._earlier_unconfirmed.clear()
         self._update()
 
     def clear(self) -> None:
@@ -231,15 +231,15 @@ class CrossCheck:
     def match_digest(self, seq: int) -> None:
         """Record that the consumer's state after live batch `seq` is the publisher's, wherever the state came from."""
         if self.first_live is not None and seq >= self.first_live:
-            self._earlier.clear()
+            self._earlier_unconfirmed.clear()
             self.confirm(seq)
 
     def _update(self) -> None:
-        self.is_incomplete = not self.has_matched or self.unconfirmed is not None or bool(self._earlier)
+        self.is_incomplete = not self.has_matched or self.unconfirmed is not None or bool(self._earlier_unconfirmed)
 
 
 class Quarantine:
-    """Live frames that wait until it is known whether their publisher is the one from before, in order of arrival."""
+    """Live frames that wait until it is known whether the publisher is still the same, in order of arrival."""
 
     def __init__(self, limits: StreamLimits, pending: PendingBytes) -> None:
         self._limits = limits
@@ -247,7 +247,8 @@ class Quarantine:
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
-        """Index of the first frame of each connection. The first entry is 0: delivered batches may be of another connection."""
+        """Index of the first frame of each connection. The first entry is 0: delivered batches may come from other
+        connections."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -266,39 +267,39 @@ class Quarantine:
             return False
         self._frames.append(live)
         self._bytes = size
-        self._pending.used += len(live.payload)
+        self._pending.bytes_used += len(live.payload)
         return True
 
     def reconnect(self) -> None:
-        """Begin a new connection: the frames so far are of the connection before."""
+        """Begin a new connection: the frames so far belong to the previous connection."""
         if self._connection_starts[-1] < len(self._frames):
             self._connection_starts.append(len(self._frames))
 
     @property
     def has_new(self) -> bool:
-        """Whether any frame is of the current connection."""
+        """Whether any frame belongs to the current connection."""
         return len(self._frames) > self._connection_starts[-1]
 
     def around_reconnects(self) -> list[NewestBatch]:
         """Return the last frame of each connection and the first frame of the next one, in order."""
-        found = [live for start in self._connection_starts for live in self._frames[max(0, start - 1) : start + 1]]
-        return [NewestBatch(live.seq, live.payload, True) for live in found]
+        frames = [live for start in self._connection_starts for live in self._frames[max(0, start - 1) : start + 1]]
+        return [NewestBatch(live.seq, live.payload, True) for live in frames]
 
     def old_after(self, seq: int) -> Fingerprint | None:
         """Return the fingerprint of the first frame of earlier connections with a number above `seq`."""
-        old = self._connection_starts[-1]
-        at = bisect_right(self._frames, seq, hi=old, key=lambda live: live.seq)
-        return Fingerprint.of(self._frames[at].seq, self._frames[at].payload, live=True) if at < old else None
+        end = self._connection_starts[-1]
+        index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
+        return Fingerprint.of(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None
 
     def take(self) -> list[Live]:
         """Remove and return all frames."""
         frames, self._frames = self._frames, []
-        self._pending.used -= self._bytes
+        self._pending.bytes_used -= self._bytes
         self._bytes = 0
         self._connection_starts = [0]
         return frames
 
     def take_new(self) -> tuple[int, list[Live]]:
-        """Remove all frames. Return how many were of earlier connections, and the frames of the current one."""
-        old = self._connection_starts[-1]
-        return old, self.take()[old:]
+        """Remove all frames. Return the number of frames from earlier connections, and the frames of the current one."""
+        count = self._connection_starts[-1]
+        return count, self.take()[count:]

@@ -10,7 +10,7 @@ from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
 
 NOW: Final = float("-inf")
-"""A time that has passed."""
+"""A time in the past: the action is due."""
 
 
 class FetchRequest(NamedTuple):
@@ -48,16 +48,16 @@ class ReplayFetch:
     purpose: Purpose
     start: int
     fingerprint: Fingerprint | None
-    """What the answer must repeat next, before anything that follows in it is history; None if nothing is left to repeat."""
+    """The fingerprint that the answer must repeat before the rest counts as history; None if none is left to repeat."""
     stage: Stage = Stage.COLLECTING
     new_connection: bool = True
-    sent: bool = False
+    is_sent: bool = False
     active_at: float = 0.0
-    """When the request was sent or last brought something new."""
+    """The time at which the request was sent or last brought something new."""
     next_seq_before: int = 0
     """The next number to deliver when the request was sent, or when its fingerprints had been repeated."""
     is_first: bool = True
-    """Whether the next batch is the first of its answer: the one that no engine drops."""
+    """Whether the next batch is the first of its answer, which no engine drops."""
     verifies_reconnect: bool = False
     """Whether the answer has repeated the fingerprint from before a reconnect, so that the rest of the chain must follow."""
     has_more: bool = False
@@ -71,11 +71,11 @@ class ReplayFetch:
     snapshot_part: int = -2
     """The newest part of the snapshot with which the answer began; -2 if the next message cannot be the next part."""
     duplicates: int = 0
-    """Messages in a row that brought nothing new."""
+    """Consecutive messages that brought nothing new."""
     unanswered: int = 0
-    """Attempts before this one, in a row, that brought nothing in time."""
+    """Number of attempts in sequence before this one that brought nothing in time."""
     incomplete: int = 0
-    """Answers before this one, in a row, without the batch that was requested."""
+    """Consecutive answers before this one without the batch that was requested."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is not None:
@@ -83,7 +83,7 @@ class ReplayFetch:
 
     def send(self, now: float, next_seq: int) -> FetchRequest:
         """Mark the request as sent and return it."""
-        self.sent = True
+        self.is_sent = True
         self.active_at = now
         self.next_seq_before = next_seq
         return FetchRequest(self.start, self.new_connection)
@@ -130,11 +130,11 @@ class ReplayFetch:
         self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
         return self.unanswered >= limits.max_unanswered_requests
 
-    def retry(self, again: ReplayFetch, *, new_connection: bool) -> ReplayFetch:
+    def retry(self, fetch: ReplayFetch, *, new_connection: bool) -> ReplayFetch:
         """Return the next attempt, with the counts of the attempts so far."""
-        again.new_connection = new_connection
-        again.unanswered, again.incomplete, again.highest_early = self.unanswered, self.incomplete, self.highest_early
-        return again
+        fetch.new_connection = new_connection
+        fetch.unanswered, fetch.incomplete, fetch.highest_early = self.unanswered, self.incomplete, self.highest_early
+        return fetch
 
 
 class RequestPacer:
@@ -143,7 +143,7 @@ class RequestPacer:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self.next_at = NOW
-        """No request is sent before."""
+        """Time before which no request is sent."""
         self.is_waiting = False
         """Whether a request waits for its turn."""
 
@@ -165,18 +165,18 @@ class RequestPacer:
 
 
 class CheckSchedule:
-    """When to probe a quiet stream, and when to compare a live batch again. Both wait longer while nothing comes of it."""
+    """The schedule of probes of a quiet stream and of comparisons of a live batch. Pauses grow while they have no result."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self.compare_at = NOW
-        """No comparison is requested before."""
+        """Time before which no comparison is requested."""
         self.failed_comparisons = 0
-        """Comparisons in a row to which replay gave no result."""
+        """Consecutive comparisons to which replay gave no result."""
         self.probes = 0
-        """Probes in a row, with no live batch between."""
+        """Consecutive probes without a live batch in between."""
         self.probe_at = NOW
-        """When the next probe is due if no live batch comes before."""
+        """The time of the next probe, unless a live batch comes before."""
 
     def probe(self, now: float) -> None:
         """Record a probe, or a request that failed like one."""
@@ -184,7 +184,7 @@ class CheckSchedule:
         self.probe_at = now + self._pause(self.probes)
 
     def fail_comparison(self, now: float) -> None:
-        """Record that replay did not say what it has under the number of a live batch."""
+        """Record that replay did not show its batch with the number of a live batch."""
         self.compare_at = now + self._pause(self.failed_comparisons)
         self.failed_comparisons += 1
 

@@ -12,15 +12,15 @@ from kvevents.wire.decode import begins_with_clear
 
 
 class PendingBytes:
-    """Bytes of the batches that wait in several streams, with one limit for all of them."""
+    """The size of the batches that wait in several streams, with one limit for all streams."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.used = 0
+        self.bytes_used = 0
         self._limit = limit
 
     def has_room(self, size: int) -> bool:
         """Whether a batch of this size may wait too."""
-        return self.used + size <= self._limit
+        return self.bytes_used + size <= self._limit
 
 
 class EarlyBatch(NamedTuple):
@@ -61,15 +61,15 @@ class ReorderBuffer:
 
     def _count(self, size: int) -> None:
         self._bytes += size
-        self._pending.used += size
+        self._pending.bytes_used += size
 
     def pop(self, seq: int) -> EarlyBatch | None:
         """Remove and return the batch with this number."""
-        found = self._batches.pop(seq, None)
-        if found is not None:
-            self._count(-len(found.payload))
+        batch = self._batches.pop(seq, None)
+        if batch is not None:
+            self._count(-len(batch.payload))
             self._clean_order()
-        return found
+        return batch
 
     def pop_live_run(self, seq: int) -> list[bytes]:
         """Remove and return the payloads of consecutive batches that came live, from number `seq` on."""
@@ -117,11 +117,11 @@ class Order(enum.Enum):
     NEXT = enum.auto()
     """The next number to deliver."""
     AHEAD = enum.auto()
-    """A batch before it is missing, or a part of a snapshot may still take its place."""
+    """An earlier batch is missing, or a part of a snapshot may still take its place."""
     KNOWN = enum.auto()
     """Replay has delivered this number already."""
     REGRESSED = enum.auto()
-    """Not above the newest live number: numbers of one connection always rise."""
+    """The number is not above the newest live one, although numbers of one connection always rise."""
 
 
 class SnapshotParts:
@@ -165,7 +165,7 @@ class Sequencer:
     def __init__(self, limits: StreamLimits, early: ReorderBuffer) -> None:
         self.next_seq = 0
         """The only number that may be delivered next."""
-        self.highest_seen = -1
+        self.highest_known = -1
         """The highest number that is known to exist."""
         self.last_live = -1
         """The newest number that came live."""
@@ -178,7 +178,7 @@ class Sequencer:
     @property
     def is_complete(self) -> bool:
         """Whether no batch that is known to exist is missing."""
-        return self.next_seq > self.highest_seen
+        return self.next_seq > self.highest_known
 
     def order_of(self, seq: int) -> Order:
         """Classify the number of a live batch."""
@@ -188,9 +188,9 @@ class Sequencer:
             return Order.NEXT
         return Order.KNOWN if seq < self.next_seq else Order.AHEAD
 
-    def see(self, seq: int) -> None:
+    def record_number(self, seq: int) -> None:
         """Record that this number exists."""
-        self.highest_seen = max(self.highest_seen, seq)
+        self.highest_known = max(self.highest_known, seq)
 
     def add_digest(self, seq: int, digest: bytes) -> None:
         """Add the digest of a batch that replay has delivered, and evict the oldest one if there are too many."""
@@ -219,7 +219,7 @@ class Sequencer:
         """
         first = self.early.first()
         if first is None or (batch := self.early.get(first)) is None:
-            return GapEnd(self.highest_seen, compacted=False)
+            return GapEnd(self.highest_known, compacted=False)
         return GapEnd(first - 1, compacted=batch.replayed and begins_with_clear(batch.payload))
 
     def gap_before(self, seq: int) -> GapEnd:

@@ -11,26 +11,26 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of one stream. Reaching one is counted, and affects trust where it matters."""
 
     max_pending_batches: Positive = 65_536
-    """Batches that wait for a missing one. An engine's replay buffer holds 10,000. What does not fit is replayed later."""
+    """Maximum batches that wait for a missing one; others are replayed later. An engine's replay buffer holds 10,000."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
-    """Bytes of those batches."""
+    """Maximum size of these batches in bytes."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024
-    """Bytes of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
+    """Maximum size of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
     replay_timeout: Seconds = 2.0
     """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, 0.2 s for 10,000
     batches."""
     reply_idle_timeout: Seconds = 0.5
     """The timeout after the first message of an answer. Engines lose end markers, so a pause of this length ends an answer."""
     max_duplicate_replies: Positive = 200_000
-    """Messages of one answer in a row that bring nothing new, after which the request counts as unanswered: an endless answer
-    ends here."""
+    """Number of messages in sequence of one answer that bring nothing new, after which the request counts as unanswered: an
+    endless answer ends here."""
     max_unanswered_requests: Positive = 3
-    """Unanswered requests in a row after which a missing batch is given up."""
+    """Number of unanswered requests in sequence after which a missing batch is given up."""
     max_incomplete_answers: Positive = 2
-    """Answers in a row without the missing batch after which it is given up."""
+    """Number of answers in sequence without the missing batch after which it is given up."""
     max_request_burst: Positive = 32
-    """Replay requests of one stream that may follow each other without a pause after a long time without any. An engine's
-    whole buffer of 10,000 batches needs ten, because its sockets drop messages beyond 1,000 queued ones."""
+    """Maximum number of replay requests of one stream without a pause, after a long time without requests. An engine's whole
+    buffer of 10,000 batches needs ten, because its sockets drop messages beyond 1,000 queued ones."""
     request_interval: Pause = 0.5
     """Seconds between two requests after the burst, regardless of the content of the answers. A request that leads to a live
     batch allows another burst. Engines publish and answer on one thread, so requests cost them throughput."""
@@ -39,23 +39,23 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_probe_interval: Seconds = 30.0
     """Longest pause in seconds between two checks of a quiet stream. Pauses double up to this."""
     max_conflicts: Positive = 3
-    """Conflicts between replay and the live stream in a row after which the replay endpoint is distrusted."""
+    """Number of conflicts in sequence between replay and the live stream after which the replay endpoint is distrusted."""
     distrust_cooldown: Seconds = 60.0
-    """Seconds until a distrusted replay endpoint is asked again. An engine that restarts again and again also causes
+    """Seconds until a distrusted replay endpoint is asked again. An engine that restarts repeatedly also causes
     conflicts."""
     max_replayed_digests: Positive = 256
-    """Replayed batches whose digests are stored, for comparison with the same batches when they arrive live a moment later.
+    """Maximum number of replayed batches whose digests are stored, to compare them with the same batches when they arrive live.
     For a live batch that is older, replay is asked for its number again."""
     max_missed_heartbeats: Annotated[float, Range(is_open=True)] = 3.0
     """Heartbeat intervals without anything received after which a publisher counts as silent: one heartbeat may be lost and
     the next one late."""
     max_unread: Seconds = 10.0
-    """Seconds without a call of `receive` after which a stream is STALE, whatever has arrived meanwhile. Less if its publisher
+    """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. Less if its publisher
     has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
-    """Times in a row, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
-    heartbeat's incarnation, or an unconfirmed batch that replay has evicted. What a second history from 0 does not repair, a
-    third one does not repair either."""
+    """Consecutive times, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
+    heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs nothing, a
+    third one would not."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

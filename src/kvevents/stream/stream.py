@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvevents.errors import ConfigError
 from kvevents.stream.answers import AnswerReader, NextInput
 from kvevents.stream.deliverer import BatchReport, Deliverer
-from kvevents.stream.deliveries import Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition
+from kvevents.stream.deliveries import Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition, printable
 from kvevents.stream.identity import NewestBatch, Quarantine, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.sequencer import Order, PendingBytes
@@ -24,7 +24,7 @@ from kvevents.wire.decode import begins_with_clear
 
 
 class Stream:
-    """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take what follows from that.
+    """One stream as a state machine: `begin_connection`, `end_connection`, `receive_live`, `receive_replay` and `tick` feed it.
 
     After each call that feeds it, take `deliveries()`, and send what `request_to_send()` returns. Call `tick` at
     `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is any monotonic clock in seconds.
@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def stated_rank(self) -> int | None:
-        """The rank that the payloads state; None if that is unknown, or if they state several, as those of a relay may."""
+        """The rank that the payloads state; None if it is unknown, or if they state several, as payloads of a relay may."""
         return self._deliverer.stated_rank
 
     @property
@@ -117,15 +117,15 @@ class Stream:
     def _trust_while_following(self) -> Trust:
         ledger, heartbeats = self._deliverer.ledger, self._deliverer.heartbeats
         if ledger:
-            stale = self._deliverer.is_silent or (DegradedReason.SENDER in ledger and heartbeats.trust == Trust.STALE)
-            degraded = self.degraded_reasons
+            is_stale = self._deliverer.is_silent or (DegradedReason.SENDER in ledger and heartbeats.trust == Trust.STALE)
+            active_reasons = self.degraded_reasons
             sentences = {
                 DegradedReason.SENDER: heartbeats.trust.reason,
                 DegradedReason.ESTIMATED_MATCHES: ledger.estimate_reason,
                 DegradedReason.SILENT: heartbeats.silence,
             }
-            reasons = [sentences.get(reason) or reason.value for reason in DegradedReason if reason in degraded]
-            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(reasons))
+            reasons = [sentences.get(reason) or reason.value for reason in DegradedReason if reason in active_reasons]
+            return (Trust.STALE if is_stale else Trust.DEGRADED).with_reason("; ".join(reasons))
         if not self._is_unproven:
             return Trust.ATTESTED if ledger.is_attested else Trust.EXACT
         if self._deliverer.cross_check.last_live is not None and not self._answers.checks.failed_comparisons:
@@ -170,8 +170,8 @@ class Stream:
 
     def deadline(self) -> float | None:
         """Return when `tick` is due, unless something arrives before."""
-        silent, due = self._silent_at(), self._replay_due()
-        return due if silent is None else silent if due is None else min(due, silent)
+        silence_at, replay_at = self._silent_at(), self._replay_due()
+        return replay_at if silence_at is None else silence_at if replay_at is None else min(replay_at, silence_at)
 
     def _replay_due(self) -> float | None:
         answers = self._answers
@@ -216,7 +216,7 @@ class Stream:
             self._deliverer.degrade(DegradedReason.SHARED)
 
     def close(self) -> None:
-        """Drop what waits, so that it no longer counts as pending."""
+        """Drop the waiting batches, so that they no longer count as pending."""
         self._deliverer.early.clear()
         self._quarantine.take()
 
@@ -225,17 +225,19 @@ class Stream:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue where an earlier process has ended; call it before anything is fed.
 
-        Raises `ConfigError` if the checkpoint is of another stream.
+        Raises `ConfigError` if the checkpoint belongs to another stream.
         """
         source, deliverer = self.source, self._deliverer
         if (checkpoint.source, checkpoint.rank) != (source.label, source.rank):
-            other = f"{checkpoint.source} rank {checkpoint.rank}"
-            raise ConfigError(f"cannot resume {source.label} rank {source.rank} from a checkpoint of {other}")
+            checkpoint_name = f"{printable(checkpoint.source)} rank {checkpoint.rank}"
+            raise ConfigError(
+                f"cannot resume {printable(source.label)} rank {source.rank} from a checkpoint of {checkpoint_name}"
+            )
         self.state = State.RESTORED
         self._answers.has_replayed = checkpoint.replay_seen
         deliverer.restore(checkpoint)
 
-    def connected(self, now: float) -> None:
+    def begin_connection(self, now: float) -> None:
         """The subscription is up. Record a new connection. Feed every frame of an earlier connection before this call."""
         deliverer = self._deliverer
         deliverer.now = self._live_at = now
@@ -256,18 +258,18 @@ class Stream:
         deliverer.cross_check.reconnect()
         self._answers.reset_comparisons()
         if self.state is not State.RESTORED:
-            self.disconnected()
+            self.end_connection()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
             # The publisher may be another one that equals the old one up to where it is verified. Replay brings them again.
             self.counters.discarded += deliverer.early.clear()
-            deliverer.order.highest_seen = deliverer.order.next_seq - 1
+            deliverer.order.highest_known = deliverer.order.next_seq - 1
         deliverer.chain.add(deliverer.cross_check.live_before_replay, *deliverer.cross_check.all_unconfirmed, deliverer.newest)
 
-    def disconnected(self) -> None:
-        """The subscription is down.
+    def end_connection(self) -> None:
+        """Record that the connection is lost.
 
-        Record that the connection is lost. Frames fed from now until `connected` can be of the old connection or of a new one.
+        Frames fed from now until `begin_connection` can belong to the old connection or to a new one.
         """
         if self.state not in _UNCONNECTED:
             self._deliverer.end_snapshot()
@@ -276,8 +278,8 @@ class Stream:
     def tick(self, now: float) -> None:
         """Handle what is due at `now`: requests without an answer, checks, and silent publishers."""
         self._deliverer.now = now
-        silent = self._silent_at()
-        if silent is not None and now >= silent:
+        silence_at = self._silent_at()
+        if silence_at is not None and now >= silence_at:
             self._deliverer.is_silent = True
             self._deliverer.degrade(DegradedReason.SILENT)
         fetch, due = self._answers.fetch, self._replay_due()
@@ -285,7 +287,7 @@ class Stream:
             return
         if fetch is None:
             self._answers.probe()
-        elif fetch.sent:
+        elif fetch.is_sent:
             self._apply_next(self._answers.expire())
 
     # --- feed: replay ---------------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ class Stream:
         It is empty while anything is unsettled. Then each message must go to `receive_live`.
         """
         order = self._deliverer.order
-        if self.state is State.FOLLOWING and order.next_seq > order.highest_seen:
+        if self.state is State.FOLLOWING and order.next_seq > order.highest_known:
             return range(order.next_seq, min(order.next_seq + limit, MAX_SEQ))
         return range(0)
 
@@ -353,7 +355,7 @@ class Stream:
         order = self._deliverer.order
         if live.topic != self._deliverer.topic:
             self._note_topic(live.topic)
-        if live.seq == order.next_seq > order.highest_seen and self.state is State.FOLLOWING and order.parts.last < 0:
+        if live.seq == order.next_seq > order.highest_known and self.state is State.FOLLOWING and order.parts.last < 0:
             # Nothing is missing: the frame is a run of one.
             self.receive_run((live.payload,), now)
             return
@@ -364,7 +366,7 @@ class Stream:
         self._note_connection_of(live)
 
     def _note_connection_of(self, live: Live) -> None:
-        """Record the first live batch of the connection. While there is no connection, the frame may be of the one before."""
+        """Record the first live batch of the connection. Without a connection, the frame may belong to the previous one."""
         if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED:
             self._deliverer.cross_check.first_live = live.seq
 
@@ -402,7 +404,7 @@ class Stream:
         deliverer.order.last_live = seq
         if order is Order.NEXT:
             deliverer.deliver(seq, payload, replayed=False)
-            if deliverer.order.highest_seen > seq:
+            if deliverer.order.highest_known > seq:
                 deliverer.drain()
             self._apply(Input.LIVE_DELIVERED)
         elif order is Order.KNOWN:
@@ -412,13 +414,13 @@ class Stream:
 
     def _compare_with_replayed(self, live: Live) -> None:
         """Replay has delivered this number before the live stream: the payload must be the same."""
-        known = self._deliverer.order.replayed_digests.pop(live.seq, None)
-        if known is not None and known != payload_digest(live.payload):
+        digest = self._deliverer.order.replayed_digests.pop(live.seq, None)
+        if digest is not None and digest != payload_digest(live.payload):
             self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._sequence(live)
             return
         self.counters.duplicates += 1
-        if known is not None:
+        if digest is not None:
             self._answers.confirm(live.seq)
         else:
             self._deliverer.cross_check.add_live(NewestBatch(live.seq, live.payload, True))
@@ -427,22 +429,22 @@ class Stream:
     def _take_early(self, live: Live) -> None:
         """Let a batch wait because one before it is missing."""
         deliverer = self._deliverer
-        deliverer.order.see(live.seq)
-        waiting = deliverer.early.get(live.seq)
-        if waiting is None:
+        deliverer.order.record_number(live.seq)
+        early_batch = deliverer.early.get(live.seq)
+        if early_batch is None:
             self.counters.overflowed += not deliverer.early.add(live.seq, live.payload, replayed=False)
             self._apply(Input.GAP)
-        elif waiting.payload != live.payload and begins_with_clear(waiting.payload):
+        elif early_batch.payload != live.payload and begins_with_clear(early_batch.payload):
             self.counters.duplicates += 1
-        elif self._apply_next(self._answers.compare_waiting(live.seq, waiting.payload, live.payload, live=True)):
+        elif self._apply_next(self._answers.compare_waiting(live.seq, early_batch.payload, live.payload, live=True)):
             self._sequence(live)
 
     def _quarantine_frame(self, live: Live) -> None:
-        waiting = self._quarantine.newest
-        newest = self._deliverer.order.last_live if waiting is None else waiting.seq
+        frame = self._quarantine.newest
+        newest = self._deliverer.order.last_live if frame is None else frame.seq
         if live.seq > newest:
             self.counters.overflowed += not self._quarantine.add(live)
-        elif waiting == live:
+        elif frame == live:
             self.counters.duplicates += 1
         else:
             self._apply(Input.LIVE_REGRESSED, live, newest)
@@ -479,13 +481,13 @@ class Stream:
         self._deliverer.end_silence()
 
     def _restart(self, reason: str) -> None:
-        """Begin another incarnation. Frames from before the reconnect are of the old one, frames after it of the new one."""
-        old, new = self._quarantine.take_new()
-        self.counters.discarded += old
+        """Begin another incarnation. Frames from before the reconnect belong to the old one, later frames to the new one."""
+        old_count, frames = self._quarantine.take_new()
+        self.counters.discarded += old_count
         self._deliverer.reset(reason)
         self._answers.begin_incarnation()
         self._fetch_missing()
-        for live in new:
+        for live in frames:
             self._note_connection_of(live)
             self._sequence(live)
 
@@ -533,9 +535,9 @@ _STEPS: Final = {
     for state, row in TRANSITIONS.items()
 }
 """The transition table with the method of each action, which takes the context that the input was applied with."""
-_PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
+_PACED: Final = "many consecutive replay requests have not shown that nothing is missing; the next one has to wait"
 _COMPARING: Final = "a live batch is compared with what replay says of its number"
 _REGRESSION_SPAN: Final = 64
-"""Live messages within which a second regression of the numbers is no second restart."""
+"""Number of live messages within which a second regression of the numbers is no second restart."""
 _MAX_REGRESSIONS: Final = 3
 _UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)

@@ -23,7 +23,7 @@ stream, or compares a live batch. Batches that an answer brings early are droppe
 come from two publishers.
 
 A restored stream is one whose connection is gone. `Stream.restore` brings back its number, its fingerprints and its degraded
-reasons; connecting is then a reconnect. All live frames are of the new connection: a number not above the last one is a
+reasons; connecting is then a reconnect. All live frames belong to the new connection: a number not above the last one is a
 restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and everything that was live, under the number of the
@@ -37,13 +37,13 @@ and when the next heartbeat comes (`trust`). Only a consumer can say whether its
 matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts
 over: such a publisher answers a request from 0 with everything that it holds. A publisher inside the engine also attests what
 the engine's own cache holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees,
-a clear or another incarnation ends that degraded reason. After several restarts in a row without an agreement the stream stays
-DEGRADED. Reports come while other inputs are processed, so `Stream.deliveries` starts over.
+a clear or another incarnation ends that degraded reason. After several consecutive restarts without an agreement the stream
+stays DEGRADED. Reports come while other inputs are processed, so `Stream.deliveries` starts over.
 
 How the table works
 ===================
 
-`Stream` classifies everything that happens as an `Input`; `AnswerReader` does so for what replay shows.
+`Stream` classifies everything that happens as an `Input`; `AnswerReader` classifies what replay shows.
 `TRANSITIONS[state][input]` says which state follows and which action `Stream` then takes. Classification depends on data
 (numbers, payloads, counts), never on the state; the state decides only here. An action may cause a further input: without
 replay, FETCH_MISSING fails at once. An input that a state does not list cannot happen there; `Stream` raises `AssertionError`
@@ -58,7 +58,7 @@ from typing import Final, NamedTuple
 
 @enum.unique
 class State(enum.Enum):
-    """What a stream is doing. The value is the reason that an operator reads in its trust."""
+    """The state of a stream. The value is the reason that an operator reads in its trust."""
 
     CONNECTING = "not connected yet"
     CATCHING_UP = "batches are missing; replay was asked for"
@@ -72,7 +72,7 @@ class State(enum.Enum):
 
 @enum.unique
 class Input(enum.Enum):
-    """What happened to a stream."""
+    """An event that changes the state of a stream."""
 
     UP_VERIFIABLE = "connected; replay can verify the publisher"
     UP_UNIDENTIFIED = "connected; no fingerprint identifies the publisher"
@@ -96,7 +96,7 @@ class Input(enum.Enum):
 
 @enum.unique
 class Action(enum.Enum):
-    """What `Stream` does because of an input, in its method of the same name."""
+    """The reaction of `Stream` to an input, which is its method of the same name."""
 
     QUARANTINE_FRAME = "let the frame wait"
     DISCARD_QUARANTINE = "discard the quarantine; the frame is of a newer incarnation"
@@ -187,4 +187,4 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
         },
     }.items()
 }
-"""What follows each input in each state."""
+"""The next state and the action for each input in each state."""

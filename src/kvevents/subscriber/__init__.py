@@ -28,11 +28,11 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "kvevents.subscriber.aio": ("AsyncSubscriber",),
-        "kvevents.subscriber.front_end": ("Outcome", "Sink", "TrustChange"),
-        "kvevents.subscriber.multiplexer": ("Connection", "StreamStatus", "Transport"),
-        "kvevents.subscriber.sync": ("Subscriber",),
-        "kvevents.subscriber.zmq_transport": ("ZmqTransport",),
-        "kvevents.zeromq.sockets": ("SocketOptions",),
+        "kvevents.subscriber.aio": "AsyncSubscriber",
+        "kvevents.subscriber.front_end": "Outcome Sink TrustChange",
+        "kvevents.subscriber.multiplexer": "Connection StreamStatus Transport",
+        "kvevents.subscriber.sync": "Subscriber",
+        "kvevents.subscriber.zmq_transport": "ZmqTransport",
+        "kvevents.zeromq.sockets": "SocketOptions",
     },
 )

@@ -1,4 +1,4 @@
-"""The subscriber for asyncio. `sync` mirrors it: what one does under a name, the other does under the same name."""
+"""The subscriber for asyncio. `sync` mirrors it: functions of equal names do the same in both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
     _is_waiting = False
     """Whether a task is waiting for deliveries."""
     _resumed_at = 0.0
-    """When other tasks have run last."""
+    """The time at which other tasks last ran."""
 
     if TYPE_CHECKING:
 
@@ -65,8 +65,8 @@ class AsyncSubscriber(FrontEnd[BatchT]):
     ) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return the deliveries that are ready, at most `limit`; [] after `timeout` seconds.
 
-        It returns those that could be decoded and applied in about 5 ms, so that the event loop turns. The next call returns
-        more.
+        It returns the deliveries that could be decoded and applied in about 5 ms, so that it does not block the event loop. The
+        next call returns more.
         """
         self._check_limit(limit)
         self._check_open()
@@ -94,12 +94,12 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         loses what was received.
         """
         end = None if timeout is None else self._clock() + timeout
-        taken: list[BatchT | Reset | Gap] = []
+        deliveries: list[BatchT | Reset | Gap] = []
         while not self._has_reached(trust):
             if end is not None and self._clock() >= end:
-                raise self._give_up(trust, taken)
-            taken += await self.receive_many(timeout=TRUST_INTERVAL)
-        return taken
+                raise self._give_up(trust, deliveries)
+            deliveries += await self.receive_many(timeout=TRUST_INTERVAL)
+        return deliveries
 
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
@@ -142,12 +142,12 @@ class AsyncSubscriber(FrontEnd[BatchT]):
 
     async def __aiter__(self) -> AsyncIterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
-        while not self._closed:
+        while not self._is_closed:
             with suppress(ClosedError):
                 await self._end_turn()
                 if not self._multiplexer.ready:
                     await self._wait_ready(None)
-            if self._multiplexer.ready and not self._closed:
+            if self._multiplexer.ready and not self._is_closed:
                 yield self._pop_one()
 
     async def close(self) -> None:
@@ -170,16 +170,16 @@ class AsyncSubscriber(FrontEnd[BatchT]):
 async def _wait_for_descriptor(descriptor: int, wait_time: float | None) -> None:
     """Wait until `descriptor` is readable, at most `wait_time` seconds."""
     loop = asyncio.get_running_loop()
-    woken = loop.create_future()
+    future = loop.create_future()
 
     def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
+        if not future.done():
+            future.set_result(None)
 
     loop.add_reader(descriptor, wake)
     timer = None if wait_time is None else loop.call_later(wait_time, wake)
     try:
-        await woken
+        await future
     finally:
         loop.remove_reader(descriptor)
         if timer is not None:

@@ -1,9 +1,9 @@
 """A bound SUB socket, to which any number of publishers connect. Several sources can share it: the topic names the source.
 
 Theory of operation. libzmq states the descriptor of the connection with each message, and in the events of its monitor. So a
-source is connected when the first message of its topic comes, with whatever connection that is; it is disconnected when that
-connection has ended and the socket holds no more messages of it, or when its messages come with another connection. Numbers,
-trust and identity of one publisher do not depend on the others.
+source is connected when the first message of its topic comes, with any connection; it is disconnected when that connection has
+ended and the socket holds no more messages of it, or when its messages come with another connection. Numbers, trust and
+identity of one publisher do not depend on the others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Arrival: TypeAlias = "list[bytes] | _Change"
 
 
 class TopicFeed:
-    """What a bound socket has received for one source: the live side of its connection."""
+    """The messages that a bound socket has received for one source: the live side of its connection."""
 
     fault = ""
     reopen_at: float | None = None
@@ -65,7 +65,7 @@ class TopicFeed:
         self.arrivals: deque[_Arrival] = deque()
         self.descriptor: int | None = None
         """The connection of its newest message; None if it is not known."""
-        self.others: set[int] = set()
+        self.other_connections: set[int] = set()
         """Other connections with which messages of the source come at the same time."""
         self.is_connected = False
         self._socket = socket
@@ -76,9 +76,9 @@ class TopicFeed:
         for _ in range(min(limit, len(self.arrivals))):
             arrival = self.arrivals.popleft()
             if arrival is _Change.CONNECTED:
-                stream.connected(now)
+                stream.begin_connection(now)
             elif arrival is _Change.DISCONNECTED:
-                stream.disconnected()
+                stream.end_connection()
             elif arrival is _Change.SHARED:
                 stream.share()
             else:
@@ -101,7 +101,7 @@ class Stalls(Protocol):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it has not."""
+        """Whether the application has stalled."""
         ...
 
 
@@ -120,7 +120,7 @@ class BoundSocket:
         self._feeds: list[TopicFeed] = []
         self._by_topic: dict[bytes, TopicFeed | None] = {}
         """The source of each topic that was received; None if it has none."""
-        self._ended: set[int] = set()
+        self._ended_connections: set[int] = set()
         """Connections that have ended, of which the socket may still hold messages."""
         self._peers: set[int] = set()
         """Connections that were accepted and have not ended."""
@@ -134,18 +134,18 @@ class BoundSocket:
 
     def _open(self) -> None:
         owner, endpoint = self._owner, self.endpoint
-        self._sub = owner.own(self._sockets.open(zmq.SUB, endpoint))
+        self._sub = owner.register(self._sockets.open(zmq.SUB, endpoint))
         self._monitor: zmq.Socket[bytes] | None = None
         try:
             with endpoint_errors(endpoint, f"cannot follow {endpoint}"):
-                self._monitor = owner.own(open_monitor(self._sub, _ACCEPTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED))
+                self._monitor = owner.register(open_monitor(self._sub, _ACCEPTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED))
                 self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
                 owner.watch(self._sub, self._connections)
                 owner.watch(self._monitor, self._connections)
-                bound = connect_or_bind(self._sub, endpoint, bind=True)
+                address = connect_or_bind(self._sub, endpoint, bind=True)
             for feed in self._feeds:
                 self._sub.subscribe(feed.source.topic.encode())
-            log.info("bound to %s", bound)
+            log.info("bound to %s", address)
         except BaseException:
             self._close()
             raise
@@ -155,8 +155,8 @@ class BoundSocket:
 
     @property
     def has_marked(self) -> bool:
-        """Whether connections are to be read, of this socket or of another one, although nothing signals them."""
-        return bool(self._owner.marked)
+        """Whether connections of this socket, or of another one, must be read although nothing signals them."""
+        return bool(self._owner.marked_connections)
 
     def join(self, source: Source, connection: Connection) -> TopicFeed:
         """Return the feed of one more source. Raise `ConfigError` if it cannot share the socket."""
@@ -173,9 +173,8 @@ class BoundSocket:
             )
         feed = TopicFeed(source, self, connection)
         self._feeds.append(feed)
-        self._by_topic = {
-            topic: found for topic, found in self._by_topic.items() if not topic.startswith(source.topic.encode())
-        }
+        prefix = source.topic.encode()
+        self._by_topic = {topic: other for topic, other in self._by_topic.items() if not topic.startswith(prefix)}
         self._sub.subscribe(source.topic.encode())
         if self._has_peer and not source.by_topic:
             feed.change(is_connected=True)
@@ -186,7 +185,7 @@ class BoundSocket:
         if feed in self._feeds:
             self._feeds.remove(feed)
             # A topic that was removed is not found again.
-            self._by_topic = {topic: None if found is feed else found for topic, found in self._by_topic.items()}
+            self._by_topic = {topic: None if other is feed else other for topic, other in self._by_topic.items()}
             if self._feeds:
                 self._sub.unsubscribe(feed.source.topic.encode())
             else:
@@ -195,10 +194,10 @@ class BoundSocket:
                 self.is_closed = True
 
     def read(self, limit: int) -> bool:
-        """Receive up to `limit` messages for whichever sources. Return True if there may be more."""
+        """Receive up to `limit` messages, for all sources. Return True if there may be more."""
         events = self._read_monitor() if self._stalls.is_stalled else []
         if any(event == _DISCONNECTED for event, _ in events):
-            # As with `LiveSocket`: libzmq 4.3.5 may abort the process if a full socket is read whose peer timed out.
+            # As in `LiveSocket`: libzmq 4.3.5 may abort the process if a full socket is read whose peer timed out.
             self._replace()
             return True
         is_drained = self._receive(limit)
@@ -210,16 +209,16 @@ class BoundSocket:
                         feed.change(is_connected=True)
             elif event == _DISCONNECTED:
                 self._peers.discard(value)
-                self._ended.add(value)
+                self._ended_connections.add(value)
             else:
                 self._peers.add(value)
-                if value in self._ended:
-                    # The descriptor is used again. What comes with it until the socket is drained may be of either one.
+                if value in self._ended_connections:
+                    # The descriptor is used again. Until the socket is drained, its messages may belong to either connection.
                     for feed in self._feeds_of(value):
                         feed.change(is_connected=False)
-        if is_drained and self._ended:
+        if is_drained and self._ended_connections:
             self._end_connections()
-        return not is_drained or bool(self._ended)
+        return not is_drained or bool(self._ended_connections)
 
     def _receive(self, limit: int) -> bool:
         """Receive up to `limit` messages. Return whether the socket is drained."""
@@ -239,48 +238,48 @@ class BoundSocket:
             return
         if descriptor != feed.descriptor:
             if feed.descriptor in self._peers:
-                if not feed.others:
+                if not feed.other_connections:
                     feed.arrivals.append(_Change.SHARED)
-                feed.others.add(feed.descriptor)
-                feed.others.discard(descriptor)
+                feed.other_connections.add(feed.descriptor)
+                feed.other_connections.discard(descriptor)
             elif feed.descriptor is not None:
                 feed.change(is_connected=False)
             feed.descriptor = descriptor
-        if descriptor not in self._ended:
+        if descriptor not in self._ended_connections:
             feed.change(is_connected=True)
         feed.arrivals.append(message)
         self._mark(feed)
 
     def _mark(self, feed: TopicFeed) -> None:
         if feed.connection is not None:
-            self._owner.marked.add(feed.connection)
+            self._owner.marked_connections.add(feed.connection)
 
     def _find(self, topic: bytes) -> TopicFeed | None:
-        """Return the source of a topic, the one with the longest prefix. A source by topic opens another one for it."""
+        """Return the feed with the longest prefix of a topic. A source by topic opens another one for it."""
         feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
-        found = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
+        feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
         limit = self._sockets.options.max_topics
-        if found is not None and found.source.by_topic:
-            name, parent, found = topic.decode(errors="backslashreplace"), found.source, None
+        if feed_of_topic is not None and feed_of_topic.source.by_topic:
+            name, parent, feed_of_topic = topic.decode(errors="backslashreplace"), feed_of_topic.source, None
             if len(self._by_topic) < limit and name.isprintable():
-                found = TopicFeed(replace(parent, topic=name, name=name, by_topic=False), self, None)
-                self._feeds.append(found)
-                self._owner.found.append(found.source)
+                feed_of_topic = TopicFeed(replace(parent, topic=name, name=name, by_topic=False), self, None)
+                self._feeds.append(feed_of_topic)
+                self._owner.found_sources.append(feed_of_topic.source)
         if len(self._by_topic) < limit:
-            self._by_topic[topic] = found
+            self._by_topic[topic] = feed_of_topic
         elif len(self._by_topic) == limit:
             self._by_topic[b"\0"] = None
             log.warning("%s: more than %d topics were received; the others are ignored", self.endpoint, limit)
-        return found
+        return feed_of_topic
 
     def _feeds_of(self, descriptor: int) -> list[TopicFeed]:
-        return [feed for feed in self._feeds if descriptor == feed.descriptor or descriptor in feed.others]
+        return [feed for feed in self._feeds if descriptor == feed.descriptor or descriptor in feed.other_connections]
 
     def _end_connections(self) -> None:
-        for descriptor in self._ended:
+        for descriptor in self._ended_connections:
             for feed in self._feeds_of(descriptor):
                 feed.change(is_connected=False)
-                feed.others.discard(descriptor)
+                feed.other_connections.discard(descriptor)
                 feed.descriptor = None
                 self._mark(feed)
         if not self._peers:
@@ -288,7 +287,7 @@ class BoundSocket:
             for feed in self._feeds:
                 feed.change(is_connected=False)
                 self._mark(feed)
-        self._ended.clear()
+        self._ended_connections.clear()
 
     def _replace(self) -> None:
         for feed in self._feeds:
@@ -296,19 +295,19 @@ class BoundSocket:
             feed.descriptor = None
         self._has_peer = False
         self._peers.clear()
-        self._ended.clear()
+        self._ended_connections.clear()
         self._close()
         self._open()
 
     def _read_monitor(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        while self._monitor is not None and len(found) < _MAX_EVENTS:
+        events: list[tuple[int, int]] = []
+        while self._monitor is not None and len(events) < _MAX_EVENTS:
             try:
                 message = self._monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            found.append((monitor_event(message), monitor_value(message)))
-        return found
+            events.append((monitor_event(message), monitor_value(message)))
+        return events
 
     def _close(self) -> None:
         if self._monitor is not None:

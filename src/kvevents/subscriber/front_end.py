@@ -1,4 +1,4 @@
-"""What the subscribers for threads (`sync`) and for asyncio (`aio`) share: the public methods that do not wait, and closing."""
+"""The common part of the subscribers for threads (`sync`) and asyncio (`aio`): public methods that do not wait, and closing."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
     inspect_events,
+    printable,
 )
 from kvevents.subscriber.multiplexer import (
     DEFAULT_CONCURRENT_REPLAYS,
@@ -38,11 +39,11 @@ from kvevents.subscriber.zmq_transport import ZmqTransport
 log = logging.getLogger(__name__)
 
 DECODED_MESSAGES_PER_READ: Final = 32
-"""Messages read from one stream at a time if they are decoded afterwards: more do not fit in the processor's cache with it."""
+"""Maximum number of messages read from one stream before they are decoded: more do not fit in the processor's cache."""
 TRUST_INTERVAL: Final = 0.05
-"""Seconds between two looks at the trust in `wait_for`, if nothing is received."""
+"""Seconds between two checks of the trust in `wait_for`, if nothing is received."""
 DELIVERIES_PER_SLICE: Final = 8
-"""Deliveries that are decoded and applied between two looks at the clock."""
+"""Number of deliveries that are decoded and applied between two readings of the clock."""
 Sources: TypeAlias = Source | str | Iterable[Source | str]
 
 
@@ -62,7 +63,7 @@ class Outcome(Protocol):
 
     @property
     def report(self) -> BatchReport | None:
-        """What was found while applying the delivery; None for nothing."""
+        """The findings from applying the delivery; None without any."""
         ...
 
 
@@ -75,14 +76,20 @@ class Sink(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """Keyword options of `FrontEnd` except `decode`, for the overloads whose types depend on `decode`."""
+    """Keyword options of `Subscriber` and `AsyncSubscriber` besides `decode`, on which their types depend."""
 
     limits: StreamLimits
+    """Limits and timers of each stream."""
     max_concurrent_replays: int
+    """Maximum number of streams that request replay at once, 1 or more; the others wait."""
     transport: Transport | None
+    """Sockets; `ZmqTransport()` if None."""
     clock: Callable[[], float]
+    """Seconds, monotonic."""
     sink: Sink | None
+    """Applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
+    """Called by `receive` with each change of trust, each reset and each gap. `receive` raises its exceptions."""
 
 
 class FrontEnd(Generic[BatchT]):
@@ -129,12 +136,12 @@ class FrontEnd(Generic[BatchT]):
         )
         self._decodes = decode
         self._sink = sink
-        self._closed = False
+        self._is_closed = False
         self._calls: set[object] = set()
         self._waits: set[object] = set()
         """The calls that wait for deliveries."""
         self._read_at = clock()
-        """When the last such call has returned."""
+        """The time at which the last of these calls returned."""
         self._lock = threading.RLock()
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
@@ -151,8 +158,8 @@ class FrontEnd(Generic[BatchT]):
         still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint;
         otherwise it is a `Reset`. Until then trust is STALE.
 
-        Raise `ConfigError` if the name and rank are followed already or differ from those of `resume`, and `EndpointError` if
-        the endpoint is invalid.
+        Raise `ConfigError` if the name and rank are followed already or differ from the checkpoint `resume`, and
+        `EndpointError` if the endpoint is invalid.
         """
         if isinstance(source, str):
             source = Source(source)
@@ -210,7 +217,7 @@ class FrontEnd(Generic[BatchT]):
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
         with self._lock:
-            return self._multiplexer.entry(name, rank).trust(self._unread)
+            return self._multiplexer.entry(name, rank).trust(self._unread_seconds)
 
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Return (source, rank) and trust of each stream whose trust or reason has changed since the last call.
@@ -218,17 +225,17 @@ class FrontEnd(Generic[BatchT]):
         The first call returns all streams. Each change is returned once, so only one thread should call this.
         """
         with self._lock:
-            return self._multiplexer.trust_changes(self._unread)
+            return self._multiplexer.trust_changes(self._unread_seconds)
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Return trust, sequence numbers and counters of one stream. Raise `UnknownSourceError`."""
         with self._lock:
-            return self._multiplexer.entry(name, rank).status(self._unread)
+            return self._multiplexer.entry(name, rank).status(self._unread_seconds)
 
     def statuses(self) -> list[StreamStatus]:
         """Return trust, sequence numbers and counters of every stream."""
         with self._lock:
-            return self._multiplexer.statuses(self._unread)
+            return self._multiplexer.statuses(self._unread_seconds)
 
     def _notify(self, on_change: OnChange) -> None:
         """Report each change of trust."""
@@ -237,25 +244,25 @@ class FrontEnd(Generic[BatchT]):
 
     def _has_reached(self, trust: Trust) -> bool:
         """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
-        found = [status.trust for status in self.statuses()]
-        return bool(found) and all(each >= trust or each.unproven for each in found)
+        trusts = [status.trust for status in self.statuses()]
+        return bool(trusts) and all(current >= trust or current.unproven for current in trusts)
 
     def _give_up(self, trust: Trust, deliveries: list[Any]) -> TrustTimeoutError:
-        missing = [f"{each.source} rank {each.rank} is {each.trust}" for each in self.statuses() if each.trust < trust]
-        return TrustTimeoutError(f"not {trust.name} in time: {'; '.join(missing) or 'there is no source'}", deliveries)
+        laggards = [f"{item.source} rank {item.rank} is {item.trust}" for item in self.statuses() if item.trust < trust]
+        return TrustTimeoutError(f"not {trust.name} in time: {'; '.join(laggards) or 'there is no source'}", deliveries)
 
     @property
-    def _unread(self) -> float:
+    def _unread_seconds(self) -> float:
         """Seconds for which the application has not read the connections; 0 while it waits for them."""
-        return 0.0 if self._waits or self._closed else self._clock() - self._read_at
+        return 0.0 if self._waits or self._is_closed else self._clock() - self._read_at
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
         """Return the seconds until a timer is due or `end` is reached; None for no limit."""
         due = self._multiplexer.timeout(now)
         if end is None:
             return due
-        left = max(0.0, end - now)
-        return left if due is None else min(due, left)
+        remaining = max(0.0, end - now)
+        return remaining if due is None else min(due, remaining)
 
     def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
@@ -267,30 +274,30 @@ class FrontEnd(Generic[BatchT]):
         """Remove and return at most `limit` deliveries that are ready, and about as many as `seconds` of work allow."""
         if seconds == math.inf:
             return self._take(self._multiplexer.pop(limit))
-        taken: list[BatchT | Reset | Gap] = []
-        most, end = math.inf if limit is None else limit, time.perf_counter() + seconds
-        while self._multiplexer.ready and len(taken) < most:
-            taken += self._take(self._multiplexer.pop(int(min(most - len(taken), DELIVERIES_PER_SLICE))))
+        deliveries: list[BatchT | Reset | Gap] = []
+        maximum, end = math.inf if limit is None else limit, time.perf_counter() + seconds
+        while self._multiplexer.ready and len(deliveries) < maximum:
+            deliveries += self._take(self._multiplexer.pop(int(min(maximum - len(deliveries), DELIVERIES_PER_SLICE))))
             if time.perf_counter() >= end:
                 break
-        return taken
+        return deliveries
 
-    def _take(self, taken: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
-        """Decode, apply and report deliveries that were removed from `ready`, as far as this subscriber does that."""
-        deliveries: list[Any] = [self._decode(each) for each in taken] if self._decodes else taken
+    def _take(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
+        """Decode, apply and report deliveries that were removed from `ready`, as the options of this subscriber say."""
+        deliveries: list[Any] = [self._decode(raw) for raw in raw_deliveries] if self._decodes else raw_deliveries
         if self._sink is not None or self._on_change is not None:
             try:
                 if self._sink is not None:
                     for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
                         self.report(delivery, outcome.report)
                 if self._on_change is not None:
-                    for loss in taken:
+                    for loss in raw_deliveries:
                         if isinstance(loss, (Reset, Gap)):
                             self._on_change(loss)
             except BaseException as error:
                 reason = f"the sink could not apply a delivery ({type(error).__name__}: {error}); all are delivered again"
                 with self._lock:
-                    self._multiplexer.start_over(taken, reason)
+                    self._multiplexer.start_over(raw_deliveries, reason)
                 raise
         return deliveries
 
@@ -309,7 +316,7 @@ class FrontEnd(Generic[BatchT]):
             raise ConfigError(f"limit is {limit}; it must be at least 1, or None for no limit")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._process != os.getpid():
             raise ForkedError(f"this {type(self).__name__} belongs to the process before the fork; make another one here")
@@ -333,11 +340,11 @@ class FrontEnd(Generic[BatchT]):
     def _end_call(self, call: object) -> None:
         """Stop using the connections, and close them if `close` was called meanwhile."""
         self._calls.discard(call)
-        if self._closed:
+        if self._is_closed:
             self._close_if_unused()
 
     def _close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         if self._process != os.getpid():
             # A lock that another thread held, or a call that it was in, never ends in the child.
             self._multiplexer.transport.close()
@@ -354,11 +361,12 @@ class FrontEnd(Generic[BatchT]):
     def __repr__(self) -> str:
         """Return the endpoints of up to three sources, and the number of streams by trust."""
         with self._lock:
-            return f"<{type(self).__name__} {'closed' if self._closed else self._multiplexer.describe(self._unread)}>"
+            state = "closed" if self._is_closed else self._multiplexer.describe(self._unread_seconds)
+            return f"<{type(self).__name__} {state}>"
 
 
 def _warn_without_replay(source: Source | str) -> None:
     """Warn of a source whose losses cannot be repaired. Services, which add sources later, show it as their trust."""
-    given = Source(source) if isinstance(source, str) else source
-    if given.replay_endpoint is None and not given.by_topic:
-        log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", given.label)
+    checked_source = Source(source) if isinstance(source, str) else source
+    if checked_source.replay_endpoint is None and not checked_source.by_topic:
+        log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(checked_source.label))

@@ -31,23 +31,24 @@ from kvevents.stream import (
     StreamCounters,
     StreamLimits,
     Trust,
+    printable,
 )
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_READ: Final = 256
-"""Messages read from one stream before the next one is read."""
+"""Maximum number of messages that are read from one stream before the next stream is read."""
 MAX_READY: Final = 4_096
-"""Deliveries after which a run ends, although streams have more to read: the event loop of the application must turn."""
+"""Number of deliveries after which a run ends, although streams have more to read: the application's event loop must turn."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
-"""Replays at the same time in one process. A full replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
+"""Maximum number of concurrent replays in a process. A replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 
 
 MIN_AGE: Final = 0.1
 """Seconds without a read of the connections up to which the trust of no stream can have changed by that."""
 _CAUGHT_UP: Final = ("EXACT", "DEGRADED")
 _DESCRIBED: Final = 3
-"""Endpoints in the repr of a subscriber."""
+"""Maximum number of endpoints in the repr of a subscriber."""
 
 
 class Connection(Protocol):
@@ -57,8 +58,8 @@ class Connection(Protocol):
         """Feed what has arrived to `stream`, at most about `limit` messages of each kind. Return True if there may be more.
 
         While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
-        `disconnected` is fed before every message of a newer connection. If no newer connection is up yet, it is fed after
-        every message of the old one. `connected` is fed after every message of the old connection.
+        `end_connection` is called before every message of a newer connection, or after every message of the old one if no newer
+        connection is up yet. `begin_connection` is called after every message of the old connection.
 
         Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
         """
@@ -98,7 +99,7 @@ class Transport(Protocol):
         ...
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found since the last call (`Source.by_topic`), to be opened."""
+        """Return the sources that were found since the last call (`Source.by_topic`). The caller must open them."""
         ...
 
     @property
@@ -160,7 +161,7 @@ class StreamEntry:
         self.resumed_incarnation = stream.incarnation
         self.mark_consumed()
         self.timer: float | None = None
-        self.found_at = ""
+        self.found_endpoint = ""
         """The bound endpoint at which the source was found by its topic; empty if the application has added it."""
         self.is_queued = False
         """Whether the stream waits for a free replay slot."""
@@ -170,47 +171,47 @@ class StreamEntry:
     def mark_consumed(self) -> None:
         """Record that the application has taken every delivery."""
         self.consumed_position = self.stream.position()
-        self.delivered: list[RawDelivery] = []
+        self.delivered_batches: list[RawDelivery] = []
         if self.failure and self.stream.trust.name in _CAUGHT_UP:
             self.failure = ""
 
     @property
     def label(self) -> str:
         """Name of the stream in the log."""
-        return f"{self.stream.source.label} rank {self.stream.source.rank}"
+        return f"{printable(self.stream.source.label)} rank {self.stream.source.rank}"
 
-    def trust(self, unread: float) -> Trust:
+    def trust(self, unread_seconds: float) -> Trust:
         """Return the trust of the stream. Its reason includes the fault of the connection, if there is one.
 
-        `unread` is the number of seconds for which the application has not read the connections.
+        `unread_seconds` is the time for which the application has not read the connections.
         """
         trust, fault, inexact = self.stream.trust, self.fault, self.stream.source.stores_only
         if self.failure and trust.name in _CAUGHT_UP:
             trust = Trust.REPLAYING.with_reason(self.failure)
-        if trust != Trust.CONNECTING and unread > self.stream.max_unread:
-            trust = Trust.STALE.with_reason(f"the application has not called receive() for {unread:.0f} s")
+        if trust != Trust.CONNECTING and unread_seconds > self.stream.max_unread:
+            trust = Trust.STALE.with_reason(f"the application has not called receive() for {unread_seconds:.0f} s")
         trust = replace(trust, inexact_tiers=inexact) if inexact else trust
         return trust.with_reason(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
 
     @property
     def fault(self) -> str:
-        """What is wrong with the connection; "" if nothing is."""
+        """The fault of the connection; "" without one."""
         return self.error or ("" if self.connection is None else self.connection.fault)
 
     def deadline(self) -> float | None:
         """Return when the stream or its connection has something to do; None for never."""
-        own = self.reopen_at if self.connection is None else self.connection.deadline()
-        due = self.stream.deadline()
-        return due if own is None else own if due is None else min(due, own)
+        connection_at = self.reopen_at if self.connection is None else self.connection.deadline()
+        stream_at = self.stream.deadline()
+        return stream_at if connection_at is None else connection_at if stream_at is None else min(stream_at, connection_at)
 
-    def status(self, unread: float) -> StreamStatus:
+    def status(self, unread_seconds: float) -> StreamStatus:
         """Return the state of the stream."""
         stream, source = self.stream, self.stream.source
         return StreamStatus(
             source=source.label,
             rank=source.rank,
             endpoint=source.endpoint,
-            trust=self.trust(unread),
+            trust=self.trust(unread_seconds),
             degraded_reasons=stream.degraded_reasons,
             incarnation=stream.incarnation,
             last_seq=stream.last_seq,
@@ -222,9 +223,9 @@ class StreamEntry:
     def checkpoint(self, ready: Container[int]) -> Checkpoint:
         """Return a checkpoint of what the application has taken; `ready` are the ids of deliveries that it has not taken."""
         position = self.stream.position()
-        consumed = [delivery for delivery in self.delivered if id(delivery) not in ready]
-        if len(consumed) < len(self.delivered):
-            position = self.consumed_position.after_deliveries(consumed, position)
+        deliveries = [delivery for delivery in self.delivered_batches if id(delivery) not in ready]
+        if len(deliveries) < len(self.delivered_batches):
+            position = self.consumed_position.after_deliveries(deliveries, position)
         return position.checkpoint(self.stream.source.label, self.stream.source.rank)
 
 
@@ -247,11 +248,11 @@ class Multiplexer:
         self._finders: dict[tuple[str, int], StreamEntry] = {}
         """The sources that find others by their topic. Their streams receive nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
-        self._unconsumed: set[StreamEntry] = set()
+        self._unconsumed_streams: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
         self._readable: dict[StreamEntry, None] = {}
         """Streams to read: a set that keeps its order, so that equal inputs give equal runs."""
-        self._changed: dict[StreamEntry, None] = {}
+        self._changed_streams: dict[StreamEntry, None] = {}
         """Streams whose trust may have changed since `trust_changes`."""
         self._was_aging = False
         self._pending = PendingBytes(limits.max_total_pending_bytes)
@@ -280,32 +281,32 @@ class Multiplexer:
             self._finders[key] = entry
         else:
             self._entries[key] = entry
-            self._changed[entry] = None
+            self._changed_streams[entry] = None
 
-    def _add_found(self, source: Source) -> None:
+    def _add_discovered_source(self, source: Source) -> None:
         try:
             self.add(source, None)
         except (ConfigError, EndpointError) as error:
             log.warning("%s: cannot follow the topic %s: %s", source.endpoint, source.topic, error)
         else:
-            self._entries[source.label, source.rank].found_at = source.endpoint
+            self._entries[source.label, source.rank].found_endpoint = source.endpoint
             log.info("%s: following the topic %s", source.endpoint, source.topic)
 
     def remove(self, name: str, rank: int) -> None:
-        """Stop following a source, and those that it has found. Raise `UnknownSourceError`."""
+        """Stop following a source, and the sources that it has found. Raise `UnknownSourceError`."""
         if (finder := self._finders.pop((name, rank), None)) is not None:
             self._readable.pop(finder, None)
             self._close_connection(finder)
             endpoint = finder.stream.source.endpoint
-            for key in [key for key, entry in self._entries.items() if entry.found_at == endpoint]:
+            for key in [key for key, entry in self._entries.items() if entry.found_endpoint == endpoint]:
                 self.remove(*key)
             return
         entry = self.entry(name, rank)
         del self._entries[name, rank]
         self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)
         self._readable.pop(entry, None)
-        self._changed.pop(entry, None)
-        self._unconsumed.discard(entry)
+        self._changed_streams.pop(entry, None)
+        self._unconsumed_streams.discard(entry)
         if entry.is_queued:
             self._replay_queue.remove(entry)
         entry.stream.close()
@@ -317,13 +318,13 @@ class Multiplexer:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
         if entry is None:
-            known = ", ".join(f"{label} rank {number}" for label, number in self._entries) or "none"
-            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {known}")
+            names = ", ".join(f"{label} rank {number}" for label, number in self._entries) or "none"
+            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {names}")
         return entry
 
-    def statuses(self, unread: float) -> list[StreamStatus]:
+    def statuses(self, unread_seconds: float) -> list[StreamStatus]:
         """Return the state of all streams, in the order in which they were added."""
-        return [entry.status(unread) for entry in self._entries.values()]
+        return [entry.status(unread_seconds) for entry in self._entries.values()]
 
     def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
         """Return a checkpoint of one stream."""
@@ -334,21 +335,21 @@ class Multiplexer:
         ready = {id(delivery) for delivery in self.ready}
         return [entry.checkpoint(ready) for entry in self._entries.values()]
 
-    def trust_changes(self, unread: float) -> list[tuple[tuple[str, int], Trust]]:
+    def trust_changes(self, unread_seconds: float) -> list[tuple[tuple[str, int], Trust]]:
         """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
-        changed, self._changed = self._changed, {}
-        # What is not read changes without an input, and changes back.
-        is_aging = unread > MIN_AGE
+        streams, self._changed_streams = self._changed_streams, {}
+        # The trust of a stream that is not read changes without an input, and changes back.
+        is_aging = unread_seconds > MIN_AGE
         if is_aging or self._was_aging:
-            changed = dict.fromkeys(self._entries.values())
+            streams = dict.fromkeys(self._entries.values())
         self._was_aging = is_aging
-        found = []
-        for entry in changed:
-            trust = entry.trust(unread)
+        changes = []
+        for entry in streams:
+            trust = entry.trust(unread_seconds)
             if entry.reported_trust != (current := (trust.name, trust.reason, trust.attested)):
                 entry.reported_trust = current
-                found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
-        return found
+                changes.append(((entry.stream.source.label, entry.stream.source.rank), trust))
+        return changes
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport) -> None:
         """Pass what a consumer found in a batch to its stream, unless the batch is from an earlier subscription."""
@@ -358,23 +359,23 @@ class Multiplexer:
         if delivery.incarnation < entry.first_incarnation and delivery.incarnation != entry.resumed_incarnation:
             return
         entry.stream.report(delivery, report)
-        self._changed[entry] = None
+        self._changed_streams[entry] = None
         if report.heartbeat is not None or report.digest_matches is not None:
             # The report may have caused a delivery, a request or a deadline. The next run collects it.
             self._readable[entry] = None
 
-    def start_over(self, failed: Iterable[RawDelivery], reason: str) -> None:
+    def start_over(self, deliveries: Iterable[RawDelivery], reason: str) -> None:
         """Have everything delivered again of the streams whose deliveries the application could not apply."""
-        streams = {(delivery.source, delivery.rank) for delivery in failed}
-        left = [each for each in self.ready if (each.source, each.rank) not in streams]
+        streams = {(delivery.source, delivery.rank) for delivery in deliveries}
+        remaining = [ready for ready in self.ready if (ready.source, ready.rank) not in streams]
         self.ready.clear()
-        self.ready.extend(left)
+        self.ready.extend(remaining)
         for entry in [self._entries[key] for key in streams & self._entries.keys()]:
             entry.stream.start_over(reason)
             entry.mark_consumed()
             entry.failure = reason
-            self._unconsumed.add(entry)
-            self._changed[entry] = self._readable[entry] = None
+            self._unconsumed_streams.add(entry)
+            self._changed_streams[entry] = self._readable[entry] = None
 
     # --- one run
 
@@ -382,34 +383,34 @@ class Multiplexer:
         """Return the seconds until something is due; None if nothing is."""
         if self._readable or (self._replay_queue and len(self._replaying) < self._max_replays):
             return 0.0
-        longest = self.transport.max_wait
+        max_wait = self.transport.max_wait
         if not self._timers:
-            return longest
+            return max_wait
         due = max(0.0, self._timers[0][0] - now)
-        return due if longest is None else min(due, longest)
+        return due if max_wait is None else min(due, max_wait)
 
     def run_once(self, connections: Iterable[Connection], now: float) -> None:
         """Read from these connections and from those that have more to read, and run the timers that are due."""
         if not self.ready:
-            unconsumed, self._unconsumed = self._unconsumed, set()
-            for entry in unconsumed:
+            streams, self._unconsumed_streams = self._unconsumed_streams, set()
+            for entry in streams:
                 entry.mark_consumed()
                 if entry.failure:
-                    self._unconsumed.add(entry)
+                    self._unconsumed_streams.add(entry)
         for connection in connections:
             readable = self._by_connection.get(connection)
             if readable is not None:
                 self._readable[readable] = None
-        self._changed.update(self._readable)
+        self._changed_streams.update(self._readable)
         for entry in list(self._readable):
-            # Removed one by one: if an unexpected exception ends this loop, the later streams are still to be read.
+            # Removed one by one: if an unexpected exception ends this loop, the later streams must still be read.
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)
             if len(self.ready) >= MAX_READY:
                 break
         for source in self.transport.take_found():
-            self._add_found(source)
+            self._add_discovered_source(source)
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
@@ -418,7 +419,7 @@ class Multiplexer:
             entry.timer = None
             if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:
                 entry.stream.tick(now)
-                self._changed[entry] = None
+                self._changed_streams[entry] = None
                 self._run_connection_timer(entry, now)
                 self._collect(entry, now)
         self._start_queued_replays(now)
@@ -428,9 +429,9 @@ class Multiplexer:
         ready = self.ready
         if limit is not None and limit < len(ready):
             return [ready.popleft() for _ in range(limit)]
-        taken = list(ready)
+        deliveries = list(ready)
         ready.clear()
-        return taken
+        return deliveries
 
     def _collect(self, entry: StreamEntry, now: float) -> None:
         """Take deliveries, the replay request and the deadline from a stream after it was fed."""
@@ -439,8 +440,8 @@ class Multiplexer:
             if entry.stream.stated_rank != entry.stated_rank:
                 self._compare_ranks(entry)
             self.ready.extend(deliveries)
-            entry.delivered += deliveries
-            self._unconsumed.add(entry)
+            entry.delivered_batches += deliveries
+            self._unconsumed_streams.add(entry)
         if entry.stream.is_fetching:
             self._request_replay(entry, now)
         elif entry in self._replaying:
@@ -450,15 +451,15 @@ class Multiplexer:
                 entry.error = ""
         self._schedule(entry)
 
-    def _compare_ranks(self, changed: StreamEntry) -> None:
-        """Compare the ranks that payloads state with those of the sources, in all streams of one engine."""
-        changed.stated_rank = changed.stream.stated_rank
-        label = changed.stream.source.label
+    def _compare_ranks(self, changed_entry: StreamEntry) -> None:
+        """Compare the ranks that payloads state with the ranks of the sources, in all streams of one engine."""
+        changed_entry.stated_rank = changed_entry.stream.stated_rank
+        label = changed_entry.stream.source.label
         ranks = {entry.stream.source.rank: entry for entry in self._entries.values() if entry.stream.source.label == label}
         for entry in ranks.values():
-            other = ranks.get(-1 if entry.stated_rank is None else entry.stated_rank)
-            entry.stream.compare_rank(None if other is None else other.stated_rank)
-            self._changed[entry] = None
+            namesake = ranks.get(-1 if entry.stated_rank is None else entry.stated_rank)
+            entry.stream.compare_rank(None if namesake is None else namesake.stated_rank)
+            self._changed_streams[entry] = None
 
     def _request_replay(self, entry: StreamEntry, now: float) -> None:
         if entry not in self._replaying:
@@ -469,7 +470,7 @@ class Multiplexer:
                 return
             self._replaying.add(entry)
         request = entry.stream.request_to_send(now)
-        self._changed[entry] = None
+        self._changed_streams[entry] = None
         if request is not None and entry.connection is not None:
             try:
                 entry.connection.request_replay(request)
@@ -507,7 +508,7 @@ class Multiplexer:
             if now - entry.opened_at > MAX_DELAY:
                 entry.backoff.reset()
             self._close_connection(entry)
-            entry.stream.disconnected()
+            entry.stream.end_connection()
             self._schedule_reopen(entry, error, now)
 
     def _run_connection_timer(self, entry: StreamEntry, now: float) -> None:
@@ -533,7 +534,7 @@ class Multiplexer:
         self._set_error(entry, f"no connection: {error}")
 
     def _set_error(self, entry: StreamEntry, error: str) -> None:
-        """Store an error, and log it if it is not the one that was logged before."""
+        """Store an error, and log it if it differs from the error that was logged before."""
         if entry.error != error:
             entry.error = error
             log.warning("%s: %s; retrying", entry.label, error)
@@ -552,15 +553,15 @@ class Multiplexer:
                 entry.connection.close()
         self.transport.close()
 
-    def describe(self, unread: float) -> str:
+    def describe(self, unread_seconds: float) -> str:
         """Return the number of streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
         states: dict[str, int] = {}
         for entry in self._entries.values():
-            name = entry.trust(unread).name
+            name = entry.trust(unread_seconds).name
             states[name] = states.get(name, 0) + 1
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
         sources = [entry.stream.source for entry in (*self._finders.values(), *self._entries.values())]
         ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_DESCRIBED]]
-        more = "" if len(sources) <= len(ends) else f" and {len(sources) - len(ends)} more,"
-        return f"{''.join(ends)}{more} {len(self._entries)} {noun}{counts}, {len(self.ready)} ready".lstrip()
+        suffix = "" if len(sources) <= len(ends) else f" and {len(sources) - len(ends)} more,"
+        return f"{''.join(ends)}{suffix} {len(self._entries)} {noun}{counts}, {len(self.ready)} ready".lstrip()

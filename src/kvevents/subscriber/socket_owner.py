@@ -35,9 +35,9 @@ class SocketOwner:
         self.owns_context = context is None
         self.context = context or private_context()
         self.selector = selectors.DefaultSelector()
-        self.marked: set[Connection] = set()
-        """Connections to be read, for which another one has received something."""
-        self.found: list[Source] = []
+        self.marked_connections: set[Connection] = set()
+        """Connections that must be read, since another one has received something for them."""
+        self.found_sources: list[Source] = []
         """Sources that were found by their topic."""
         self.process = os.getpid()
         self._sockets: set[zmq.Socket[bytes]] = set()
@@ -51,7 +51,7 @@ class SocketOwner:
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
 
     def secure(self, source: Source) -> SocketSecurity | None:
-        """Return the keys of a source's sockets, to be closed by `end_security`. Raise `ConfigError`."""
+        """Return the keys of a source's sockets, which `end_security` closes. Raise `ConfigError`."""
         security = secure_sockets(self.context, source.curve, source.endpoint)
         if security is not None:
             self._securities.add(security)
@@ -63,8 +63,8 @@ class SocketOwner:
             self._securities.discard(security)
             security.close()
 
-    def own(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Return a new socket, which is to be closed by `close_socket`."""
+    def register(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Return a new socket. Close it with `close_socket`."""
         self._sockets.add(socket)
         return socket
 
@@ -73,7 +73,7 @@ class SocketOwner:
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 
     def close_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch a socket no longer, and close it. Idempotent."""
+        """Stop watching a socket, and close it. Idempotent."""
         self._sockets.discard(socket)
         if not socket.closed:
             with contextlib.suppress(KeyError, ValueError):

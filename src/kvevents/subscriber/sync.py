@@ -1,4 +1,4 @@
-"""The subscriber for threads. `aio` mirrors it: what one does under a name, the other does under the same name."""
+"""The subscriber for threads. `aio` mirrors it: functions of equal names do the same in both."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Subscriber(FrontEnd[BatchT]):
         (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds.
         """
         end = None if timeout is None else self._clock() + timeout
-        taken: list[BatchT | Reset | Gap] = []
+        deliveries: list[BatchT | Reset | Gap] = []
         while not self._has_reached(trust):
             if end is not None and self._clock() >= end:
-                raise self._give_up(trust, taken)
-            taken += self.receive_many(timeout=TRUST_INTERVAL)
-        return taken
+                raise self._give_up(trust, deliveries)
+            deliveries += self.receive_many(timeout=TRUST_INTERVAL)
+        return deliveries
 
     def _wait_ready(self, timeout: float | None) -> bool:
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
@@ -99,7 +99,7 @@ class Subscriber(FrontEnd[BatchT]):
 
     def __iter__(self) -> Iterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
-        while not self._closed:
+        while not self._is_closed:
             if self._multiplexer.ready:
                 yield self._pop_one()
             else:

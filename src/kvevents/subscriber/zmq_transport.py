@@ -18,15 +18,16 @@ from typing import Final, NamedTuple
 import zmq
 import zmq.backend
 
-from kvevents.endpoints import needs_ipv6
+from kvevents.endpoints import GRPC, needs_ipv6
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.bound_socket import BoundSocket, TopicFeed
 from kvevents.subscriber.multiplexer import Connection
-from kvevents.subscriber.name_resolver import Lookup, NameResolver
+from kvevents.subscriber.smg_connection import SmgConnection
 from kvevents.subscriber.socket_owner import SocketOwner
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
 from kvevents.zeromq.bulk_transfer import LibzmqIO, libzmq_io
+from kvevents.zeromq.name_resolver import Lookup, NameResolver
 from kvevents.zeromq.sockets import (
     DEFAULT_SOCKET_OPTIONS,
     SocketFactory,
@@ -41,13 +42,13 @@ from kvevents.zeromq.sockets import (
 )
 
 _CONNECTED: Final = zmq.Event.CONNECTED
-"""A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""
+"""A peer accepts TCP connections. The handshake shows whether it is a publisher."""
 _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
 _CONNECT_RETRIED: Final = zmq.Event.CONNECT_RETRIED
 _MONITOR_EVENTS: Final = _CONNECTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED | _CONNECT_RETRIED
 _MONITOR_LIMIT: Final = 1_000
-"""Monitor events read at once."""
+"""Maximum number of monitor events that are read at once."""
 _UNREACHABLE: Final = "nothing listens there, or it cannot be reached"
 _NOT_A_PUBLISHER: Final = "the peer is not an event publisher, has other CURVE keys, or closes each connection at once"
 
@@ -76,48 +77,52 @@ class ZmqTransport(SocketOwner):
     ) -> None:
         super().__init__(context, options)
         self.stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
-        self._connections: set[ZmqConnection] = set()
-        self._bound: dict[str, BoundSocket] = {}
-        self.names = NameResolver(self.watch)
+        self._connections: set[Connection] = set()
+        self._bound_sockets: dict[str, BoundSocket] = {}
+        self.names: Final = NameResolver[Connection](self.watch)
         self._wake_lock = threading.RLock()
         """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
 
-    def open(self, source: Source) -> ZmqConnection:
+    def open(self, source: Source) -> Connection:
         """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
-        if source.endpoint not in self._bound:
+        if source.endpoint not in self._bound_sockets:
             check_descriptors(len(self._connections) + 1)
-        connection = ZmqConnection(source, self)
+        connection: Connection
+        if source.endpoint.startswith(GRPC):
+            connection = SmgConnection(source, self, self.discard)
+        else:
+            connection = ZmqConnection(source, self)
         self._connections.add(connection)
         return connection
 
     def bind(self, source: Source, connection: ZmqConnection) -> TopicFeed:
         """Return the feed of a source whose endpoint is bound: at first use of the endpoint, or before."""
-        socket = self._bound.get(source.endpoint)
+        socket = self._bound_sockets.get(source.endpoint)
         if socket is None or socket.is_closed:
-            socket = self._bound[source.endpoint] = BoundSocket(source, self, self.stalls)
+            socket = self._bound_sockets[source.endpoint] = BoundSocket(source, self, self.stalls)
         return socket.join(source, connection)
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found by their topic since the last call; they are to be opened."""
-        found, self.found = self.found, []
-        return found
+        """Return the sources that were found by their topic since the last call. The caller must open them."""
+        sources, self.found_sources = self.found_sources, []
+        return sources
 
-    def discard(self, connection: ZmqConnection) -> None:
+    def discard(self, connection: Connection) -> None:
         """Remove a connection that is closed."""
         self._connections.discard(connection)
-        self.marked.discard(connection)
+        self.marked_connections.discard(connection)
         self.names.forget(connection)
 
     def wait(self, timeout: float | None) -> set[Connection]:
         """Wait at most `timeout` seconds and return the connections whose descriptors are signalled."""
         self.stalls.begin_wait()
-        keys = self.selector.select(0 if self.marked else timeout)
-        signalled, self.marked = self.marked, set()
+        keys = self.selector.select(0 if self.marked_connections else timeout)
+        connections, self.marked_connections = self.marked_connections, set()
         for key, _ in keys:
             if key.data is not None:
-                signalled.update(key.data())
+                connections.update(key.data())
         self.stalls.end_wait()
-        return signalled
+        return connections
 
     @property
     def max_wait(self) -> float | None:
@@ -138,7 +143,7 @@ class ZmqTransport(SocketOwner):
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
         if self.process != os.getpid():
-            # The epoll set is the parent's too: whatever is removed from it, the parent no longer sees.
+            # The parent process uses the same epoll set: it no longer sees a descriptor that is removed here.
             self.finalizer()
             self.selector.close()
             self.names.close()
@@ -166,7 +171,7 @@ class StallDetector:
 
     def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
         # Half the timeout, because libzmq may have sent the ping before the socket became full.
-        self._longest = max(0.0, heartbeat_timeout) / 2
+        self._max_delay = max(0.0, heartbeat_timeout) / 2
         self._clock = clock
         self._waited_at = float("-inf")
         self.is_stalled = True
@@ -175,11 +180,11 @@ class StallDetector:
     @property
     def max_wait(self) -> float | None:
         """Seconds between two waits that are certainly not a stall; None if every time between them is one."""
-        return self._longest / 2 or None
+        return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:
         """Record that the application waits for deliveries, and that sockets are read meanwhile."""
-        self.is_stalled = self._clock() - self._waited_at > self._longest
+        self.is_stalled = self._clock() - self._waited_at > self._max_delay
 
     def end_wait(self) -> None:
         """Record that the application processes what it received."""
@@ -193,7 +198,7 @@ class ZmqConnection:
         self._source = source
         self._transport = transport
         self._replay: zmq.Socket[bytes] | None = None
-        self._postponed: FetchRequest | None = None
+        self._postponed_request: FetchRequest | None = None
         """A replay request that waits for an address."""
         self._read_ahead = 0
         """Live messages that were read while a replay reply was waiting."""
@@ -213,14 +218,14 @@ class ZmqConnection:
         return self._live.fault
 
     def deadline(self) -> float | None:
-        """Return when the live socket is to be opened again; libzmq runs all other timers itself."""
+        """Return the time at which to open the live socket again; libzmq runs all other timers itself."""
         return self._live.reopen_at
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more."""
         has_more = self._live.read_into(stream, now, limit)
-        if self._postponed is not None:
-            self.request_replay(self._postponed)
+        if self._postponed_request is not None:
+            self.request_replay(self._postponed_request)
         replay = self._replay
         if replay is None:
             self._read_ahead = 0
@@ -241,16 +246,16 @@ class ZmqConnection:
     def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request. If the socket refuses it, the stream gets no reply and requests again."""
         endpoint = self._source.replay_endpoint
-        if request.new_connection or self._postponed is not None:
+        if request.new_connection or self._postponed_request is not None:
             self.end_replay()
         if self._replay is None and endpoint is not None:
             lookup = self._transport.names.resolve(endpoint, self)
             if not lookup.endpoints:
                 # Without an address the request counts as one without an answer, and the stream requests again.
-                self._postponed = None if lookup.error else request
+                self._postponed_request = None if lookup.error else request
                 return
             endpoint = lookup.endpoints[0]
-            self._replay = self._transport.own(self._sockets.open(zmq.DEALER, endpoint))
+            self._replay = self._transport.register(self._sockets.open(zmq.DEALER, endpoint))
             try:
                 # An engine's ROUTER drops what exceeds 1,000 queued messages, so a whole replay buffer should have room here.
                 self._replay.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
@@ -269,7 +274,7 @@ class ZmqConnection:
 
     def end_replay(self) -> None:
         """Close the replay socket."""
-        self._postponed = None
+        self._postponed_request = None
         if self._replay is not None:
             self._transport.close_socket(self._replay)
             self._replay = None
@@ -298,15 +303,15 @@ class LiveSocket:
         """Sockets that were opened: each is connected to the next address of the host."""
         self._native = libzmq_io()
         self._was_connected = False
-        """Whether `connected` was ever fed to the stream."""
+        """Whether the stream has ever begun a connection."""
         self._is_connected = False
-        """Whether the last change that was fed to the stream is `connected`."""
+        """Whether the newest connection change of the stream is a beginning."""
         self._has_ended = False
-        """The connection has ended and there is no newer one. `disconnected` is fed after its last messages."""
+        """The connection has ended and there is no newer one. `end_connection` is called after its last messages."""
         self._old_messages_left: float = 0
-        """Messages of earlier connections that the socket may hold while `connected` is due; 0 if it is not due."""
+        """Messages of earlier connections that the socket may hold while `begin_connection` is due; 0 if it is not due."""
         self.reopen_at: float | None = None
-        """When to open a new socket, because libzmq may have stopped reconnecting."""
+        """The time at which to open a new socket, since libzmq may have stopped reconnecting."""
         self._is_named = False
         """Whether the endpoint has a name, which may get another address."""
         self._is_accepted = False
@@ -320,10 +325,10 @@ class LiveSocket:
 
     def _open(self) -> None:
         source = self._source
-        self._sub = self._transport.own(self._sockets.open(zmq.SUB, source.endpoint))
+        self._sub = self._transport.register(self._sockets.open(zmq.SUB, source.endpoint))
         try:
             with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
-                self._monitor = self._transport.own(open_monitor(self._sub, _MONITOR_EVENTS))
+                self._monitor = self._transport.register(open_monitor(self._sub, _MONITOR_EVENTS))
                 self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
                 self._transport.watch(self._sub, self._connections)
@@ -359,7 +364,7 @@ class LiveSocket:
         libzmq reports changes on another socket, so their place among the messages is not known exactly. The monitor is read
         after the messages: a change that came before one of these messages is known by then. While no new connection is up,
         all messages are from before the end of the old one. They are fed until a read finds none that began after the end
-        was known; then `disconnected` is fed.
+        was known; then the connection ends.
         """
         self._connect(now)
         changes = self._read_monitor() if self._stalls.is_stalled else []
@@ -377,7 +382,7 @@ class LiveSocket:
         is_inproc = self._source.endpoint.startswith("inproc://")
         if not self._was_connected and (_HANDSHAKE_SUCCEEDED in changes or messages or is_inproc):
             self._was_connected = self._is_connected = True
-            stream.connected(now)
+            stream.begin_connection(now)
             if _HANDSHAKE_SUCCEEDED in changes:
                 changes = changes[changes.index(_HANDSHAKE_SUCCEEDED) + 1 :]
         had_ended, self._has_ended = self._has_ended, self._has_ended or _DISCONNECTED in changes
@@ -396,7 +401,7 @@ class LiveSocket:
             self._old_messages_left = 0 if is_drained else max(0, self._old_messages_left - count)
             if not self._old_messages_left:
                 self._is_connected = True
-                stream.connected(now)
+                stream.begin_connection(now)
         if had_ended and is_drained:
             self._feed_disconnected(stream)
         if is_drained and self.reopen_at is not None and now >= self.reopen_at:
@@ -407,7 +412,7 @@ class LiveSocket:
         """Reopen the socket later if its connection stays down.
 
         libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large). Nor does
-        it resolve a name again, since it has only the address.
+        libzmq resolve a name again, since it has only the address.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
         due = self.reopen_at or now + self._sockets.options.reconnect_max_ms / 1000
@@ -427,7 +432,7 @@ class LiveSocket:
         self._has_ended = False
         if self._is_connected:
             self._is_connected = False
-            stream.disconnected()
+            stream.end_connection()
 
     def _update_fault(self, changes: list[int]) -> None:
         """Derive `fault` from connection changes and log it when it changes."""
@@ -499,7 +504,7 @@ def receive_messages(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[b
 
 
 class ReceivedBatches(NamedTuple):
-    """What `receive_batches` found."""
+    """The messages that `receive_batches` has received."""
 
     payloads: list[bytes]
     """Payloads of the batches that were expected next, in order."""
@@ -510,20 +515,20 @@ class ReceivedBatches(NamedTuple):
 
 
 def receive_batches(
-    native: LibzmqIO | None, socket: zmq.Socket[bytes], topic: bytes, expected: range, limit: int
+    native: LibzmqIO | None, socket: zmq.Socket[bytes], topic: bytes, numbers: range, limit: int
 ) -> ReceivedBatches:
-    """Receive up to `limit` messages; those with this topic and the expected sequence numbers are reduced to their payloads.
+    """Receive up to `limit` messages; batches with this topic and the expected sequence numbers are reduced to their payloads.
 
     A message with more or fewer than three frames is never an expected batch. Without `native` only pyzmq is used.
     """
     if native is not None:
-        found = native.receive(socket.underlying, topic, expected.start, len(expected), limit)
-        if found[0] or found[1] or found[2]:
-            return ReceivedBatches(*found)
+        result = native.receive(socket.underlying, topic, numbers.start, len(numbers), limit)
+        if result[0] or result[1] or result[2]:
+            return ReceivedBatches(*result)
         # Nothing was received although messages are left: pyzmq raises the error that explains it.
     messages, is_drained = receive_messages(socket, limit)
     payloads: list[bytes] = []
-    for seq, frames in zip(expected, messages, strict=False):
+    for seq, frames in zip(numbers, messages, strict=False):
         if frames[:-1] != [topic, encode_seq(seq)]:
             break
         payloads.append(frames[-1])

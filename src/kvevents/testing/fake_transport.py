@@ -124,14 +124,14 @@ class FakeEngine:
             self.is_up = False
             for connection in self.connections:
                 connection.replies.clear()
-                connection.add_arrival(lambda stream, _now: stream.disconnected())
+                connection.add_arrival(lambda stream, _now: stream.end_connection())
 
     def reconnect(self) -> None:
         """Accept connections again."""
         if not self.is_up:
             self.is_up = True
             for connection in self.connections:
-                connection.add_arrival(lambda stream, now: stream.connected(now))
+                connection.add_arrival(lambda stream, now: stream.begin_connection(now))
 
     def restart(self, unseen: list[KVEvent] | None = None) -> None:
         """Begin a new incarnation. Each of the `unseen` events is published as one batch before any subscriber reconnects."""
@@ -146,7 +146,7 @@ class FakeEngine:
         """Accept the connection of a subscriber."""
         self.connections.append(connection)
         if self.is_up:
-            connection.add_arrival(lambda stream, now: stream.connected(now))
+            connection.add_arrival(lambda stream, now: stream.begin_connection(now))
 
     def answer(self, connection: FakeConnection, start: int) -> None:
         """Answer a replay request from `start` on, unless the engine is down or does not answer replay."""
@@ -181,7 +181,7 @@ class FakeConnection:
         self._arrivals.append(feed)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed what has arrived to `stream`. Return True if there is more."""
+        """Feed what has arrived to `stream`. Return True if more has arrived."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
         if self._arrivals and self.replies and stream.expected_run(1):
@@ -207,7 +207,7 @@ class FakeConnection:
         self._engine.answer(self, request.start)
 
     def end_replay(self) -> None:
-        """Drop what is left of the replies."""
+        """Drop the rest of the replies."""
         self.replies.clear()
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class FakeTransport:
     def wait(self, timeout: float | None) -> list[FakeConnection]:
         """Return readable connections. If no connection is readable, advance the clock by `timeout` seconds.
 
-        Raise `EndpointError` if there is no timeout either: a real subscriber would wait for ever.
+        Raise `EndpointError` if there is no timeout: a real subscriber would wait for ever.
         """
         readable = [connection for connection in self._connections if connection.is_readable]
         if not readable:

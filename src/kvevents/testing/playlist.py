@@ -1,4 +1,4 @@
-"""What a tape plays: which batch comes next with which number, and the faults of released engines."""
+"""The contents of a tape: which batch comes next with which number, and the faults of released engines."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
         return [as_batch(batch) for batch in tape]
     streams = [stream for stream in recorded_endpoints(tape) if run in (None, stream.run)]
     if not streams:
-        missing = f"run {run!r} with live batches" if run else "live batches"
-        raise ConfigError(f"{tape} has no {missing}")
+        contents = f"run {run!r} with live batches" if run else "live batches"
+        raise ConfigError(f"{tape} has no {contents}")
     return list(live_batches(tape, streams[0].run, streams[0].endpoint))
 
 
@@ -88,8 +88,8 @@ class Playlist:
         """Return the recorded seconds between the previous batch and the next one; 0 at either end of the tape."""
         if not 0 < self._position < len(self._batches):
             return 0.0
-        before, after = self._batches[self._position - 1].t, self._batches[self._position].t
-        return max(0.0, after - before) if before is not None and after is not None else 0.0
+        former, following = self._batches[self._position - 1].t, self._batches[self._position].t
+        return max(0.0, following - former) if former is not None and following is not None else 0.0
 
     def take(self) -> NextBatch:
         """Return the next batch and advance. Raise `ConfigError` if the tape is empty."""
@@ -100,14 +100,14 @@ class Playlist:
             self._position = 0
             self._rounds += 1
             self._shift = self._last_seq + 1 - self._batches[0].seq
-        recorded = self._batches[self._position]
-        is_restart = recorded.seq + self._shift <= self._last_seq
+        batch_on_tape = self._batches[self._position]
+        is_restart = batch_on_tape.seq + self._shift <= self._last_seq
         if is_restart:
             self._shift = 0
         self._position += 1
-        self._last_seq = recorded.seq + self._shift
-        payload = restamp(recorded.payload, self._rounds * self._span) if self._rounds else recorded.payload
-        return NextBatch(LiveBatch(recorded.topic, self._last_seq, payload, recorded.t), gap, is_restart)
+        self._last_seq = batch_on_tape.seq + self._shift
+        payload = restamp(batch_on_tape.payload, self._rounds * self._span) if self._rounds else batch_on_tape.payload
+        return NextBatch(LiveBatch(batch_on_tape.topic, self._last_seq, payload, batch_on_tape.t), gap, is_restart)
 
     def _load(self, batches: Sequence[LiveBatch]) -> None:
         self._batches = batches
@@ -140,7 +140,7 @@ end marker has no sequence number."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults of a tape; none by default. Sequence numbers are those of each incarnation, from 0.
+    """The faults of a tape; none by default. Sequence numbers count from 0 in each incarnation.
 
     A share is drawn for each number from `seed`, so a run can be repeated exactly. Each reply draws again, so that a repeated
     request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
@@ -155,7 +155,7 @@ class Faults:
     """Batches in the replay buffer. A request for an older start is answered from the oldest batch on without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
-    """Batches of one reply that are sent. The rest is dropped silently, as by the engines' ROUTER at 1,000 queued messages."""
+    """Maximum batches in one reply. Others are dropped silently, as by the engines' ROUTER at 1,000 queued messages."""
     replay_sndhwm: int | None = None
     """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. It drops what a slow consumer does not take.
     It takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
@@ -167,11 +167,11 @@ class Faults:
     replay_endless: bool = False
     """Whether a reply repeats its batches and never ends."""
     replay_foreign: Sequence[tuple[bytes, int, bytes] | LiveBatch] | None = None
-    """Batches of another stream, which replies contain instead of those of this one."""
+    """Batches of another stream, which replace this stream's batches in replies."""
     replay_junk: Sequence[Sequence[bytes]] = ()
     """Messages that are sent unchanged before each reply; the identity frame is added."""
     faulty_replies: int | None = None
-    """Number of requests, from the first on, to which the replay faults apply. None: all."""
+    """Number of requests, from the first on, to which the replay faults apply. None means all."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "replay_holes"):
@@ -187,28 +187,28 @@ class Faults:
         """Return whether the live message of this number is dropped."""
         return _is_selected(self.drop, seq, f"{self.seed}/live/{seq}")
 
-    def reply(self, replay_buffer: Iterable[LiveBatch], start: int, nth: int) -> Reply:
-        """Return the reply to the `nth` request (from 0) of a tape: stored batches from `start` on, subject to the faults."""
-        if self.faulty_replies is not None and nth >= self.faulty_replies:
+    def reply(self, replay_buffer: Iterable[LiveBatch], start: int, number: int) -> Reply:
+        """Return the reply to request `number` (from 0) of a tape: stored batches from `start` on, subject to the faults."""
+        if self.faulty_replies is not None and number >= self.faulty_replies:
             return _without_replay_faults(self).reply(replay_buffer, start, 0)
-        requested = [batch for batch in replay_buffer if batch.seq >= start]
+        stored = [batch for batch in replay_buffer if batch.seq >= start]
         if self.replay_silent:
-            return Reply(iter(()), len(requested))
-        chosen = requested if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
+            return Reply(iter(()), len(stored))
+        batches = stored if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
         holes = self.replay_holes
-        inside = (batch for batch in chosen[1:] if not _is_selected(holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}"))
-        sent = [*chosen[:1], *inside][: self.replay_send_limit]
-        withheld = len(requested) if self.replay_foreign is not None else len(requested) - len(sent)
-        return Reply(self._frames(sent), withheld)
+        inside = (batch for batch in batches[1:] if not _is_selected(holes, batch.seq, f"{self.seed}/{number}/{batch.seq}"))
+        reply_batches = [*batches[:1], *inside][: self.replay_send_limit]
+        withheld = len(stored) if self.replay_foreign is not None else len(stored) - len(reply_batches)
+        return Reply(self._frames(reply_batches), withheld)
 
-    def _frames(self, sent: list[LiveBatch]) -> Iterator[list[bytes]]:
+    def _frames(self, stored: list[LiveBatch]) -> Iterator[list[bytes]]:
         with_topic = self.reply_shape == "topic"
-        batches = (replay_batch_frames(batch.topic if with_topic else None, batch.seq, batch.payload) for batch in sent)
-        junk = ([bytes(frame) for frame in frames] for frames in self.replay_junk)
-        if self.replay_endless and sent:
-            return chain(junk, cycle(batches))
+        batches = (replay_batch_frames(batch.topic if with_topic else None, batch.seq, batch.payload) for batch in stored)
+        junk_frames = ([bytes(frame) for frame in frames] for frames in self.replay_junk)
+        if self.replay_endless and stored:
+            return chain(junk_frames, cycle(batches))
         end = [b"", b""] if self.reply_shape == "bare-end" else replay_end_frames(with_topic)
-        return chain(junk, batches, () if self.lose_end_marker else (end,))
+        return chain(junk_frames, batches, () if self.lose_end_marker else (end,))
 
 
 class Reply(NamedTuple):

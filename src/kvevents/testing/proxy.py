@@ -32,9 +32,9 @@ from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, 
 from kvevents.testing.zmtp import message
 
 LINGER_SECONDS: Final = 1.0
-"""How long the last bytes of a peer that has closed may take to reach the other peer."""
+"""Maximum time for the last bytes of a peer that has closed to reach the other peer."""
 LOOP_ROUNDS_TO_CONNECT: Final = 4
-"""Rounds of the event loop in which an accepted socket becomes a connection. asyncio needs two."""
+"""Number of rounds of the event loop in which an accepted socket becomes a connection. asyncio needs two."""
 
 Direction: TypeAlias = Literal["down", "up"]
 """`down`: from the upstream endpoint to the clients of the proxy. `up`: from the clients to upstream."""
@@ -47,10 +47,10 @@ class ProxyLimits:
     """Limits of a `FaultProxy`."""
 
     max_connections: int = 1_024
-    """Open connections; each takes two file descriptors. Further ones are closed as soon as they are accepted."""
+    """Maximum number of connections; each takes two file descriptors. Others are closed as soon as they are accepted."""
     max_queued_bytes: int = 64 * 1024 * 1024
-    """Bytes that are held, or wait for a slow reader, per direction of a connection. At the limit the proxy stops reading, as
-    if the network were congested."""
+    """Maximum number of bytes that are held, or wait for a slow reader, per direction of a connection. At the limit the proxy
+    stops reading, as if the network were congested."""
 
 
 DEFAULT_PROXY_LIMITS: Final = ProxyLimits()
@@ -58,7 +58,7 @@ DEFAULT_PROXY_LIMITS: Final = ProxyLimits()
 
 @dataclass(slots=True)
 class ProxyCounts:
-    """What a proxy did since it was opened."""
+    """Counters of a proxy since it was opened."""
 
     connections: int = 0
     """Connections that were accepted and connected to upstream."""
@@ -73,7 +73,7 @@ class ProxyCounts:
 class FaultProxy:
     """Listens at `listen` and connects each client to `upstream`. Both are TCP endpoints; for a port of `*` the OS chooses.
 
-    It is a context manager. Any thread may call its methods; each method returns when its effect is complete. Raise
+    The proxy is a context manager. Any thread may call its methods; each method returns when its effect is complete. Raise
     `EndpointError` if it cannot listen, `ConfigError` for an endpoint that is not TCP.
     """
 
@@ -90,7 +90,7 @@ class FaultProxy:
         }
         self._connections: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         self._failure: Exception | None = None
         self._server: asyncio.Server | None = None
         self._stop = asyncio.Event()
@@ -116,14 +116,14 @@ class FaultProxy:
         with self._condition:
             return replace(self._counts, down=replace(self._counts.down), up=replace(self._counts.up))
 
-    def wait_until(self, reached: Callable[[ProxyCounts], bool], timeout: float) -> bool:
+    def wait_until(self, condition: Callable[[ProxyCounts], bool], timeout: float) -> bool:
         """Wait for a condition such as `lambda counts: counts.down.held == 3`. Return False after `timeout` seconds."""
         with self._condition:
-            return self._condition.wait_for(lambda: reached(self._counts), timeout)
+            return self._condition.wait_for(lambda: condition(self._counts), timeout)
 
     def __repr__(self) -> str:
         counts = self.counts
-        state = "closed" if self._closed else f"{counts.open} connections"
+        state = "closed" if self._is_closed else f"{counts.open} connections"
         return (
             f"<FaultProxy {self.endpoint} to tcp://{self._upstream[0]}:{self._upstream[1]} {state},"
             f" down {counts.down.messages} ({counts.down.dropped} dropped),"
@@ -170,7 +170,7 @@ class FaultProxy:
         Raise `ConfigError` for a message without frames.
         """
         if not frames:
-            raise ConfigError("cannot inject a message without frames")
+            raise ConfigError("cannot inject a message without frames: give at least one frame")
         raw = message(frames)
 
         async def apply() -> None:
@@ -179,7 +179,7 @@ class FaultProxy:
         self._run_in_loop(apply)
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
-        """Hold every message for some seconds, or until `release` if None, in order. 0 ends it for messages to come."""
+        """Hold every message, in order, for some seconds, or until `release` if None. With 0, later messages are not held."""
         if seconds is not None and seconds < 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
 
@@ -198,7 +198,7 @@ class FaultProxy:
         self._run_in_loop(apply)
 
     def stall(self) -> None:
-        """Read and write nothing, with all connections open, as a network that loses packets. New connections stall too."""
+        """Stop reading and writing, with all connections open, as a network that loses packets. New connections stall too."""
 
         async def apply() -> None:
             self._flow.clear()
@@ -249,7 +249,7 @@ class FaultProxy:
         self._run_in_loop(apply)
 
     def heal(self) -> None:
-        """End every fault: drop nothing, release what is held, resume stalled connections, accept clients again.
+        """End every fault: drop nothing, release held messages, resume stalled connections, accept clients again.
 
         Connections that `half_open` has stalled stay stalled. Connections that were redirected are closed.
         """
@@ -271,8 +271,8 @@ class FaultProxy:
     def close(self) -> None:
         """Close every connection and the listener. Idempotent; any thread may call it. Raise what a `drop` rule raised."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(LINGER_SECONDS + 1)
         if self._failure is not None:
@@ -289,7 +289,7 @@ class FaultProxy:
 
     def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise ClosedError("the proxy is closed")
             return asyncio.run_coroutine_threadsafe(apply(), self._loop).result()
 
@@ -307,7 +307,7 @@ class FaultProxy:
         await self._stop.wait()
         await self._stop_listening()
         await self._close_connections()
-        await asyncio.sleep(0)  # one more round, in which the last connections are closed
+        await asyncio.sleep(0)  # the last connections are closed in one more round
 
     async def _stop_listening(self) -> None:
         """Close the listener after every accepted socket is a connection. asyncio loses one if its server closes before."""
@@ -408,14 +408,14 @@ async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
         writer.close()
     else:
         writer.transport.abort()
-    closed = asyncio.ensure_future(writer.wait_closed())
+    closing = asyncio.ensure_future(writer.wait_closed())
     # Its exception is an error of the network. Retrieve it here, because this task may be cancelled before it is awaited.
-    closed.add_done_callback(lambda done: done.cancelled() or done.exception())
+    closing.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
-        await asyncio.wait([closed], timeout=linger or None)
+        await asyncio.wait([closing], timeout=linger or None)
     finally:
         writer.transport.abort()
-    await asyncio.gather(closed, return_exceptions=True)
+    await asyncio.gather(closing, return_exceptions=True)
 
 
 def _address(endpoint: str) -> tuple[str, int]:

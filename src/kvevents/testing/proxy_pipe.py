@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from kvevents.testing.zmtp import Segment, ZmtpSplitter
 
 READ_BYTES: Final = 64 * 1024
-"""Bytes read at once from one connection."""
+"""Maximum number of bytes that are read at once from one connection."""
 
 Rule: TypeAlias = int | float | Callable[[tuple[bytes, ...]], bool] | None
 """Which messages are dropped: the next N (int), a share from 0.0 to 1.0 (float), those for whose frames a function returns
@@ -67,7 +67,7 @@ class DirectionFaults:
         self._pipes: set[Pipe] = set()
 
     def heal(self) -> None:
-        """End all faults and release what is held."""
+        """End all faults and release the held messages."""
         self.rule, self.swap_share, self.holds_all, self.delay = None, 0.0, False, 0.0
         self.release(None)
 
@@ -81,9 +81,9 @@ class DirectionFaults:
 
     def inject(self, raw: bytes) -> None:
         """Send an extra message on every connection that has carried a message before."""
-        sent = sum(pipe.inject(raw) for pipe in self._pipes)
+        count = sum(pipe.inject(raw) for pipe in self._pipes)
         with self.condition:
-            self.counts.injected += sent
+            self.counts.injected += count
             self.condition.notify_all()
 
     def draw_swap(self) -> bool:
@@ -98,7 +98,7 @@ class DirectionFaults:
     def release(self, n: int | None) -> None:
         """Release the `n` messages that were held longest; None for all."""
         while self._gates and n != 0:
-            if _open(self._gates.popleft()) and n is not None:
+            if _open_gate(self._gates.popleft()) and n is not None:
                 n -= 1
 
     def admit(self, segment: Segment) -> Chunk | None:
@@ -130,13 +130,13 @@ class DirectionFaults:
         return True
 
     def _gate(self) -> asyncio.Future[None]:
-        """Return a future for which a held message waits. `release` or its timer opens it."""
+        """Return a future for which a held message waits. `release` or the timer of the message completes it."""
         loop = asyncio.get_running_loop()
         gate: asyncio.Future[None] = loop.create_future()
         gate.add_done_callback(lambda _: self._count_held(-1))
         self._count_held(1)
         if not self.holds_all:
-            loop.call_later(self.delay, _open, gate)
+            loop.call_later(self.delay, _open_gate, gate)
         while self._gates and self._gates[0].done():
             self._gates.popleft()
         self._gates.append(gate)
@@ -148,7 +148,7 @@ class DirectionFaults:
             self.condition.notify_all()
 
 
-def _open(gate: asyncio.Future[None]) -> bool:
+def _open_gate(gate: asyncio.Future[None]) -> bool:
     if gate.done():
         return False
     gate.set_result(None)
@@ -178,7 +178,7 @@ class Pipe:
         self._has_room = asyncio.Event()
 
     async def run(self) -> None:
-        """Forward everything until the sender has closed and all of it is sent."""
+        """Forward everything until the sender has closed and everything is sent."""
         tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
         self._faults.add(self)
         try:
@@ -209,32 +209,32 @@ class Pipe:
         self._wake.set()
 
     def _chunks_of(self, segments: list[Segment]) -> Iterator[Chunk]:
-        """Yield what is to be forwarded. Messages without a delay are joined, which saves a task switch for each of them."""
-        joined = bytearray()
+        """Yield the data to forward. Messages without a delay are joined, which saves a task switch for each of them."""
+        content = bytearray()
         for segment in self._swap(segments):
             chunk = self._faults.admit(segment)
             self._has_carried_message = self._has_carried_message or segment.kind == "message"
             if chunk is not None and chunk.gate is None and not chunk.is_command:
-                joined += chunk.raw
+                content += chunk.raw
             elif chunk is not None:
-                yield Chunk(bytes(joined))
-                joined.clear()
+                yield Chunk(bytes(content))
+                content.clear()
                 yield chunk
-        yield Chunk(bytes(joined))
+        yield Chunk(bytes(content))
 
     def _swap(self, segments: list[Segment]) -> Iterator[Segment]:
-        """Swap messages with those that arrived together with them, so that no message waits for one that never arrives."""
-        late: Segment | None = None
+        """Swap messages that arrived together, so that no message waits for one that never arrives."""
+        postponed_segment: Segment | None = None
         for segment in segments:
-            if late is None and segment.kind == "message" and self._faults.draw_swap():
-                late = segment
+            if postponed_segment is None and segment.kind == "message" and self._faults.draw_swap():
+                postponed_segment = segment
                 continue
             yield segment
-            if late is not None:
-                yield late
-                late = None
-        if late is not None:
-            yield late
+            if postponed_segment is not None:
+                yield postponed_segment
+                postponed_segment = None
+        if postponed_segment is not None:
+            yield postponed_segment
 
     async def _put(self, chunk: Chunk) -> None:
         if not chunk.raw:

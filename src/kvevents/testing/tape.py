@@ -36,9 +36,9 @@ from kvevents.testing.playlist import Faults, Playlist, Tape, load_tape
 from kvevents.testing.tape_sockets import LINGER_MS, MESSAGES_PER_ROUND, Sent, TapeCounts, TapeSockets
 
 ENGINE_HWM: Final = 100_000
-"""Messages that engines queue for a slow subscriber (`hwm` of vLLM and SGLang) before they drop."""
+"""Number of messages that engines queue for a slow subscriber before they drop further ones (`hwm` of vLLM and SGLang)."""
 MAX_LOG: Final = 1_000_000
-"""Batches and requests in the log of a tape; older ones are removed. About 250 MB when full."""
+"""Maximum number of batches and requests in the log of a tape; older ones are removed. A full log takes about 250 MB."""
 CATCH_UP_SECONDS: Final = 1.0
 """A paced tape that is later than this, after a pause, continues at its pace instead of sending the delayed batches at once."""
 ANY_LOCAL_PORT: Final = "tcp://127.0.0.1:*"
@@ -56,7 +56,7 @@ class _Play:
         self.n = n
         self.rate = rate
         self.times = times
-        self.published = 0
+        self.published_count = 0
         self.due = 0.0
         self.future: Future[int] = Future()
 
@@ -67,7 +67,7 @@ class _Play:
 
     def step(self, gap: float, now: float) -> None:
         """Count a published batch; `gap` is the recorded time until the next one."""
-        self.published += 1
+        self.published_count += 1
         if self.rate is None:
             return
         self.due += gap if isinstance(self.rate, str) else 1.0 / self.rate
@@ -76,11 +76,11 @@ class _Play:
 
     @property
     def is_complete(self) -> bool:
-        return self.n is not None and self.published >= self.n
+        return self.n is not None and self.published_count >= self.n
 
     def end(self) -> None:
         if not self.future.done():
-            self.future.set_result(self.published)
+            self.future.set_result(self.published_count)
 
 
 class TapePlayer:
@@ -112,10 +112,10 @@ class TapePlayer:
         self._sockets = TapeSockets(playlist, faults or Faults(), endpoint, replay_endpoint, hwm, log)
         self._plays: deque[_Play] = deque()
         self._actions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        """Calls of other threads, to be run by the thread that owns the sockets."""
+        """Calls of other threads, which the thread that owns the sockets runs."""
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         self._is_paused = False
         self._returned_requests = 0
         self._thread = threading.Thread(target=self._run, name="kvevents-tape", daemon=True)
@@ -175,14 +175,14 @@ class TapePlayer:
     def batches(self, incarnation: int | None = None) -> list[tuple[int, bytes]]:
         """Return number and payload of every batch that a lossless subscriber delivers, of one incarnation or (None) of all."""
         return [
-            (sent.batch.seq, sent.batch.payload)
-            for sent in self.log
-            if sent.outcome != "skipped" and incarnation in (None, sent.incarnation)
+            (entry.batch.seq, entry.batch.payload)
+            for entry in self.log
+            if entry.outcome != "skipped" and incarnation in (None, entry.incarnation)
         ]
 
     def __repr__(self) -> str:
         counts = self.counts
-        state = "closed" if self._closed else "paused" if self._is_paused else "open" if self._sockets.is_open else "stopped"
+        state = "closed" if self._is_closed else "paused" if self._is_paused else "open" if self._sockets.is_open else "stopped"
         return (
             f"<TapePlayer {self.endpoint} {state}, incarnation {counts.incarnations - 1}, {counts.published} published,"
             f" {counts.dropped} dropped, {counts.requests} requests>"
@@ -201,7 +201,7 @@ class TapePlayer:
         return self.start_playing(n, rate=rate, times=times).result()
 
     def start_playing(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> Future[int]:
-        """Do as `play` without waiting. Plays run one after the other; the future has the number of published batches."""
+        """Start a `play` without waiting. Plays run one after the other; the future has the number of published batches."""
         if (n is not None and n < 0) or times < 1:
             raise ConfigError(f"invalid n={n}, times={times}: expected n of 0 or more and times of 1 or more")
         if rate is not None and rate != "recorded" and not rate > 0:
@@ -217,15 +217,15 @@ class TapePlayer:
         batches up to that number are published before the sockets open, so that they are only in the replay buffer. With
         `abrupt`, queued messages are lost; otherwise they have up to 1 s to be sent. Current plays end.
         """
-        loaded = None if batches is None else load_tape(batches)
-        self._run_in_thread(lambda: self._restart(loaded, unseen_until, abrupt))
+        tape = None if batches is None else load_tape(batches)
+        self._run_in_thread(lambda: self._restart(tape, unseen_until, abrupt))
 
     def stop(self, *, abrupt: bool = False) -> None:
         """Close the sockets, as a process that has ended. `restart` opens them again on the same ports."""
         self._run_in_thread(lambda: self._stop(abrupt))
 
     def pause(self) -> None:
-        """Neither publish nor answer, with all sockets open, as a process that hangs. Requests wait in the ROUTER socket."""
+        """Stop publishing and answering, with all sockets open, as a process that hangs. Requests wait in the ROUTER socket."""
         self._run_in_thread(lambda: self._set_paused(True))
 
     def resume(self) -> None:
@@ -248,10 +248,10 @@ class TapePlayer:
         with condition:
             return condition.wait_for(lambda: self._sockets.subscriptions.total() >= count, timeout)
 
-    def wait_until(self, reached: Callable[[TapeCounts], bool], timeout: float) -> bool:
+    def wait_until(self, condition: Callable[[TapeCounts], bool], timeout: float) -> bool:
         """Wait for a condition such as `lambda counts: counts.replayed == 100`. Return False after `timeout` seconds."""
         with self._sockets.condition:
-            return self._sockets.condition.wait_for(lambda: reached(self._sockets.counts), timeout)
+            return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), timeout)
 
     def wait_for_request(self, timeout: float) -> int | None:
         """Return the start of the oldest replay request that was not returned before; None after `timeout` seconds."""
@@ -259,17 +259,17 @@ class TapePlayer:
         with sockets.condition:
             if not sockets.condition.wait_for(lambda: sockets.counts.requests > self._returned_requests, timeout):
                 return None
-            unreturned = sockets.counts.requests - self._returned_requests
+            count = sockets.counts.requests - self._returned_requests
             self._returned_requests += 1
-            return sockets.requests[-min(unreturned, len(sockets.requests))]
+            return sockets.requests[-min(count, len(sockets.requests))]
 
     # --- closing
 
     def close(self) -> None:
         """Close everything within about a second. Idempotent; any thread may call it. Plays end, unsent replies are lost."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._wake_writer.send(b"\0")
         self._thread.join(2 * LINGER_MS / 1000)
 
@@ -285,7 +285,7 @@ class TapePlayer:
         """Run `action` in the thread that owns the sockets, and return or raise what it does."""
         result: Future[_T] = Future()
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise ClosedError("the tape is closed")
             self._actions.put((action, result))
             self._wake_writer.send(b"\0")
@@ -293,11 +293,11 @@ class TapePlayer:
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._is_closed:
                 self._run_once()
         finally:
             with self._lock:
-                self._closed = True
+                self._is_closed = True
             self._end_plays()
             self._cancel_actions()
             self._sockets.destroy()
@@ -305,12 +305,12 @@ class TapePlayer:
             self._wake_reader.close()
 
     def _run_once(self) -> None:
-        """Publish what is due, send replies, wait for input, then run the actions and read requests."""
+        """Publish the batches that are due, send replies, wait for input, then run the actions and read requests."""
         wait = None if self._is_paused else self._send_due()
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
-        for each in () if self._is_paused else self._sockets.open_sockets():
-            poller.register(each, zmq.POLLIN)
+        for open_socket in () if self._is_paused else self._sockets.open_sockets():
+            poller.register(open_socket, zmq.POLLIN)
         ready = dict(poller.poll(None if wait is None else ceil(1000 * wait)))
         if self._wake_reader.fileno() in ready:
             self._wake_reader.recv(4096)
@@ -367,7 +367,7 @@ class TapePlayer:
     def _restart(self, batches: Sequence[LiveBatch] | None, unseen_until: int | None, abrupt: bool) -> None:
         self._stop(abrupt)
         self._sockets.begin_incarnation(batches)
-        while unseen_until is not None and self._sockets.publish(seen=False) < unseen_until:
+        while unseen_until is not None and self._sockets.publish(is_seen=False) < unseen_until:
             pass
         self._sockets.open()
 

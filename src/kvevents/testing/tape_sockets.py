@@ -20,21 +20,21 @@ from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
 
 BIND_SECONDS: Final = 5.0
-"""How long a bind waits for its port: libzmq closes a listener a moment after its socket."""
+"""Maximum time that a bind waits for its port: libzmq closes a listener a moment after its socket."""
 LINGER_MS: Final = 1_000
-"""How long an orderly stop sends what is queued. It also limits the time of `close`."""
+"""Maximum time in which an orderly stop sends queued messages. It also limits `close`."""
 MESSAGES_PER_ROUND: Final = 256
-"""Messages sent to one consumer before other consumers and calls of the tape player are served."""
+"""Maximum number of messages sent to one consumer before other consumers and calls of the tape player are served."""
 RETRY_SECONDS: Final = 0.005
 """Delay before a reply is sent again to a consumer whose queue is full."""
 REPLY_QUEUE: Final = 1_000
-"""Messages of replies queued for one consumer. The rest waits, so that an endless reply takes bounded memory."""
+"""Maximum number of queued messages of replies to one consumer. Others wait, so that an endless reply takes bounded memory."""
 MAX_WAITING_REPLIES: Final = 100
-"""Requests of one consumer that wait for the end of its first one. Further requests are refused."""
+"""Maximum number of requests of one consumer that wait for the end of its first request. Further requests are refused."""
 
 SendOutcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
-"""`live`: sent and stored for replay. `dropped`: stored, not sent. `skipped`: neither. `unseen`: stored, published before
-the sockets opened."""
+"""`live`: sent and stored for replay. `dropped`: stored, not sent. `skipped`: neither sent nor stored. `unseen`: stored,
+published before the sockets opened."""
 
 
 class Sent(NamedTuple):
@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class TapeCounts:
-    """What a tape player did since it was opened, over all its incarnations."""
+    """Counters of a tape player since it was opened, over all its incarnations."""
 
     incarnations: int = 1
     published: int = 0
@@ -59,7 +59,7 @@ class TapeCounts:
     requests: int = 0
     """Well-formed replay requests."""
     refused: int = 0
-    """Messages on the ROUTER socket without a reply: those that are not requests, and requests beyond the limit."""
+    """Messages on the ROUTER socket without a reply: messages that are not requests, and requests beyond the limit."""
     replayed: int = 0
     """Batches passed to the ROUTER socket in replies."""
     withheld: int = 0
@@ -137,16 +137,16 @@ class TapeSockets:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._pub.setsockopt(zmq.SNDHWM, self._hwm)
-        bound = [_bind(self._pub, self._ports[0])]
+        addresses = [_bind(self._pub, self._ports[0])]
         if len(self._ports) > 1:
             limit = self.faults.replay_sndhwm
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, REPLY_QUEUE if limit is None else limit)
             # A mandatory ROUTER reports what it cannot queue. Without the option, as in the engines, it drops silently.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
-            bound.append(_bind(self._router, self._ports[1]))
-        self._ports = [ReservedPort(name, port.holder) for name, port in zip(bound, self._ports, strict=True)]
-        self.endpoints = [connectable(name) for name in bound]
+            addresses.append(_bind(self._router, self._ports[1]))
+        self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
+        self.endpoints = [connectable(name) for name in addresses]
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets. Queued messages may still be sent for `linger_ms`."""
@@ -160,7 +160,7 @@ class TapeSockets:
             self.condition.notify_all()
 
     def destroy(self) -> None:
-        """Close the sockets, the reserved ports and the context. Wait up to `LINGER_MS` for messages of an orderly stop."""
+        """Close the sockets, the reserved ports and the context. Wait up to `LINGER_MS` until queued messages are sent."""
         self.close(0)
         for port in self._ports:
             if port.holder is not None:
@@ -177,15 +177,15 @@ class TapeSockets:
             self.replay_buffer.clear()
             self.counts.incarnations += 1
 
-    def publish(self, seen: bool = True) -> int:
+    def publish(self, is_seen: bool = True) -> int:
         """Publish the next batch, subject to the faults, and return its sequence number.
 
-        With `seen` False the batch is not sent live.
+        With `is_seen` False the batch is not sent live.
         """
         batch, _, is_restart = self.playlist.take()
         if is_restart:
             self._clear_buffer()
-        outcome = self._outcome(batch.seq, seen)
+        outcome = self._outcome(batch.seq, is_seen)
         if outcome == "live":
             self.send(live_frames(batch.topic, batch.seq, batch.payload))
         with self.condition:
@@ -199,10 +199,10 @@ class TapeSockets:
             self.condition.notify_all()
         return batch.seq
 
-    def _outcome(self, seq: int, seen: bool) -> SendOutcome:
+    def _outcome(self, seq: int, is_seen: bool) -> SendOutcome:
         if seq in self.faults.skipped:
             return "skipped"
-        if not seen:
+        if not is_seen:
             return "unseen"
         return "dropped" if self.faults.drops(seq) else "live"
 
@@ -258,16 +258,16 @@ class TapeSockets:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _send_replies_to(self, identity: bytes, replies: _ReplyQueue) -> float | None:
-        replayed = 0
+        count = 0
         wait: float | None = 0.0
         for _ in range(MESSAGES_PER_ROUND):
             wait = self._send_head(identity, replies)
             if wait != 0.0 or replies.head is None:
                 break
-            replayed += replies.head[-1] != b""
+            count += replies.head[-1] != b""
             replies.advance()
         with self.condition:
-            self.counts.replayed += replayed
+            self.counts.replayed += count
             self.condition.notify_all()
         if wait is None:
             del self._replies[identity]

@@ -65,16 +65,16 @@ class ZmtpSplitter:
         self._max = max_message_bytes
         self._greeting = bytearray()
         self._buffer = bytearray()
-        self._scanned = 0
+        self._scan_position = 0
         self._frames: list[bytes] = []
         self._is_opaque = False
 
     def feed(self, data: bytes) -> list[Segment]:
         """Add bytes and return what is complete. Parts of the greeting are returned at once, because peers negotiate in it."""
         segments: list[Segment] = []
-        missing = GREETING_BYTES - len(self._greeting)
-        if missing and not self._is_opaque:
-            greeting, data = data[:missing], data[missing:]
+        bytes_left = GREETING_BYTES - len(self._greeting)
+        if bytes_left and not self._is_opaque:
+            greeting, data = data[:bytes_left], data[bytes_left:]
             self._greeting += greeting
             self._is_opaque = not self._is_null_greeting()
             segments.append(Segment("raw", greeting))
@@ -114,25 +114,25 @@ class ZmtpSplitter:
             yield Segment("raw", self.remainder())
 
     def _take_scanned(self) -> bytes:
-        raw = bytes(self._buffer[: self._scanned])
-        del self._buffer[: self._scanned]
-        self._scanned = 0
+        raw = bytes(self._buffer[: self._scan_position])
+        del self._buffer[: self._scan_position]
+        self._scan_position = 0
         return raw
 
     def _next_frame(self) -> tuple[int, bytes] | None:
         """Return flags and body of the next complete frame; None if no frame is complete."""
-        buffer, at = self._buffer, self._scanned
-        if len(buffer) < at + 2:
+        buffer, position = self._buffer, self._scan_position
+        if len(buffer) < position + 2:
             return None
-        flags = buffer[at]
-        head = at + (9 if flags & LONG else 2)
+        flags = buffer[position]
+        head = position + (9 if flags & LONG else 2)
         if len(buffer) < head:
             return None
-        end = head + int.from_bytes(buffer[at + 1 : head], "big")
+        end = head + int.from_bytes(buffer[position + 1 : head], "big")
         if end > self._max:
             self._is_opaque = True
             return None
         if len(buffer) < end:
             return None
-        self._scanned = end
+        self._scan_position = end
         return flags, bytes(buffer[head:end])

@@ -23,21 +23,21 @@ class WireLimits:
     """
 
     max_payload_bytes: int = 32 * 1024 * 1024
-    """Size of a payload. A step that stores one prompt of a million tokens is about 5 MiB. Decoded, a payload of token ids only
-    takes about 13 times its size in memory."""
+    """Maximum size of a payload. A step that stores one prompt of a million tokens is about 5 MiB. Decoded, a payload of token
+    ids only takes about 13 times its size in memory."""
     max_events: int = 1_000_000
-    """Events in one batch. A full reset that removes block by block is in the hundred thousands."""
+    """Maximum number of events in one batch. A full reset that removes block by block is in the hundred thousands."""
     max_hashes: int = 1_000_000
-    """Block hashes in one event: 16 million tokens at the smallest common block size."""
+    """Maximum number of block hashes in one event: 16 million tokens at the smallest common block size."""
     max_fields: int = 256
-    """Fields of one event, or elements of one batch. Engines send up to 16. An unknown field takes a hundred times its size."""
+    """Maximum fields of an event, or elements of a batch. Engines send up to 16. An unknown field takes 100 times its size."""
     max_free_form_bytes: int = 4 * 1024 * 1024
-    """Bytes of one batch in fields of free form, which are `extra_keys` and unknown fields. While they are read, empty lists
-    take 140 times their size. Extra keys of a million tokens with a LoRA are about 2 MiB."""
+    """Maximum bytes of a batch in `extra_keys` and unknown fields, whose form is free. While being read, empty lists take 140
+    times their size. Extra keys of a million tokens with a LoRA are about 2 MiB."""
     max_nesting: int = 8
-    """Depth of containers in one event, itself included. Engines reach 4 (`extra_keys` with multimodal pairs)."""
+    """Maximum depth of containers in an event, itself included. Engines reach 4 (`extra_keys` with multimodal pairs)."""
     max_rejected: int = 1_000
-    """Events of one batch that may be rejected. With more of them the batch is rejected."""
+    """Maximum rejected events in a batch. With more of them the whole batch is rejected."""
 
 
 DEFAULT_WIRE_LIMITS: Final = WireLimits()
@@ -51,19 +51,19 @@ MAX_FAST_BYTES: Final = 1024 * 1024
 """Larger payloads skip the fast decoder. One native call does not check lengths before it allocates: it makes 70 MiB of 1 MiB
 of empty lists. The tolerant decoder checks every length."""
 MAX_FAST_LIST_BYTES: Final = 256 * 1024
-"""The same for payloads with lists of lists, of which 256 KiB take 70 ms."""
+"""Larger payloads with lists of lists skip the fast decoder, which takes 70 ms for 256 KiB of them."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
 """Largest container that is split in Python if it is nested too deeply for msgspec, at up to 0.2 us per byte."""
 
 MAX_SEQ: Final = 1 << 48
 """Sequence numbers from this on are malformed. At 1,000 batches a second it takes 8,900 years to reach it. Without the limit,
-one corrupt frame (2**63) would make every later number of the stream look old."""
+one corrupt frame (2**63) would make every later number of the stream count as old."""
 
 
 MAX_RAW_BYTES: Final = 256
-"""Bytes of the rejected input that a record holds, for diagnosis."""
+"""Maximum number of bytes of the rejected input that a record holds, for diagnosis."""
 _MAX_DETAIL: Final = 256
-"""Characters of a detail. Parts of it may be chosen by a peer."""
+"""Maximum number of characters of a detail. A peer may choose parts of it."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class DecodeRejectedError(Exception):
         super().__init__(detail)
         self.reason = reason
 
-    def rejected(self, raw: bytes | memoryview | msgspec.Raw, index: int | None = None) -> Rejected:
+    def to_record(self, raw: bytes | memoryview | msgspec.Raw, index: int | None = None) -> Rejected:
         """Return the record of this rejection."""
         return Rejected(self.reason, str(self)[:_MAX_DETAIL], index, bytes(memoryview(raw)[:MAX_RAW_BYTES]))
 
@@ -165,24 +165,24 @@ def is_bin(head: int) -> bool:
     return 0xC4 <= head <= 0xC6
 
 
-def scalar(raw: msgspec.Raw, what: str) -> bool | int | float | str | None:
-    """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which names it `what`."""
+def scalar(raw: msgspec.Raw, subject: str) -> bool | int | float | str | None:
+    """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which names it `subject`."""
     try:
         value: bool | int | float | str | None = _decode_scalar(raw)
     except MSGPACK_ERRORS as error:
-        raise rejection_of(error, what) from error
+        raise rejection_of(error, subject) from error
     return value
 
 
-def rejection_of(error: Exception, what: str) -> DecodeRejectedError:
-    """Convert an error that msgspec raised while it read `what`."""
+def rejection_of(error: Exception, subject: str) -> DecodeRejectedError:
+    """Convert an error that msgspec raised while it read `subject`."""
     if isinstance(error, RecursionError):
-        return DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
+        return DecodeRejectedError("too-deep", f"{subject} is nested deeper than the limit max_nesting")
     is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
         error, msgspec.ValidationError
     )
     reason = "malformed" if is_malformed else "bad-field"
-    return DecodeRejectedError(reason, f"{what}: {error}")
+    return DecodeRejectedError(reason, f"{subject}: {error}")
 
 
 def length_bytes(head: int) -> int:
@@ -198,49 +198,49 @@ def declared_length(raw: memoryview) -> int:
     return int.from_bytes(raw[1 : 1 + length_bytes(head)], "big")
 
 
-def array_items(raw: bytes | memoryview | msgspec.Raw, what: str, limit: int, too_many: str) -> list[msgspec.Raw]:
+def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int, too_many: str) -> list[msgspec.Raw]:
     """Return the raw elements of an array. Raise `DecodeRejectedError`, with the reason `too_many` above `limit` elements."""
     view = memoryview(raw)
-    _check_length(view, what, limit, too_many)
+    _check_length(view, subject, limit, too_many)
     try:
         return _decode_list(view)
     except RecursionError as error:
         if len(view) > MAX_NONRECURSIVE_BYTES or not is_array(view[0]):
-            raise rejection_of(error, what) from error
-        return _split_nonrecursive(view, what)
+            raise rejection_of(error, subject) from error
+        return _split_nonrecursive(view, subject)
     except MSGPACK_ERRORS as error:
-        raise rejection_of(error, what) from error
+        raise rejection_of(error, subject) from error
 
 
-def map_items(raw: bytes | memoryview | msgspec.Raw, what: str, limit: int) -> dict[str, msgspec.Raw]:
+def map_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int) -> dict[str, msgspec.Raw]:
     """Return the raw values of a map by name; of equal names, the last. Raise `DecodeRejectedError`."""
     view = memoryview(raw)
-    _check_length(view, what, limit, "too-many-fields")
+    _check_length(view, subject, limit, "too-many-fields")
     try:
         return _decode_map(view)
     except RecursionError as error:
         if len(view) > MAX_NONRECURSIVE_BYTES or not is_map(view[0]):
-            raise rejection_of(error, what) from error
-        parts = iter(_split_nonrecursive(view, what))
-        return {_name(part, what): next(parts) for part in parts}
+            raise rejection_of(error, subject) from error
+        parts = iter(_split_nonrecursive(view, subject))
+        return {_name(part, subject): next(parts) for part in parts}
     except MSGPACK_ERRORS as error:
-        raise rejection_of(error, what) from error
+        raise rejection_of(error, subject) from error
 
 
-def _check_length(view: memoryview, what: str, limit: int, reason: str) -> None:
+def _check_length(view: memoryview, subject: str, limit: int, reason: str) -> None:
     count = declared_length(view)
     if count > limit:
-        raise DecodeRejectedError(reason, f"{what} has {count} elements; the limit is {limit}")
+        raise DecodeRejectedError(reason, f"{subject} has {count} elements; the limit is {limit}")
 
 
-def _name(raw: msgspec.Raw, what: str) -> str:
-    name = scalar(raw, what)
+def _name(raw: msgspec.Raw, subject: str) -> str:
+    name = scalar(raw, subject)
     if not isinstance(name, str):
-        raise DecodeRejectedError("bad-field", f"{what} has a key that is not a string")
+        raise DecodeRejectedError("bad-field", f"{subject} has a key that is not a string")
     return name
 
 
-def to_python(raw: msgspec.Raw, what: str, depth: int, take_steps: Callable[[int], None]) -> Any:
+def to_python(raw: msgspec.Raw, subject: str, depth: int, take_steps: Callable[[int], None]) -> Any:
     """Decode a value of free form with at most `depth` levels of containers. Raise `DecodeRejectedError`.
 
     `take_steps` is called for each value that takes some.
@@ -251,16 +251,16 @@ def to_python(raw: msgspec.Raw, what: str, depth: int, take_steps: Callable[[int
         if not is_array(view[0]) and not is_map(view[0]):
             return _decode_any(view)
         if depth <= 0:
-            raise DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
+            raise DecodeRejectedError("too-deep", f"{subject} is nested deeper than the limit max_nesting")
         if is_map(view[0]):
-            return {name: to_python(value, what, depth - 1, take_steps) for name, value in _decode_map(view).items()}
+            return {name: to_python(value, subject, depth - 1, take_steps) for name, value in _decode_map(view).items()}
         try:
             return _decode_scalars(view)
         except msgspec.ValidationError:
             take_steps(declared_length(view) // 8)
-            return [to_python(item, what, depth - 1, take_steps) for item in _decode_list(view)]
+            return [to_python(item, subject, depth - 1, take_steps) for item in _decode_list(view)]
     except MSGPACK_ERRORS as error:
-        raise rejection_of(error, what) from error
+        raise rejection_of(error, subject) from error
 
 
 # --- without recursion -----------------------------------------------------------------------------------------------------
@@ -269,19 +269,19 @@ def to_python(raw: msgspec.Raw, what: str, depth: int, take_steps: Callable[[int
 def _layout_by_first_byte() -> list[tuple[int, int, int]]:
     """Return for each first byte: bytes to skip, bytes of a length field, and values inside (per unit of length)."""
     layout = [(0, 0, 0)] * 256
-    for low in range(16):
-        layout[0x80 + low] = (0, 0, 2 * low)
-        layout[0x90 + low] = (0, 0, low)
-    for low in range(32):
-        layout[0xA0 + low] = (low, 0, 0)
-    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-    fixed |= {0xD4 + power: 1 + (1 << power) for power in range(5)}
-    sized = {0xC4: (0, 1), 0xC5: (0, 2), 0xC6: (0, 4), 0xC7: (1, 1), 0xC8: (1, 2), 0xC9: (1, 4), 0xD9: (0, 1), 0xDA: (0, 2)}
-    sized |= {0xDB: (0, 4)}
-    for head, size in fixed.items():
+    for length in range(16):
+        layout[0x80 + length] = (0, 0, 2 * length)
+        layout[0x90 + length] = (0, 0, length)
+    for length in range(32):
+        layout[0xA0 + length] = (length, 0, 0)
+    fixed_sizes = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed_sizes |= {0xD4 + power: 1 + (1 << power) for power in range(5)}
+    lengths = {0xC4: (0, 1), 0xC5: (0, 2), 0xC6: (0, 4), 0xC7: (1, 1), 0xC8: (1, 2), 0xC9: (1, 4), 0xD9: (0, 1), 0xDA: (0, 2)}
+    lengths |= {0xDB: (0, 4)}
+    for head, size in fixed_sizes.items():
         layout[head] = (size, 0, 0)
-    for head, (more, width) in sized.items():
-        layout[head] = (more, width, 0)
+    for head, (skip, width) in lengths.items():
+        layout[head] = (skip, width, 0)
     for head, width, inside in ((0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2)):
         layout[head] = (0, width, inside)
     return layout
@@ -290,39 +290,39 @@ def _layout_by_first_byte() -> list[tuple[int, int, int]]:
 _LAYOUT: Final = _layout_by_first_byte()
 
 
-def skip_value(data: bytes, at: int) -> int:
-    """Return where the value that starts at `at` ends.
+def skip_value(data: bytes, position: int) -> int:
+    """Return where the value that starts at `position` ends.
 
     Raise `IndexError` if it ends behind `data`, unless only its last string is truncated.
     """
     values_left = 1
     while values_left:
-        skip, width, inside = _LAYOUT[data[at]]
-        at += 1
+        skip, width, inside = _LAYOUT[data[position]]
+        position += 1
         values_left -= 1
         if not width:
-            at += skip
+            position += skip
             values_left += inside
             continue
-        length = int.from_bytes(data[at : at + width], "big")
-        at += width + skip
+        length = int.from_bytes(data[position : position + width], "big")
+        position += width + skip
         if inside:
             values_left += inside * length
         else:
-            at += length
-    return at
+            position += length
+    return position
 
 
-def _split_nonrecursive(view: memoryview, what: str) -> list[msgspec.Raw]:
-    """Return the elements of an array, or the keys and values of a map, however deeply they are nested."""
+def _split_nonrecursive(view: memoryview, subject: str) -> list[msgspec.Raw]:
+    """Return the elements of an array, or the keys and values of a map, at any depth of nesting."""
     data = bytes(view)
     count = declared_length(view) * (2 if is_map(data[0]) else 1)
-    at, parts = 1 + length_bytes(data[0]), []
+    position, parts = 1 + length_bytes(data[0]), []
     try:
         for _ in range(count):
-            end = skip_value(data, at)
-            parts.append(msgspec.Raw(view[at:end]))
-            at = end
+            end = skip_value(data, position)
+            parts.append(msgspec.Raw(view[position:end]))
+            position = end
     except IndexError as error:
-        raise DecodeRejectedError("malformed", f"{what} is truncated") from error
+        raise DecodeRejectedError("malformed", f"{subject} is truncated") from error
     return parts

@@ -54,9 +54,9 @@ from kvevents.wire.tolerant import (
 )
 
 _HEAD_BYTES: Final = 512
-"""A clear without unknown fields takes less than 100 bytes in every dialect."""
+"""Enough for a clear, which without unknown fields takes less than 100 bytes in every dialect."""
 _TAIL_BYTES: Final = 512
-"""The heartbeat of a part of a snapshot is its last event and takes less than 200 bytes."""
+"""Enough for the heartbeat of a part of a snapshot, which is the last event and takes less than 200 bytes."""
 _TAG: Final = b"AllBlocksCleared"
 _EVENTS: Final = b"\xa6events"
 _DIGEST: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
@@ -79,8 +79,8 @@ def begins_with_clear(payload: bytes) -> bool:
         return False
     event = head[first:end]
     # Decode a batch of this event alone, because the decoder knows how each dialect writes it.
-    decoded = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
-    return len(decoded) == 1 and type(decoded[0]) is AllBlocksCleared and decoded[0].unknown_fields is None
+    batch_events = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
+    return len(batch_events) == 1 and type(batch_events[0]) is AllBlocksCleared and batch_events[0].unknown_fields is None
 
 
 def ends_with_digest(payload: bytes) -> bool:
@@ -108,10 +108,10 @@ def rank_of(payload: bytes) -> int | None:
     try:
         if payload and is_array(payload[0]):
             return _decode_array_envelope(payload).data_parallel_rank
-        found = _decode_map_envelope(payload)
+        envelope = _decode_map_envelope(payload)
     except MSGPACK_ERRORS:
         return None
-    return found.attn_dp_rank if found.data_parallel_rank is None else found.data_parallel_rank
+    return envelope.attn_dp_rank if envelope.data_parallel_rank is None else envelope.data_parallel_rank
 
 
 def _events_at(head: bytes) -> int | None:
@@ -123,12 +123,12 @@ def _events_at(head: bytes) -> int | None:
         return skip_value(head, 1 + length_bytes(head[0]))
     if not is_map(head[0]):
         return None
-    at = 1 + length_bytes(head[0])
+    position = 1 + length_bytes(head[0])
     for _ in range(declared_length(memoryview(head))):
-        value = skip_value(head, at)
-        if head[at:value] == _EVENTS:
+        value = skip_value(head, position)
+        if head[position:value] == _EVENTS:
             return value
-        at = skip_value(head, value)
+        position = skip_value(head, value)
     return None
 
 
@@ -139,7 +139,7 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
     """Result of `decode_batch`: `batch`, `dialect`, `rejected`."""
 
     batch: KVEventBatch
-    """What could be read. It has no events, and `ts` is 0, if the payload is not a batch at all."""
+    """The readable part of the payload. It has no events, and `ts` is 0, if the payload is not a batch at all."""
     _payload: bytes
     rejected: tuple[Rejected, ...] = ()
     _dialect: Dialect | None = None
@@ -169,8 +169,8 @@ def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> De
     try:
         batch, rejected = decode_tolerant(payload, limits, _decode_event)
     except DecodeRejectedError as error:
-        # Without the payload: it has no dialect, and an oversized one is not to be read again.
-        return Decoded(KVEventBatch(0.0, []), b"", (error.rejected(payload),))
+        # Without the payload: it has no dialect, and an oversized payload must not be read again.
+        return Decoded(KVEventBatch(0.0, []), b"", (error.to_record(payload),))
     return Decoded(batch, payload, rejected)
 
 
@@ -271,9 +271,9 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         else:
             lenient = _decode_lenient(raw)
             event = _KINDS[type(lenient)](*astuple(lenient))
-            known = _KNOWN_FIELDS[type(lenient)]
+            known_names = _KNOWN_FIELDS[type(lenient)]
             fields = map_items(raw, "the event", limits.max_fields)
-            unknown = {name: value for name, value in fields.items() if name not in known}
+            unknown = {name: value for name, value in fields.items() if name not in known_names}
             for name in INTERNAL_FIELDS & unknown.keys():
                 if is_nil(unknown[name]):
                     del unknown[name]
@@ -287,8 +287,8 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         return None  # their size is limited
     if unknown:
         event.unknown_fields = unknown_values(unknown, limits, budget)
-    decoded: KVEvent = event
-    return decoded
+    result: KVEvent = event
+    return result
 
 
 def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:

@@ -67,7 +67,7 @@ _BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", 
 def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
     """Return the row of a later release, with these fields added to stores, and `removed` to removals.
 
-    Map events leave added fields out when nil.
+    Added fields are left out of map events when they are nil.
     """
     changes.setdefault("optional_fields", row.optional_fields | {*stored} if row.event_form == "map" else frozenset())
     removed_fields = row.removed_fields if removed is None else (*row.removed_fields, removed)
@@ -127,16 +127,16 @@ NEWEST_VLLM: Final = _V0_33
 DECLARED: Final = _next(_V0_33, _V0_33.since, "cache_salt")
 """All fields of `kvevents.events` that engines have, as maps."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
-"""What a publisher sends if no release is named: the last array form of vLLM, and replies without a topic. The decision record
-0025 says who reads it."""
+"""The dialect of a publisher if no release is named: the last array form of vLLM, and replies without a topic. The decision
+record 0025 lists the programs that read it."""
 DEFAULT_SGLANG_DIALECT: Final = replace(_S0_5_9, is_lossless=True)
-"""What `kvevents.compat.sglang` sends if no release is named: the last array form of SGLang."""
+"""The dialect of `kvevents.compat.sglang` if no release is named: the last array form of SGLang."""
 ARRAY_STORED: Final = _V0_22.stored_fields
 """The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 ARRAY_CLEARED: Final = ("medium", "group_idx")
-"""What a clear is limited to, which only kvevents sends in an array."""
+"""The scope of a limited clear, which only kvevents sends in an array."""
 
 # No release yet; https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
@@ -179,24 +179,24 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
     """
     rows = [row for row in _TABLE if row.engine == engine.lower()]
     if not rows:
-        known = ", ".join(sorted({row.engine for row in _TABLE}))
-        raise UnknownDialectError(f"unknown engine {engine!r}; known engines: {known}")
+        engines = ", ".join(sorted({row.engine for row in _TABLE}))
+        raise UnknownDialectError(f"unknown engine {engine!r}; known engines: {engines}")
     if release == "latest":
         return rows[-1]
-    named = [row for row in rows if release.split(" ", maxsplit=1)[0] == row.since]
-    if named:
-        return named[0]
-    wanted = _release_key(release)
-    if wanted is None:
+    matches = [row for row in rows if release.split(" ", maxsplit=1)[0] == row.since]
+    if matches:
+        return matches[0]
+    target = _release_key(release)
+    if target is None:
         raise UnknownDialectError(f"cannot read release {release!r} of {engine}; expected a version such as {rows[-1].since}")
-    found: Dialect | None = None
+    newest: Dialect | None = None
     for row in rows:
         since = _release_key(row.since)
-        if since is not None and since <= wanted:
-            found = row
-    if found is None:
+        if since is not None and since <= target:
+            newest = row
+    if newest is None:
         raise UnknownDialectError(f"{engine} {release} is older than {rows[0].since}, the first release with KV events")
-    return found
+    return newest
 
 
 # --- detection
@@ -251,12 +251,12 @@ def detect_dialect(payload: bytes) -> Dialect | None:
     try:
         form, width, events = _batch_shape(payload)
         rows = [row for row in dialects() if row.batch_form == form and (form == "map" or width == 2 + row.has_rank)]
-        seen: set[_EventShape] = set()
+        shapes: set[_EventShape] = set()
         for raw in array_items(events, "the list of events", limits.max_events, "too-many-events"):
             shape = _event_shape(raw)
-            if shape in seen:
+            if shape in shapes:
                 continue
-            seen.add(shape)
+            shapes.add(shape)
             rows = [row for row in rows if _matches(row, shape)]
             if not rows:
                 return None
@@ -297,8 +297,8 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
     """Return whether any hash is negative and whether any is 2**63 or above."""
     values: list[Any] = []
     for raw in raws:
-        decoded = _decode_hashes(raw)
-        values += decoded if isinstance(decoded, list) else [decoded]
+        hashes = _decode_hashes(raw)
+        values += hashes if isinstance(hashes, list) else [hashes]
     numbers = [value for value in values if type(value) is int]
     return min(numbers, default=0) < 0, max(numbers, default=0) >= 1 << 63
 

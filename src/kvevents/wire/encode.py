@@ -52,19 +52,21 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
     """Return a function that encodes as `encode_batch` does and reuses one buffer. Use it in one thread only."""
     layout = dialect or DEFAULT_DIALECT
-    # As all engines declare their batches today.
+    # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
     buffer, converters, encode_into = bytearray(), _Converters(layout), _ENCODER.encode_into
 
     def encode(batch: Any) -> bytes:
         try:
-            events = [converters[event.__class__](event) for event in batch.events]
-            whole = batch
+            events: list[Any] = []
+            for event in batch.events:  # a comprehension is one more call in Python 3.11
+                events.append(converters[event.__class__](event))  # noqa: PERF401
+            wire_batch = batch
             if not is_common:
-                whole = _rare_batch(batch, events, layout)
+                wire_batch = _rare_batch(batch, events, layout)
             elif events != batch.events:  # a converted event is never equal; a list compares others by identity
-                whole = [batch.ts, events, batch_rank(batch)]
-            encode_into(whole, buffer)
+                wire_batch = (batch.ts, events, batch_rank(batch))
+            encode_into(wire_batch, buffer)
             return bytes(buffer)
         except _ENCODING_ERRORS as error:
             raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
@@ -88,8 +90,8 @@ class _Converters(dict[Any, _Converter]):
         self._dialect = dialect
 
     def __missing__(self, kind: Any) -> _Converter:
-        self[kind] = found = _converter(kind, self._dialect)
-        return found
+        self[kind] = converter = _converter(kind, self._dialect)
+        return converter
 
 
 def batch_rank(batch: EventBatch) -> int | None:
@@ -118,18 +120,18 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
 
     def convert_completely(event: Any) -> Any:
         values = astuple(event)
-        if values[count:] == nothing:
-            return wire_type(*values[:count])
-        is_misfit = any(getattr(event, name) is not None for name in others) and not _is_limited_clear(event)
+        if values[count:] == empty_tail:
+            return tag + values[:count]  # as msgspec encodes `wire_type(*values[:count])`
+        is_misfit = any(getattr(event, name) is not None for name in other_names) and not _is_limited_clear(event)
         return fall_back(event) if is_misfit else convert(event)
 
     if not dialect.is_lossless:
         return convert
-    others = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
+    other_names = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
     fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes))
-    count = len(names)
-    # Never equal for a type whose fields have another order.
-    nothing = (None,) * (len(kind.__struct_fields__) - count) if kind.__struct_fields__[:count] == names else None
+    tag, count = (kind.__struct_config__.tag,), len(names)
+    # None, which equals no tail, for a type whose fields have another order.
+    empty_tail = (None,) * (len(kind.__struct_fields__) - count) if kind.__struct_fields__[:count] == names else None
     return convert_completely
 
 
@@ -137,36 +139,36 @@ def _as_declared(event: Any) -> Any:
     return event
 
 
-def _value(event: Any, name: str, signed: bool) -> Any:
+def _value(event: Any, name: str, is_signed: bool) -> Any:
     """Return one field. Hashes are bytes if the peer sent bytes, else integers in the range of the dialect."""
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
         digests = getattr(event, "block_digests", None)
-        return [_wire_hash(item, signed) for item in (() if value is None else value)] if digests is None else digests
+        return [_wire_hash(item, is_signed) for item in (() if value is None else value)] if digests is None else digests
     if name == "parent_block_hash":
         digest = getattr(event, "parent_block_digest", None)
-        return _wire_hash(value, signed) if digest is None else digest
+        return _wire_hash(value, is_signed) if digest is None else digest
     return value
 
 
-def _wire_hash(value: Any, signed: bool) -> Any:
+def _wire_hash(value: Any, is_signed: bool) -> Any:
     if not isinstance(value, int):
         return value
     value %= _MODULUS
-    return value - _MODULUS if signed and value >= _SIGN else value
+    return value - _MODULUS if is_signed and value >= _SIGN else value
 
 
-def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
-    """Add the fields of kvevents and, to map events, the unknown fields; array events have no place for those."""
+def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
+    """Add the fields of kvevents and, to map events, the unknown fields, for which array events have no place."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         if isinstance(event, AllBlocksCleared):
-            return _limited_clear(event, converted)
-        return _extend_array(converted, extra, dialect) if extra else converted
+            return _limited_clear(event, wire_event)
+        return _extend_array(wire_event, extra, dialect) if extra else wire_event
     extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
-        return converted
-    fields: dict[str, Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
+        return wire_event
+    fields: dict[str, Any] = msgspec.to_builtins(wire_event, builtin_types=(bytes,))
     return fields | extra
 
 
@@ -174,27 +176,27 @@ def _is_limited_clear(event: Any) -> bool:
     return isinstance(event, AllBlocksCleared) and scope_of(event) == event.unknown_fields
 
 
-def _limited_clear(event: AllBlocksCleared, converted: msgspec.Struct) -> Any:
+def _limited_clear(event: AllBlocksCleared, wire_event: msgspec.Struct) -> Any:
     """Return an array event that ends with what the clear is limited to. Decoders that ignore that clear everything."""
     scope = scope_of(event)
-    fields = [*msgspec.to_builtins(converted), *(scope.get(name) for name in ARRAY_CLEARED)]
-    return fields if scope else converted
+    fields = [*msgspec.to_builtins(wire_event), *(scope.get(name) for name in ARRAY_CLEARED)]
+    return fields if scope else wire_event
 
 
-def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:
+def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:
     """Return an array event with a heartbeat behind its longest form. Raise `ValueError` if there are other extra fields."""
     heartbeat = extra.pop("heartbeat", None)
     if extra:
         raise ValueError(f"the dialect {dialect} has no field for {' and '.join(extra)}; choose a dialect with events as maps")
-    fields: list[Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
+    fields: list[Any] = msgspec.to_builtins(wire_event, builtin_types=(bytes,))
     return [*fields, *[None] * (len(ARRAY_REMOVED) - len(fields)), heartbeat]
 
 
 @cache
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
     """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
-    own = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}
-    fields = [_field(name, dialect) for name in own.get(tag, ())]
+    names_by_tag = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}
+    fields = [_field(name, dialect) for name in names_by_tag.get(tag, ())]
     return msgspec.defstruct(
         f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.event_form == "array", omit_defaults=True, gc=False
     )
@@ -235,6 +237,6 @@ def _event_fields(event: KVEvent) -> Any:
         return {"type": "AllBlocksCleared"} | scope_of(event)
     if isinstance(event, BlockRemoved):
         return msgspec.structs.replace(event, block_digests=None, unknown_fields=None, heartbeat=None)
-    known = msgspec.structs.replace(event, block_digests=None, parent_block_digest=None, session_id=None, unknown_fields=None)
+    copy = msgspec.structs.replace(event, block_digests=None, parent_block_digest=None, session_id=None, unknown_fields=None)
     items = (event.unknown_fields or {}).get("mm_keys")
-    return msgspec.to_builtins(known, builtin_types=(bytes,)) | {"mm_keys": items} if items else known
+    return msgspec.to_builtins(copy, builtin_types=(bytes,)) | {"mm_keys": items} if items else copy

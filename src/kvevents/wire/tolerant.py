@@ -50,9 +50,9 @@ MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
 
 _MAX_DIGITS: Final = 20
-"""Digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
+"""Maximum number of digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
 _MIN_EVENT_BYTES: Final = 14
-"""Size of the shortest event, a removal without blocks as an array, is one byte more."""
+"""One byte less than the shortest event, which is a removal without blocks as an array."""
 _MAX_FAST_EVENT_BYTES: Final = 4_096
 """Size up to which an event is given to the fast decoder, which does not check lengths before it allocates."""
 _FAST_STEPS: Final = 2
@@ -117,10 +117,10 @@ class _RejectionLog:
 
     def add(self, error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
         if len(self._entries) >= self._limit:
-            first = self._entries[0] if self._entries else error.rejected(raw, index)
+            first = self._entries[0] if self._entries else error.to_record(raw, index)
             detail = f"more than {self._limit} events cannot be read; the first one: {first.reason}: {first.detail}"
             raise BatchRejectedError("too-many-rejected", detail)
-        self._entries.append(error.rejected(raw, index))
+        self._entries.append(error.to_record(raw, index))
 
     def entries(self) -> tuple[Rejected, ...]:
         return tuple(self._entries)
@@ -210,7 +210,7 @@ def _event_fields(raw: msgspec.Raw, head: int, limits: WireLimits) -> tuple[str,
         items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
         tag = _tag(items[0] if items else NIL)
         names = _ARRAY_NAMES.get(tag, ())
-        return tag, {names[at] if at < len(names) else str(at + 1): item for at, item in enumerate(items[1:])}
+        return tag, {names[i] if i < len(names) else str(i + 1): item for i, item in enumerate(items[1:])}
     if not is_map(head):
         raise DecodeRejectedError("malformed", "an event is an array or a map")
     fields = map_items(raw, "the event", limits.max_fields)
@@ -237,13 +237,13 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
     """
     for name in ("event_type", "type"):
         fields.pop(name, None)
-    for theirs, ours in _MOONCAKE_NAMES.items():
-        if theirs in fields:
-            fields[ours] = fields.pop(theirs)
-    known = {name: raw for name, raw in fields.items() if not is_nil(raw)}
+    for wire_name, field in _MOONCAKE_NAMES.items():
+        if wire_name in fields:
+            fields[field] = fields.pop(wire_name)
+    values = {name: raw for name, raw in fields.items() if not is_nil(raw)}
     if kind == "BlockStored":
-        return {"token_ids": _EMPTY, "block_size": _ZERO} | known
-    return known
+        return {"token_ids": _EMPTY, "block_size": _ZERO} | values
+    return values
 
 
 _EMPTY: Final = msgspec.Raw(b"\x90")
@@ -461,13 +461,13 @@ def shorten_digests(digests: list[Any]) -> list[int]:
 
     Raise TypeError unless all are bytes, and `DecodeRejectedError` for a short one.
     """
-    joined, size = b"".join(digests), len(digests[0])
-    shortest, longest = min(map(len, digests)), max(map(len, digests))
+    content, size = b"".join(digests), len(digests[0])
+    shortest, max_size = min(map(len, digests)), max(map(len, digests))
     if shortest < MIN_DIGEST_BYTES:
         raise DecodeRejectedError("bad-field", f"block_hashes holds a digest of less than {MIN_DIGEST_BYTES} bytes")
-    if shortest != longest or size % 8:
+    if shortest != max_size or size % 8:
         return [int.from_bytes(digest[-8:], "big") for digest in digests]
-    words = array("Q", joined)[size // 8 - 1 :: size // 8]
+    words = array("Q", content)[size // 8 - 1 :: size // 8]
     if sys.byteorder == "little":
         words.byteswap()
     return words.tolist()

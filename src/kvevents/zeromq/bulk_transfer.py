@@ -16,7 +16,7 @@ from kvevents.errors import MissingDependencyError
 from kvevents.native_module import require_native
 
 FRAMES: Final = 3
-"""Frames of a message: topic, number, payload."""
+"""Number of frames of a message: topic, number, payload."""
 
 
 class LibzmqIO(Protocol):
@@ -31,9 +31,9 @@ class LibzmqIO(Protocol):
     ) -> tuple[list[bytes], list[list[bytes]], bool]:
         """Receive waiting messages without blocking: about 1 MiB, and at most `limit` messages.
 
-        Returns the payloads of at most `due` messages with this topic and the numbers from `first` on; the frames of all
-        messages from the first other one on; and whether no message is left. If all are empty and a message is left, only
-        pyzmq's exception has the reason.
+        Returns three values: the payloads of at most `due` messages with this topic and the numbers from `first` on, the frames
+        of all later messages, and whether no message is left. If all are empty and a message is left, receive it with pyzmq,
+        whose exception has the reason.
         """
         ...
 
@@ -44,7 +44,7 @@ def libzmq_io() -> LibzmqIO | None:
     try:
         native = require_native("message transfer in one call")
         backend = importlib.import_module("zmq.backend.cython._zmq")
-        found: LibzmqIO = native.Libzmq(backend.__file__)
+        implementation: LibzmqIO = native.Libzmq(backend.__file__)
     except (MissingDependencyError, ImportError, AttributeError, OSError):
         return None
-    return found
+    return implementation

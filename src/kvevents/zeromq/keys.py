@@ -26,7 +26,7 @@ PUBLIC_SUFFIX: Final = ".key"
 SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - the end of a file name
 KEY_CHARACTERS: Final = 40
 MAX_FILE_BYTES: Final = 1 << 20
-"""A certificate has some hundred bytes. A file may hold ten thousand of them."""
+"""Maximum size of a file of keys: ten thousand certificates of about a hundred bytes each."""
 
 _OTHERS_MODE: Final = stat.S_IROTH | stat.S_IWOTH
 _GROUP_OR_OTHERS_MODE: Final = _OTHERS_MODE | stat.S_IRGRP | stat.S_IWGRP
@@ -60,10 +60,10 @@ def z85_decode(text: str) -> bytes | None:
 def read_pair(path: Path) -> KeyPair:
     """Return the keys of a `.key_secret` file.
 
-    Raises `ConfigError` if it cannot be read, holds no pair, or can be read by others. A file of this user must be readable by
-    the user only. A file of another user, such as a mounted secret, may be readable by the group.
+    Raises `ConfigError` if the file cannot be read, holds no pair, or can be read by others. A file of this user must be
+    readable by the user only. A file of another user, such as a mounted secret, may be readable by the group.
     """
-    text, status = _read(path)
+    text, status = _read_file(path)
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))
     if z85_decode(public) is None or z85_decode(secret) is None:
         raise ConfigError(f"{path} holds no pair of CURVE keys; `kvevents keys NAME` creates NAME{SECRET_SUFFIX}")
@@ -74,9 +74,9 @@ def read_pair(path: Path) -> KeyPair:
 def read_public_keys(path: Path) -> list[str]:
     """Return the public keys of a file with one or more certificates.
 
-    Raises `ConfigError` if it cannot be read or holds no public key.
+    Raises `ConfigError` if the file cannot be read or holds no public key.
     """
-    keys = list(_values_of(_read(path)[0], "public-key"))
+    keys = list(_values_of(_read_file(path)[0], "public-key"))
     if not keys:
         raise ConfigError(f'{path} holds no public key; expected a line such as public-key = "..."')
     for key in keys:
@@ -88,7 +88,7 @@ def read_public_keys(path: Path) -> list[str]:
 def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tuple[Path, Path]:
     """Write `BASE.key` and `BASE.key_secret`; return both paths, the public one first.
 
-    `comment` is one line for people. Raises `ConfigError` if either exists, unless `replace`, and if it cannot be written.
+    `comment` is one line for people. Raises `ConfigError` if a file exists, unless `replace`, and if a file cannot be written.
     """
     public, secret = (base.with_name(base.name + suffix) for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
     for path in (public, secret):
@@ -123,12 +123,12 @@ curve
 
 def _values_of(text: str, name: str) -> Iterator[str]:
     for line in text.splitlines():
-        found, separator, value = line.strip().partition("=")
-        if separator and found.rstrip() == name:
+        key, separator, value = line.strip().partition("=")
+        if separator and key.rstrip() == name:
             yield value.strip(" \t'\"")
 
 
-def _read(path: Path) -> tuple[str, os.stat_result]:
+def _read_file(path: Path) -> tuple[str, os.stat_result]:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -202,19 +202,19 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     def _load_key_file(self, path: Path) -> None:
         pair = read_pair(path)
-        for name, found in (("public_key", pair.public), ("secret_key", pair.secret)):
-            if getattr(self, name) not in {"", found}:
+        for name, value in (("public_key", pair.public), ("secret_key", pair.secret)):
+            if getattr(self, name) not in {"", value}:
                 raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); leave it out")
-            msgspec.structs.force_setattr(self, name, found)
+            msgspec.structs.force_setattr(self, name, value)
 
     def _load_server_key(self, text: str) -> None:
         """Read the key from the file `text`. Other text stays as it is, and fails the check of keys."""
         if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
             return
-        found = read_public_keys(Path(text))
-        if len(found) > 1:
-            raise ConfigError(f"curve.server_key: {text} holds {len(found)} keys; expected the one key of the other end")
-        msgspec.structs.force_setattr(self, "server_key", found[0])
+        keys = read_public_keys(Path(text))
+        if len(keys) > 1:
+            raise ConfigError(f"curve.server_key: {text} holds {len(keys)} keys; expected the one key of the other end")
+        msgspec.structs.force_setattr(self, "server_key", keys[0])
 
     def _keys(self) -> Iterator[tuple[str, str]]:
         yield "public_key", self.public_key

@@ -52,15 +52,15 @@ def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
         raise SocketError(number or 0, f"{failure}: {reason}; {hint}", endpoint=endpoint) from error
 
 
-def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, what: str = "") -> str:
+def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = "") -> str:
     """Connect a socket to an endpoint, or bind it there; return the endpoint as ZeroMQ reports it.
 
-    `what`, such as `replay`, names the socket in errors. Raises `EndpointError`.
+    `role`, such as `replay`, names the socket in errors. Raises `EndpointError`.
     """
     validate_port(endpoint)
     verb = "bind" if bind else "connect"
-    subject = f" the {what} socket" if what else ""
-    preposition = " to" if what or not bind else ""
+    subject = f" the {role} socket" if role else ""
+    preposition = " to" if role or not bind else ""
     with endpoint_errors(endpoint, f"cannot {verb}{subject}{preposition} {endpoint}"):
         if bind:
             socket.bind(endpoint)
@@ -93,29 +93,29 @@ def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
     libzmq waits for each socket without a bound. If an interrupt comes while pyzmq makes a socket, the exception holds a socket
     that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
     """
-    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
+    thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
     try:
-        ending.start()
+        thread.start()
     except RuntimeError:  # the interpreter is ending, and starts no threads any more
         return False
-    ending.join(wait)
-    return not ending.is_alive()
+    thread.join(wait)
+    return not thread.is_alive()
 
 
 # --- sockets of subscribers
 
 DESCRIPTORS_PER_SOURCE: Final = 8
-"""A source needs up to 6: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
+"""Two more than a source needs: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
 _SPARE_DESCRIPTORS: Final = 64
-"""Descriptors left for the rest of the process."""
+"""Number of descriptors that are left for the rest of the process."""
 
 
 class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of the sockets of one source."""
 
     receive_hwm: Count = 100_000
-    """Messages that may wait in a live or a replay socket while the application is busy, 0 for no limit. When one is full,
-    libzmq drops messages at the publisher, and replay repairs the gap."""
+    """Maximum number of messages that wait in a live or a replay socket while the application is busy, 0 for no limit. When one
+    is full, libzmq drops messages at the publisher, and replay repairs the gap."""
     max_message_bytes: Bytes = 64 * 1024 * 1024
     """A larger message ends the connection. This is twice what the decoder accepts, so only abuse reaches it."""
     reconnect_ms: Positive = 100
@@ -129,7 +129,7 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     heartbeat_timeout_ms: Positive = 15_000
     """A peer that does not answer a ping in this time is disconnected, so half-open connections end."""
     max_topics: Positive = 1_024
-    """Topics of one bound endpoint that are distinguished. Messages with further topics are ignored."""
+    """Maximum number of topics of one bound endpoint that are distinguished. Messages with further topics are ignored."""
     keepalive_idle_s: Positive = 30
     """Idle seconds after which the system sends TCP keep-alive probes."""
 
@@ -211,27 +211,27 @@ def disable_monitor(socket: Socket) -> None:
 def check_descriptors(sources: int) -> None:
     """Raise `EndpointError` if the process cannot open the descriptors of this many sources.
 
-    libzmq does not report that in a way that could be mapped to an error. The limit itself belongs to the application: a
-    library that raised it would break `select()` for all of the process. The programs of kvevents raise it for themselves.
+    libzmq's report of that fault cannot be mapped to an error. The limit itself belongs to the application: a library that
+    raised it would break `select()` for all of the process. The programs of kvevents raise it for themselves.
     """
-    needed = DESCRIPTORS_PER_SOURCE * sources
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and needed + _SPARE_DESCRIPTORS > soft:
+    count = DESCRIPTORS_PER_SOURCE * sources
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit != resource.RLIM_INFINITY and count + _SPARE_DESCRIPTORS > soft_limit:
         raise EndpointError(
-            f"{sources} sources need {needed} of the {soft} files that this process may open, and {_SPARE_DESCRIPTORS} are left"
-            " for the rest of it; raise the limit (ulimit -n, or resource.setrlimit in the program)",
+            f"{sources} sources need {count} of the {soft_limit} files that this process may open, and {_SPARE_DESCRIPTORS} are"
+            " left for the rest of it; raise the limit (ulimit -n, or resource.setrlimit in the program)",
             errno=errno.EMFILE,
         )
 
 
-def raise_descriptor_limit(most: int = 1 << 20) -> int:
-    """Raise the soft limit of open files of this process to the hard one, at most to `most`. Return the soft limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
+def raise_descriptor_limit(maximum: int = 1 << 20) -> int:
+    """Raise the soft limit of open files of this process to the hard one, at most to `maximum`. Return the soft limit."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = maximum if hard_limit == resource.RLIM_INFINITY else min(hard_limit, maximum)
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= target:
+        return soft_limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard_limit))
+    return target
 
 
 # --- sockets of publishers
@@ -268,7 +268,7 @@ def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity |
 
 
 def close_socket(socket: Socket, deadline: float | None) -> float:
-    """Close the socket; ZeroMQ flushes it in the background until `deadline` (monotonic seconds; None for not at all).
+    """Close the socket. ZeroMQ flushes it in the background until `deadline` (monotonic seconds); None discards its messages.
 
     Returns the time at which ZeroMQ stops flushing; at least `FLUSH_GRACE` remains if there is a deadline.
     """
@@ -280,24 +280,22 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
 
 
 def start_termination(context: zmq.Context[Any]) -> threading.Thread:
-    """Terminate a context whose sockets are closed, in a daemon thread, which is returned.
+    """Terminate a context in a daemon thread, which ends when all sockets are closed. Return the thread.
 
-    ZeroMQ has no limit for this, and a socket that is still open blocks it for ever.
+    ZeroMQ has no limit for this. While the interpreter is ending, the thread cannot be started.
     """
     thread = threading.Thread(target=context.term, daemon=True, name="zmq-term")
-    try:
+    with suppress(RuntimeError):
         thread.start()
-    except RuntimeError:  # the interpreter is ending and starts no threads any more
-        context.term()
     return thread
 
 
 def _unbind_inproc(socket: Socket) -> None:
     """Free the inproc name of the socket now; close() frees it later, and the next publisher may want it before."""
     with suppress(zmq.ZMQError):  # a terminated context has no names
-        bound = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
-        if bound.startswith("inproc://"):
-            socket.unbind(bound)
+        endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
+        if endpoint.startswith("inproc://"):
+            socket.unbind(endpoint)
 
 
 class Reconnector:
@@ -307,7 +305,7 @@ class Reconnector:
     (a socket of another type, other keys), although the right peer may come to that address later. `poll` reconnects then.
     """
 
-    def __init__(self, socket: Socket, endpoint: str, what: str, delay: float) -> None:
+    def __init__(self, socket: Socket, endpoint: str, role: str, delay: float) -> None:
         """`delay` is the number of seconds to wait after a disconnect."""
         self._socket: Final = socket
         self._endpoint: Final = endpoint
@@ -315,7 +313,7 @@ class Reconnector:
         self._reconnect_at: float | None = None
         self._monitor: Final[Socket] = socket.get_monitor_socket(_RECONNECT_EVENTS)
         try:
-            connect_or_bind(socket, endpoint, bind=False, what=what)
+            connect_or_bind(socket, endpoint, bind=False, role=role)
         except BaseException:
             self.close()
             raise

@@ -44,9 +44,9 @@ class SecuritySettings(Settings, frozen=True, kw_only=True, forbid_unknown_field
     handshake_timeout: Seconds = 10.0
     """Seconds in which a connection must complete its handshake, and for which a refused one may stay open."""
     log_interval: Seconds = 60.0
-    """Seconds between two log records about refused connections of one end. The second one has the number of those between."""
+    """Seconds between two log records about refused connections of one end. The second counts the refusals in between."""
     max_allowed_keys: Positive = 4_096
-    """Keys of one allow-list, and files of its folder. Reading a file takes about 50 us."""
+    """Maximum number of keys of one allow-list, and of files of its folder. Reading a file takes about 50 us."""
     reread_interval: Pause = 1.0
     """Seconds for which the keys of the files are used before a new connection reads the files again."""
 
@@ -66,10 +66,10 @@ class KeyAllowList:
         self._path: Path | None = Path(allowed) if isinstance(allowed, str) else None
         self._read_at = float("-inf")
         if isinstance(allowed, tuple):
-            self.keys = frozenset(found for key in allowed if (found := z85_decode(key)) is not None)
+            self.keys = frozenset(decoded_key for key in allowed if (decoded_key := z85_decode(key)) is not None)
 
     def refresh(self) -> None:
-        """Read the files, unless that was done a moment ago. Does not raise: a file that cannot be read allows no key."""
+        """Read the files, unless they were read a moment ago. Does not raise: a file that cannot be read allows no key."""
         now = time.monotonic()
         if self._path is None or now - self._read_at < self._settings.reread_interval:
             return
@@ -85,7 +85,7 @@ class KeyAllowList:
         self.errors = []
         for path in paths:
             try:
-                keys |= {found for key in read_public_keys(path) if (found := z85_decode(key)) is not None}
+                keys |= {decoded_key for key in read_public_keys(path) if (decoded_key := z85_decode(key)) is not None}
             except ConfigError as error:
                 self.errors.append(str(error))
         limit = self._settings.max_allowed_keys
@@ -110,7 +110,7 @@ class SocketSecurity:
 
     def __init__(self, curve: Curve, label: str, settings: SecuritySettings) -> None:
         """Raises `ConfigError` if the allow-list cannot be used."""
-        self.refused = 0
+        self.refusals = 0
         """Connections refused because their key is not allowed."""
         self.domain = f"kvevents-{next(_domain_numbers)}"
         self.allow_list = None if curve.allowed is None else KeyAllowList(curve.allowed, settings)
@@ -144,7 +144,7 @@ class SocketSecurity:
         self._log_errors(self.allow_list.errors)
         if key in self.allow_list.keys:
             return True
-        self.refused += 1
+        self.refusals += 1
         if time.monotonic() - self._logged_at >= self._settings.log_interval:
             self._log_refusals(f", the last one from {address} with the key {z85.encode(key).decode()}")
         return False
@@ -154,15 +154,15 @@ class SocketSecurity:
         handler, self._handler = self._handler, None
         if handler is not None:
             _detach(handler, self)
-        if self.refused > self._logged_refusals:
+        if self.refusals > self._logged_refusals:
             self._log_refusals("")
 
     def _log_refusals(self, detail: str) -> None:
-        new = self.refused - self._logged_refusals
-        self._logged_refusals, self._logged_at = self.refused, time.monotonic()
-        noun = "connection" if new == 1 else "connections"
+        count = self.refusals - self._logged_refusals
+        self._logged_refusals, self._logged_at = self.refusals, time.monotonic()
+        noun = "connection" if count == 1 else "connections"
         logger.warning(
-            "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it", self._label, new, noun, detail
+            "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it", self._label, count, noun, detail
         )
 
     def _log_errors(self, errors: list[str]) -> None:
@@ -213,7 +213,7 @@ class _ZapHandler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the socket; returns when that is done."""
+        """End the thread and close the socket, and wait until both have ended."""
         os.write(self._wake_write, b"\0")
         self._thread.join()
         os.close(self._wake_write)

@@ -199,7 +199,7 @@ class Chain(Stage):
         ports = [self.reserve_endpoint() for _ in range(5)]
         self.engine = self._measured_part("engine", run_engine, ports[0], ports[1], opens=True)
         first = self.add_leg(ports[0], ports[1])
-        relayed = ("--endpoint", ports[2], "--replay-endpoint", ports[3], "--journal", str(self.folder / "journal"))
+        relayed = ("--endpoint", ports[2], "--replay", ports[3], "--journal", str(self.folder / "journal"))
         self._program("relay", "relay", f"engine={first.endpoint},{first.replay_endpoint}", *relayed, "--heartbeat", "1")
         second = self.add_leg(ports[2], ports[3])
         for name, leg, asynchronous in (("consumer", first, False), ("asyncio consumer, relayed", second, True)):

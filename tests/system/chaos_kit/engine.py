@@ -103,11 +103,16 @@ def run(pipe: Connection, engine: Engine, incarnation: Incarnation, facts: Path)
     engine_publisher = PUBLISHERS[engine.make](engine, incarnation, batches)
     pipe.send(("open", 0))
     done = 0
+
+    def note(first: int, end: int) -> None:
+        keys = (truth.Key(incarnation.number, number).packed for number in range(first, end))
+        truth.write_times(times_path(facts), keys, time.monotonic())
+
     with suppress(EOFError):
         while True:
             command, *details = pipe.recv()
             if command == "publish":
-                done = _publish(pipe, engine_publisher, done, *details)
+                done = _publish(pipe, engine_publisher, done, *details, note=note)
             elif command == "drain":
                 engine_publisher.drain()
                 pipe.send(("drained", done))
@@ -117,10 +122,25 @@ def run(pipe: Connection, engine: Engine, incarnation: Incarnation, facts: Path)
                 return
 
 
-def _publish(pipe: Connection, engine_publisher: EnginePublisher, done: int, until: int, rate: float) -> int:
+def times_path(facts: Path) -> Path:
+    """Return the file with the times at which the batches of an engine are published."""
+    return facts.with_name(f"times of {facts.name}")
+
+
+def _publish(
+    pipe: Connection,
+    engine_publisher: EnginePublisher,
+    done: int,
+    until: int,
+    rate: float,
+    *,
+    note: Callable[[int, int], None],
+) -> int:
+    """Publish batches up to number `until`. `note` is called with the next ones before they are published."""
     began, first = time.monotonic(), done
     while done < until:
         upto = min(until, done + CHUNK)
+        note(done, upto)
         engine_publisher.publish(upto)
         done = upto
         pipe.send(("at", done))

@@ -67,7 +67,8 @@ def describe_batch(packed: int) -> str:
 # --- records in files, which survive kill -9 ---------------------------------------------------------------------------------
 
 _FACT: Final = struct.Struct("<q16s")
-_CLAIM: Final = struct.Struct("<q16sq")
+_CLAIM: Final = struct.Struct("<q16sqd")
+_TIME: Final = struct.Struct("<qd")
 
 
 class Claim(NamedTuple):
@@ -76,6 +77,8 @@ class Claim(NamedTuple):
     key: int
     digest: bytes
     seq: int
+    at: float = 0.0
+    """Monotonic time, before the claim was made; 0 if unknown."""
 
 
 def write_facts(path: Path, facts: Iterable[tuple[int, bytes]]) -> None:
@@ -87,6 +90,17 @@ def write_facts(path: Path, facts: Iterable[tuple[int, bytes]]) -> None:
 def read_facts(path: Path) -> dict[int, bytes]:
     """Return the digests by packed key."""
     return dict(_FACT.iter_unpack(_read_complete_records(path, _FACT.size)))
+
+
+def write_times(path: Path, keys: Iterable[int], at: float) -> None:
+    """Append packed keys with the monotonic time at which their batches are published."""
+    with path.open("ab") as file:
+        file.write(b"".join(_TIME.pack(key, at) for key in keys))
+
+
+def read_times(path: Path) -> dict[int, float]:
+    """Return the times by packed key, in the order in which the batches were published."""
+    return dict(_TIME.iter_unpack(_read_complete_records(path, _TIME.size)))
 
 
 class ClaimWriter:

@@ -118,7 +118,7 @@ def has_plugin(wheel: Path) -> bool:
 
 
 def unpack_kvevents(wheel: Path, folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
-    """Make a folder for an engine's Python path that has the effect of `pip install 'kvevents[native]'`, and return it.
+    """Make a folder for an engine's Python path that has the effect of installing kvevents[native], and return it.
 
     The folder has the unpacked wheel and a link to the compiled package of this checkout. Without the package, its entry points
     name modules that cannot be imported. Without the plugin, it has no entry points.

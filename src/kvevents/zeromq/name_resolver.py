@@ -12,10 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvevents.endpoints import split_tcp
-from kvevents.subscriber.multiplexer import Connection
+
+Waiter = TypeVar("Waiter")
+"""An object that waits for an address, such as a connection."""
 
 CACHE_SECONDS: Final = 3.0
 """Seconds for which an address is used again without another lookup: live and replay sockets open at the same time."""
@@ -29,7 +31,7 @@ class Lookup:
         self.endpoints: list[str] = []
         """The endpoint with each address of its host in place of the name. IPv4 goes first, as in libzmq."""
         self.error = ""
-        """Why there is no address; empty before the end of the lookup too."""
+        """Why there is no address; empty if there is one, and before the end of the lookup."""
         self.ended_at = float("-inf")
 
     @property
@@ -38,44 +40,44 @@ class Lookup:
         return bool(self.endpoints or self.error)
 
     def run(self, host: str, port: int) -> None:
-        """Resolve the name, however long that takes."""
+        """Resolve the name, without a time limit."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            records = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             self.ended_at = time.monotonic()
             self.error = f"its name cannot be resolved: {error}"
             return
-        own = {str(address[0]): family for family, _, _, _, address in found}
-        addresses = sorted(own, key=lambda address: own[address] != socket.AF_INET)
+        families = {str(address[0]): family for family, _, _, _, address in records}
+        addresses = sorted(families, key=lambda address: families[address] != socket.AF_INET)
         self.ended_at = time.monotonic()
-        self.endpoints = [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses]
+        self.endpoints = [f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}" for ip in addresses]
 
 
-class NameResolver:
-    """The lookups of one transport. Only its thread calls the methods."""
+class NameResolver(Generic[Waiter]):
+    """The lookups of the thread that calls the methods."""
 
-    def __init__(self, watch: Callable[[socket.socket, Callable[[], Collection[Connection]]], None]) -> None:
-        """`watch` lets a selector report the connections that the function returns when the socket is readable."""
+    def __init__(self, watch: Callable[[socket.socket, Callable[[], Collection[Waiter]]], None]) -> None:
+        """`watch` lets a selector report the waiters that the function returns when the socket is readable."""
         self._watch = watch
         self._lookups: dict[str, Lookup] = {}
-        self._waiting: dict[Lookup, set[Connection]] = {}
-        self._ended: deque[Lookup] = deque()
+        self._waiters: dict[Lookup, set[Waiter]] = {}
+        self._ended_lookups: deque[Lookup] = deque()
         self._ends: tuple[socket.socket, socket.socket] | None = None
         """Both ends of what wakes the selector; opened with the first name."""
 
-    def resolve(self, endpoint: str, connection: Connection) -> Lookup:
-        """Return the lookup of an endpoint. Unless it is done, the selector reports `connection` when it is."""
+    def resolve(self, endpoint: str, waiter: Waiter) -> Lookup:
+        """Return the lookup of an endpoint. Unless it is done, the selector reports `waiter` at its end."""
         target = split_tcp(endpoint)
-        if target is None or _is_address(target[0]):
-            done = Lookup(endpoint)
-            done.endpoints = [endpoint]
-            return done
+        if target is None or not has_name(endpoint):
+            resolved_lookup = Lookup(endpoint)
+            resolved_lookup.endpoints = [endpoint]
+            return resolved_lookup
         lookup = self._lookups.get(endpoint)
         if lookup is None or lookup.error or (lookup.is_done and time.monotonic() - lookup.ended_at > CACHE_SECONDS):
             lookup = self._lookups[endpoint] = Lookup(endpoint)
             self._start(lookup, *target)
         if not lookup.is_done:
-            self._waiting.setdefault(lookup, set()).add(connection)
+            self._waiters.setdefault(lookup, set()).add(waiter)
         return lookup
 
     def _start(self, lookup: Lookup, host: str, port: int) -> None:
@@ -84,31 +86,31 @@ class NameResolver:
             for end in self._ends:
                 end.setblocking(False)
             self._watch(self._ends[0], self._take_ended)
-        waking, ended = self._ends[1], self._ended
+        wake_socket, lookups = self._ends[1], self._ended_lookups
 
         def run() -> None:
             lookup.run(host, port)
-            ended.append(lookup)
+            lookups.append(lookup)
             with contextlib.suppress(OSError):  # it is full, so the selector wakes; or the transport is closed
-                waking.send(b"\0")
+                wake_socket.send(b"\0")
 
         threading.Thread(target=run, name="kvevents-name", daemon=True).start()
 
-    def _take_ended(self) -> set[Connection]:
-        """Return the connections whose lookups have ended."""
-        found: set[Connection] = set()
+    def _take_ended(self) -> set[Waiter]:
+        """Return the waiters whose lookups have ended."""
+        waiters: set[Waiter] = set()
         if self._ends is not None:
             with contextlib.suppress(OSError):
                 while self._ends[0].recv(4_096):
                     pass
-        while self._ended:
-            found |= self._waiting.pop(self._ended.popleft(), set())
-        return found
+        while self._ended_lookups:
+            waiters |= self._waiters.pop(self._ended_lookups.popleft(), set())
+        return waiters
 
-    def forget(self, connection: Connection) -> None:
-        """Report a connection no more, since it is closed."""
-        for waiting in self._waiting.values():
-            waiting.discard(connection)
+    def forget(self, waiter: Waiter) -> None:
+        """Do not report a waiter any more, since it is closed."""
+        for waiters in self._waiters.values():
+            waiters.discard(waiter)
 
     def close(self) -> None:
         """Close what wakes the selector. Lookups that have not ended are left to their threads. Idempotent."""
@@ -116,11 +118,12 @@ class NameResolver:
             end.close()
 
 
-def _is_address(host: str) -> bool:
-    """Whether a host is an address, an interface or a wildcard rather than a name."""
-    bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
-    if ";" in host or ":" in bare:
-        return True
+def has_name(endpoint: str) -> bool:
+    """Whether the host of an endpoint is a name, and not an address, an interface or a wildcard."""
+    host = (split_tcp(endpoint) or ("*",))[0]
+    address = host.removeprefix("[").removesuffix("]").partition("%")[0]
+    if ";" in host or ":" in address or host == "*":
+        return False
     with contextlib.suppress(OSError):
-        return bool(socket.inet_aton(bare))
-    return host == "*"
+        return not socket.inet_aton(address)
+    return True

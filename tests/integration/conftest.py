@@ -1,0 +1,18 @@
+"""Integration tests leave no publisher behind, also if they fail: its threads and its context would end in another test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvevents.publisher import base
+
+
+@pytest.fixture(autouse=True)
+def _shut_down_publishers() -> Iterator[None]:
+    """Shut down the publishers that a test has created and, because it failed, has not shut down."""
+    before = base._publishers.copy()
+    yield
+    for publisher in base._publishers - before:
+        publisher.close()
