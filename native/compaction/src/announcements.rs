@@ -7,7 +7,7 @@ use kvevents_index::holders::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text, placement_of};
 
-/// Most different announcements of a stream: the bits of a block's copies. Engines use few.
+/// Maximum number of different announcements of a stream: the bits of a block's copies. Engines use few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
 /// Whether blocks of this kind of group are keyed by their tokens.
@@ -39,7 +39,7 @@ pub struct Announcement {
     together: u64,
     /// Kind of attention of the group.
     pub kind: Text<'static>,
-    /// Its window.
+    /// Sliding window of the announced group.
     pub window: Option<i64>,
     /// The block size of a store without tokens; None for a store with tokens or keys.
     pub tokenless_size: Option<u64>,
@@ -48,9 +48,9 @@ pub struct Announcement {
 /// Announcements to which a removal applies, as bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Removable {
-    /// Those at exactly its location.
+    /// Announcements at exactly this location.
     pub exact: u64,
-    /// Those at any location on the same placement.
+    /// Announcements at any location on the same placement.
     pub placement: u64,
 }
 

@@ -2,7 +2,7 @@
 
 /// Bits of a number that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
-/// Blocks of a chunk at most.
+/// Maximum number of blocks in a chunk.
 const SLOTS: usize = 1 << SLOT_BITS;
 /// Tokens of a chunk, unless a single block has more.
 const CHUNK_TOKENS: usize = 8192;
@@ -15,13 +15,13 @@ const WORD: usize = u64::BITS as usize;
 pub struct Record {
     /// The engine's hash.
     pub hash: u64,
-    /// Its block key.
+    /// Key of the block.
     pub key: u64,
-    /// Number of the block before it, or `ROOT`.
+    /// Number of the parent block, or `ROOT`.
     pub parent: u32,
-    /// Number of blocks that have it as their parent.
+    /// Number of child blocks.
     pub children: u32,
-    /// Number of its attributes.
+    /// Number of the block's attributes.
     pub attributes: u32,
 }
 
@@ -100,7 +100,7 @@ impl Arena {
         self.chunks.len() << SLOT_BITS
     }
 
-    /// How many different numbers of tokens per block there have been since it was empty.
+    /// Number of different block sizes since the arena was empty.
     pub fn widths(&self) -> usize {
         self.open.len()
     }
@@ -185,7 +185,7 @@ impl Arena {
         Some(at)
     }
 
-    /// Removes a block, and gives back the memory of chunks that are empty.
+    /// Removes a block, and frees the memory of empty chunks.
     pub fn remove(&mut self, number: u32) {
         self.used -= 1;
         if self.used == 0 {
@@ -216,7 +216,7 @@ impl Arena {
 mod tests {
     use super::*;
 
-    /// Blocks keep what is written to them while others come and go, and memory goes with the last one.
+    /// Blocks keep their contents while others are added and removed, and the last removal frees all memory.
     #[test]
     fn blocks_are_apart() {
         let (mut arena, mut live, mut random) = (Arena::default(), Vec::new(), 7_usize);
@@ -256,7 +256,7 @@ mod tests {
         assert!(tokens.len() == width && tokens.iter().all(|&token| token == value));
     }
 
-    /// Chunks that are emptied one after the other give back their memory, all but one.
+    /// Chunks that become empty one after the other free their memory, except one.
     #[test]
     fn empty_chunks_have_no_memory() {
         let mut arena = Arena::default();

@@ -17,7 +17,7 @@ pub struct Attributes<'a> {
     pub namespace: Namespace<'a>,
     /// A bit for each announcement in which there are copies; none if the block is only the ancestor of others.
     pub copies: u64,
-    /// Number of the announcement that stored it first.
+    /// Number of the announcement that stored the block first.
     pub origin: u8,
 }
 
@@ -87,7 +87,7 @@ impl AttributeTable {
         number
     }
 
-    /// Counts one block less with these attributes.
+    /// Decrements the number of blocks with these attributes.
     #[inline]
     pub fn release(&mut self, number: u32) {
         let Some(Some(entry)) = self.entries.get_mut(number as usize) else {

@@ -16,26 +16,26 @@ use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
 
-/// Budget for examining blocks that share a hash: per byte that a stream sends, and the most that is saved up. As in the index.
+/// Budget for examining blocks that share a hash: per byte that a stream sends, and its maximum. The index has the same budget.
 const ALIKE_PER_BYTE: usize = 16;
 const ALIKE_KEPT: usize = 1 << 20;
 
 /// Parent number of a block without a parent.
 pub const ROOT: u32 = u32::MAX;
 
-/// A block that is to be stored.
+/// A block to store.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct NewBlock<'a> {
     pub hash: u64,
     pub key: u64,
-    /// Number of its parent, or `ROOT`.
+    /// Number of the parent, or `ROOT`.
     pub parent: u32,
     pub context: Context,
     pub namespace: &'a Namespace<'a>,
-    /// Those that its hash covers; none if it was announced by its key.
+    /// Tokens that the block's hash covers; none if the block was announced by its key.
     pub tokens: &'a [u32],
-    /// Number of its announcement.
+    /// Number of the block's announcement.
     pub announcement: u8,
     /// Announcements in which a block has at most one copy together with this one; none if copies are physical.
     pub single: u64,
@@ -44,11 +44,11 @@ pub struct NewBlock<'a> {
 /// The outcome of storing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
-    /// It is the only block with its hash that has copies.
+    /// The block is the only one with its hash that has copies.
     New(u32),
-    /// One more copy was added, or one more block with its hash.
+    /// A further copy was added, or a further block with the same hash.
     Known(u32),
-    /// Too many blocks have its hash.
+    /// Too many blocks have the same hash.
     Refused,
     /// All block numbers are in use.
     Full,
@@ -76,9 +76,9 @@ pub struct Blocks {
     /// Blocks and announcements whose copies might not exist, by the rules of an index: a copy was removed and others are left, or
     /// `State::end_payload` has detected it.
     uncertain: HashSet<(u32, u8)>,
-    /// Blocks of LoRAs that were stored on the device, by key. Some of those that are outdated are not in it.
+    /// Blocks of LoRAs that were stored on the device, by key. Some outdated blocks are not in it.
     of_loras: HashTable<u32>,
-    /// Which of them might be of weights that were replaced, by the rules of an index.
+    /// Blocks that might have been computed with replaced weights, by the rules of an index.
     loras: ReplacedLoras,
     secret: Secret,
 }
@@ -146,7 +146,7 @@ impl Blocks {
             + self.loras.bytes()
     }
 
-    /// One more than the highest number in use, or more.
+    /// An upper bound of the numbers in use: every number is below it.
     pub fn bound(&self) -> usize {
         self.arena.bound()
     }
@@ -162,24 +162,24 @@ impl Blocks {
         self.arena.get(number)
     }
 
-    /// Its attributes.
+    /// Attributes of a block.
     #[inline]
     pub fn attributes(&self, number: u32) -> &Attributes<'static> {
         self.attributes.get(self.get(number).attributes)
     }
 
-    /// Its tokens; none if it was announced by its key.
+    /// Tokens of a block; none if it was announced by its key.
     pub fn tokens(&self, number: u32) -> &[u32] {
         self.arena.tokens(number)
     }
 
-    /// Its copies in one announcement.
+    /// Number of copies of a block in one announcement.
     pub fn count(&self, number: u32, announcement: u8) -> u32 {
         let first = (self.attributes(number).copies >> announcement & 1) as u32;
         first + self.extra_copies.get(&(number, announcement)).copied().unwrap_or(0)
     }
 
-    /// Whether its copies in one announcement might not exist.
+    /// Whether a block's copies in one announcement might not exist.
     pub fn is_uncertain(&self, number: u32, announcement: u8) -> bool {
         !self.uncertain.is_empty() && self.uncertain.contains(&(number, announcement))
     }
@@ -242,7 +242,7 @@ impl Blocks {
         &self.same_hash
     }
 
-    /// Whether the number of those blocks is counted correctly.
+    /// Whether the number of blocks in `same_hash` is correct.
     #[cfg(test)]
     pub fn is_counted(&self) -> bool {
         self.same_hash.values().map(Vec::len).sum::<usize>() == self.same_hash_len
@@ -379,8 +379,8 @@ impl Blocks {
         }
     }
 
-    /// Adds one copy of a block, unless it has one in the announcements `single`. If its first announcement is one of them, the copy
-    /// is of that one: so that an export, which must begin with it, announces the only copy.
+    /// Adds one copy of a block, unless it has one in the announcements `single`. If its first announcement is among them, the copy belongs
+    /// to the first one, so that an export, which must begin with it, announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
@@ -433,8 +433,8 @@ impl Blocks {
         true
     }
 
-    /// Lists a block of a LoRA by its key, and forgets the listed ones with that key that are outdated. Returns whether another one has a copy
-    /// in these announcements.
+    /// Lists a block of a LoRA by its key, and drops outdated blocks with that key. Returns whether another block has a copy in these
+    /// announcements.
     fn list_of_lora(&mut self, number: u32, lora: u64, announcements: u64) -> bool {
         let (key, context) = (self.get(number).key, self.attributes(number).context);
         let (mut is_listed, mut has_twin, mut outdated) = (false, false, Vec::new());
@@ -471,7 +471,7 @@ impl Blocks {
         }
     }
 
-    /// Whether a block might be of weights of a LoRA that were replaced.
+    /// Whether a block might have been computed with former weights of a LoRA.
     pub fn is_outdated(&self, number: u32) -> bool {
         lora_of(self.attributes(number).context).is_some_and(|lora| self.loras.is_outdated(lora, number))
     }
@@ -493,8 +493,8 @@ impl Blocks {
 
     // --- removals
 
-    /// Removes one copy from the oldest block of `hash` that has one on the placement; one at the exact location if there is one. Returns
-    /// whether there was a copy.
+    /// Removes one copy from the oldest block of `hash` with a copy on the placement, at the exact location if possible. Returns whether a
+    /// copy existed.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let (found, looks) = match self.same_hash.get(&hash) {
@@ -553,7 +553,7 @@ impl Blocks {
         }
     }
 
-    /// Keeps only these copies of a block. Without copies it is removed, or marked dead if other blocks follow it.
+    /// Removes all other copies of a block. A block without copies is removed, or marked dead if other blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if self.has_uncertain_copies() {
             self.make_certain(number, self.attributes(number).copies & !copies);

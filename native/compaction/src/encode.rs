@@ -1,13 +1,13 @@
 //! Exported events as payloads that `Compactor::apply` reads again.
 //!
-//! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is divided between
+//! They are map events with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is divided between
 //! two blocks; the second part names the last block of the first part as its parent.
 
 use kvevents_index::apply::EVERY_TIER;
 
 use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
-/// Bytes of `[ts, [`, and the most that a number or the length of an array takes.
+/// Bytes of `[ts, [`, and maximum bytes of a number or of the length of an array.
 const HEAD: usize = 1 + 9 + ARRAY;
 const NUMBER: usize = 9;
 const ARRAY: usize = 5;
@@ -25,7 +25,7 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// For payloads of a rank of at most `limit` bytes, unless one block takes more. The first events clear everything.
+    /// Creates a writer of a rank's payloads of at most `limit` bytes, unless one block takes more. Its first events clear everything.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
             limit: limit.saturating_sub(CLEAR_BYTES + rank.map_or(0, |_| NUMBER)),
@@ -45,7 +45,7 @@ impl PayloadWriter {
         match event {
             ExportedEvent::Stored(store) => self.add_store(store),
             ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
-            // For this, room is left: a payload that begins with a clear would be the first of another history.
+            // Room is left for this event: a payload that begins with a clear would be the first of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }
@@ -146,7 +146,7 @@ impl PayloadWriter {
 struct StoreWriter<'a> {
     store: &'a Store<'a>,
     extra_keys: Vec<Option<&'a [u8]>>,
-    /// How many numbers make the tokens of one block.
+    /// Number of values in the tokens of one block.
     width: usize,
 }
 
@@ -166,7 +166,7 @@ impl<'a> StoreWriter<'a> {
         self.store.tokens.get(behind..behind + count).unwrap_or_default()
     }
 
-    /// Bytes of an event of no blocks, at most.
+    /// Maximum number of bytes of an event without blocks.
     fn overhead(&self) -> usize {
         let mut out = Vec::new();
         self.write(0, 0, &mut out);
@@ -187,7 +187,7 @@ impl<'a> StoreWriter<'a> {
         number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra_keys + ARRAY + lookahead
     }
 
-    /// Writes an event of the blocks from `first` to before `end`.
+    /// Writes an event with the blocks `first..end`.
     fn write(&self, first: usize, end: usize, out: &mut Vec<u8>) {
         let store = self.store;
         let parent = if first > 0 && self.width > 0 {
@@ -209,7 +209,7 @@ impl<'a> StoreWriter<'a> {
         number(fields.out, store.block_size);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
-        // Of a first block also that it has none: below the device a store that says nothing leaves its keys unknown.
+        // A first block also states that it has none: below the device, a store without the field leaves its keys unknown.
         if extra_keys.iter().any(Option::is_some) || (first == 0 && !extra_keys.is_empty()) {
             fields.name("extra_keys");
             fields.out.extend_from_slice(&encode_extra_keys(extra_keys.iter().copied()));
@@ -355,7 +355,7 @@ fn number_bytes(value: u64) -> usize {
 
 #[inline]
 fn number(out: &mut Vec<u8>, value: u64) {
-    // Arrays of fixed length: to copy as many bytes as a variable says takes several times as long.
+    // Arrays of fixed length: copying a variable number of bytes takes several times as long.
     match value {
         0..=0x7F => out.push(value as u8),
         0x80..=0xFF => out.extend_from_slice(&[0xCC, value as u8]),

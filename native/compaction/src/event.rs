@@ -33,7 +33,7 @@ pub struct Location<'a> {
 }
 
 impl Location<'_> {
-    /// The same with owned texts.
+    /// Copies the value, with owned texts.
     pub fn to_static(&self) -> Location<'static> {
         Location {
             medium: owned(&self.medium),
@@ -43,7 +43,7 @@ impl Location<'_> {
         }
     }
 
-    /// Whether it is the device.
+    /// Whether the location is the device.
     pub fn is_on_device(&self) -> bool {
         let is_plain = matches!(self.medium.as_deref(), None | Some(b"GPU")) && self.locality.is_none();
         is_plain || placement_of(self).level() == 0
@@ -68,7 +68,7 @@ pub struct Namespace<'a> {
 }
 
 impl Namespace<'_> {
-    /// The same with owned texts.
+    /// Copies the value, with owned texts.
     pub fn to_static(&self) -> Namespace<'static> {
         Namespace {
             lora_id: self.lora_id,
@@ -78,7 +78,7 @@ impl Namespace<'_> {
         }
     }
 
-    /// The same without extra keys.
+    /// Copies the namespace, without extra keys.
     pub fn without_extra_keys(&self) -> Namespace<'_> {
         Namespace {
             lora_id: self.lora_id,
@@ -112,7 +112,7 @@ pub struct Store<'a> {
     pub location: Location<'a>,
     /// Kind of attention of the group.
     pub kind: Text<'a>,
-    /// Its window.
+    /// Sliding window of the group.
     pub window: Option<i64>,
     /// The extra keys, separately.
     pub namespace: Namespace<'a>,
@@ -128,7 +128,7 @@ pub struct Store<'a> {
 pub enum ExportedEvent {
     /// Blocks, each the parent of the next.
     Stored(Store<'static>),
-    /// Hashes that are to be removed again.
+    /// Hashes to remove again.
     Removed(Vec<u64>, Location<'static>),
     /// A clear without a tier: copies below the device that were stored before it might be gone.
     Cleared,
@@ -161,7 +161,7 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = location_of(read, event);
     if event.may_be_copy() {
-        // Also if the engine named none: in the exported map only a group shows it. A block without a group is in group 0.
+        // The group is set even if the engine named none: in the exported map only a group shows it. A block without a group is in group 0.
         location.group.get_or_insert(0);
     }
     Store {
@@ -209,7 +209,7 @@ pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
     Some(found)
 }
 
-/// Extra keys of several blocks as those of one event; None if all are nil.
+/// Extra keys of several blocks as one event carries them; None if all are nil.
 pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>> + Clone) -> Option<Vec<u8>> {
     blocks.clone().any(|block| block.is_some()).then(|| encode_extra_keys(blocks))
 }

@@ -68,9 +68,9 @@ struct Exporter<'a> {
     exported_rules: GroupRules,
     /// Hashes of copies that the state does not have, and their announcements.
     surplus: Vec<(u64, u8)>,
-    /// What a consumer has to see, and has not seen yet, to conclude `State::has_extra_keys` or `State::unknown_levels`.
+    /// Signs that a consumer still needs to conclude `State::has_extra_keys` or `State::unknown_levels`.
     needs_extra_keys: bool,
-    /// What a consumer has to see to conclude `State::has_unkeyed_root` or `State::unknown_levels`.
+    /// Signs from which a consumer concludes `State::has_unkeyed_root` or `State::unknown_levels`.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
 }
@@ -213,7 +213,7 @@ impl<'a> Exporter<'a> {
             ..Store::default()
         };
         store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
-        // Where the engine names groups all stores do.
+        // If the engine names groups, all of its stores do.
         store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
         store
     }
@@ -245,8 +245,8 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
-            // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
-            // Of several blocks that share a hash only the oldest can be uncertain, and that is the one that the removal takes it from.
+            // An extra copy, which the last events remove again, leaves a consumer as uncertain as consumers that saw the removal. Of
+            // several blocks that share a hash only the oldest can be uncertain, and the removal takes the copy from that block.
             let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
@@ -450,7 +450,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
     }
 }
 
-// --- twins
+// --- several blocks with one hash
 
 /// The state that these events lead to after a clear; None if it differs from the state that a consumer would have.
 fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
@@ -469,7 +469,7 @@ fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     is_same.then_some(rebuilt)
 }
 
-/// Hashes and keys of the blocks that might be of weights of a LoRA that were replaced.
+/// Hashes and keys of the blocks that might have been computed with former weights of a LoRA.
 pub(super) fn outdated(state: &State) -> BTreeSet<(u64, u64)> {
     let blocks = &state.blocks;
     let numbers = (blocks.numbers()).filter(|&number| blocks.attributes(number).copies != 0 && blocks.is_outdated(number));

@@ -5,17 +5,17 @@ use std::borrow::Cow;
 use super::announcements::{is_dense, window_of};
 use super::event::{Store, Text};
 
-/// Most groups with a known rule. Engines have one or a few.
+/// Maximum number of groups with a known rule. Engines have one or a few.
 pub const MAX_GROUPS: usize = 64;
 
 /// The blocks of a group that a compacted stream keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// All, with their tokens.
+    /// All blocks, with their tokens.
     Dense,
-    /// All, without tokens; lookups need this many blocks before the end of a prefix.
+    /// All blocks, without tokens; lookups need this many blocks before the end of a prefix.
     Window(u32),
-    /// None: how they are looked up is unknown.
+    /// The rule is unknown.
     Unknown,
 }
 
@@ -24,9 +24,9 @@ pub enum Rule {
 pub struct GroupRule {
     /// The group.
     pub group: i64,
-    /// Its rule.
+    /// Rule by which the group's blocks are looked up.
     pub rule: Rule,
-    /// The store that announced it, without its blocks.
+    /// The store that announced the rule, without its blocks.
     pub example: Store<'static>,
 }
 

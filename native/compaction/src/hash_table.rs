@@ -59,7 +59,7 @@ mod tests {
         (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9)
     }
 
-    /// However many come and go, a table takes memory by what it has, nothing is lost, and with the last one all of it is given back.
+    /// A table takes memory for the entries that it has, loses none, and frees all memory with the last one.
     #[test]
     fn a_table_that_is_used_stays_small() {
         let mut table: HashTable<u64> = HashTable::new();
@@ -72,7 +72,7 @@ mod tests {
                     found.expect("it was put there").remove();
                     shrink(&mut table, place_of);
                 }
-                // A place takes an entry and a tag; the rest is what vectors need.
+                // A slot takes an entry and a tag; vector instructions need the rest.
                 assert!(
                     table.allocation_size() <= table.len().max(STAYS) * 9 * 4 + 64,
                     "{} {table:?}",
@@ -90,7 +90,7 @@ mod tests {
         }
     }
 
-    /// Marks of removed entries do not make a table grow, however many entries are added and removed.
+    /// Marks of removed entries do not make a table grow, for any number of added and removed entries.
     #[test]
     fn a_table_stays_as_large_as_it_is() {
         const LIVE: u64 = 5_300;

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use kvevents_index::apply::Read;
 use kvevents_index::limits::RANKS;
 use kvevents_index::memory::prefetch;
-use kvevents_index::wire::decode::{Rejected, normalise};
+use kvevents_index::wire::decode::{ReadPayload, Rejected, read};
 use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch, scan};
 
 use encode::PayloadWriter;
@@ -35,7 +35,7 @@ pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_W
 /// Number of blocks that are cleared or examined in negligible time.
 const FEW: usize = 1_024;
 
-/// Payloads that are prefetched ahead of the one that is applied.
+/// Number of payloads that are prefetched ahead of the payload that is applied.
 fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
     let mut next = payloads.iter().skip(1);
     payloads.iter().map(move |payload| {
@@ -53,7 +53,7 @@ pub type RankEvents = (Option<i64>, Vec<ExportedEvent>);
 pub struct Compactor {
     /// The state of the first rank.
     state: State,
-    /// That rank, if payloads have stated one.
+    /// The rank that payloads have stated, if they have.
     rank: Option<i64>,
     /// The states of the other ranks.
     others: BTreeMap<i64, State>,
@@ -64,11 +64,8 @@ pub struct Compactor {
 impl Compactor {
     /// Applies one payload. A payload with unreadable events makes the state invalid.
     pub fn apply(&mut self, payload: &[u8], schema: &Schema) {
-        if scan(payload, schema, &mut self.scratch).is_some() {
-            self.apply_scanned(payload);
-        } else {
-            self.apply_decoded(payload, schema);
-        }
+        let batch = read(payload, schema, &mut self.scratch);
+        self.apply_read(&batch);
         self.scratch.shrink();
     }
 
@@ -79,31 +76,6 @@ impl Compactor {
         self.is_restoring = false;
     }
 
-    /// Applies a payload in a form that the scanner does not read, as an index does.
-    #[cold]
-    fn apply_decoded(&mut self, payload: &[u8], schema: &Schema) {
-        let read = normalise(payload, schema.limits());
-        if read.has_digests {
-            return self.invalidate("digests");
-        }
-        let scanned = scan(&read.payload, &schema.unlimited(), &mut self.scratch);
-        scanned.expect("normalised events are what the scanner reads");
-        self.apply_scanned(&read.payload);
-        let stated = self.scratch.stated_rank();
-        let is_attested = read.heartbeat.is_some_and(|beat| beat.attestation.is_some());
-        let is_single = self.others.is_empty();
-        // As in the index, of several ranks one attests its own blocks.
-        for (_, state) in self
-            .states_mut()
-            .filter(|(rank, _)| is_attested && (is_single || *rank == stated))
-        {
-            state.copied_levels |= 1;
-        }
-        if read.rejected.iter().any(Rejected::loses_events) {
-            self.invalidate("payloads");
-        }
-    }
-
     /// Applies one payload in a time that is bounded by its length. Returns false and changes nothing if it clears more than a few blocks,
     /// or if the scanner does not read it.
     pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
@@ -111,36 +83,56 @@ impl Compactor {
         let is_quick = scan(payload, schema, &mut self.scratch).is_some()
             && !(self.nodes() + self.unkept() > FEW && self.scratch.events.iter().any(is_clear));
         if is_quick {
-            self.apply_scanned(payload);
+            self.apply_events(payload);
         }
         self.scratch.shrink();
         is_quick
     }
 
-    fn apply_scanned(&mut self, payload: &[u8]) {
+    /// Applies what was read into the scratch, as an index does.
+    fn apply_read(&mut self, batch: &ReadPayload<'_>) {
+        self.apply_events(&batch.bytes);
         if self.scratch.digests {
-            // Exported as numbers, they would be other hashes to consumers that keep digests.
+            return;
+        }
+        let stated = self.scratch.stated_rank();
+        let is_attested = batch.heartbeat.as_ref().is_some_and(|beat| beat.attestation.is_some());
+        let is_single = self.others.is_empty();
+        // As in the index, each rank attests its own blocks.
+        for (_, state) in self
+            .states_mut()
+            .filter(|(rank, _)| is_attested && (is_single || *rank == stated))
+        {
+            state.copied_levels |= 1;
+        }
+        if batch.rejected.iter().any(Rejected::loses_events) {
+            self.invalidate("payloads");
+        }
+    }
+
+    /// Applies the events in the scratch, whose spans are positions in `bytes`.
+    fn apply_events(&mut self, bytes: &[u8]) {
+        if self.scratch.digests {
+            // Exported as numbers, the hashes would differ for consumers that store digests.
             return self.invalidate("digests");
         }
         let stated = self.scratch.stated_rank();
         if self.others.is_empty() && (stated.is_none() || self.rank.is_none_or(|rank| stated == Some(rank))) {
             self.rank = self.rank.or(stated);
-            apply_to(&mut self.state, payload, &self.scratch, !self.is_restoring, |_| true);
+            apply_to(&mut self.state, bytes, &self.scratch, !self.is_restoring, |_| true);
         } else {
-            self.apply_by_rank(payload, stated);
+            self.apply_by_rank(bytes, stated);
         }
     }
 
     /// Applies a payload of a stream whose payloads state several ranks.
     #[cold]
-    fn apply_by_rank(&mut self, payload: &[u8], stated: Option<i64>) {
+    fn apply_by_rank(&mut self, bytes: &[u8], stated: Option<i64>) {
         let has_reports = !self.is_restoring;
         let Some(rank) = stated else {
             let states = std::iter::once(&mut self.state).chain(self.others.values_mut());
             states.for_each(|state| {
-                apply_to(state, payload, &self.scratch, has_reports, |event| {
-                    event.kind == Kind::Cleared
-                });
+                apply_to(state, bytes, &self.scratch, has_reports, |event| event.kind == Kind::Cleared);
             });
             if !self.scratch.hashes.is_empty() {
                 self.invalidate("ranks");
@@ -152,7 +144,7 @@ impl Compactor {
                 return self.invalidate("ranks");
             }
             let mut state = State::default();
-            // What was lost can be of this rank.
+            // The lost batches can belong to this rank.
             state.is_partial = self.is_partial();
             if let Some(reason) = self.invalid_reason() {
                 state.invalidate(reason);
@@ -160,7 +152,7 @@ impl Compactor {
             self.others.insert(rank, state);
         }
         let state = self.others.get_mut(&rank).unwrap_or(&mut self.state);
-        apply_to(state, payload, &self.scratch, has_reports, |_| true);
+        apply_to(state, bytes, &self.scratch, has_reports, |_| true);
     }
 
     /// The state of each rank.
@@ -239,7 +231,7 @@ impl Compactor {
         self.states().map(|(_, state)| state.blocks.live()).sum()
     }
 
-    /// Blocks that are kept, dead ancestors and orphans too.
+    /// Number of stored blocks, including dead ancestors and orphans.
     pub fn nodes(&self) -> usize {
         let nodes = |state: &State| state.blocks.live() + state.blocks.dead() + state.waiting.len();
         self.states().map(|(_, state)| nodes(state)).sum()
@@ -257,9 +249,9 @@ impl Compactor {
 
 /// Applies the events that are meant. `has_reports` is as for `State::end_payload`.
 #[inline]
-fn apply_to(state: &mut State, payload: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
-    state.blocks.grant(payload.len());
-    let read = Read { payload, scratch };
+fn apply_to(state: &mut State, bytes: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
+    state.blocks.grant(scratch.payload_bytes);
+    let read = Read { bytes, scratch };
     let meant = scratch.events.iter().filter(|event| is_meant(event));
     meant.for_each(|event| state.apply(&read, event));
     state.end_payload(has_reports);

@@ -6,9 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
+use kvevents_index::Scope;
 use kvevents_index::keys::lora_name;
+use kvevents_index::prefix_index::Index;
 use kvevents_index::wire::scan::Limits;
-use kvevents_index::{Index, Scope};
 
 /// Path of the weights, and the first blocks of a prompt up to this one.
 type Cached = (u8, Vec<u8>);
@@ -114,7 +115,7 @@ impl Engine {
         let known = (1..=prompt.len())
             .take_while(|&length| self.cached[name].contains(&block(length)))
             .count();
-        // Behind a hole the engine has the blocks: it does not announce them again.
+        // The engine has the blocks behind a hole, and does not announce them again.
         let fresh = (known + 1..=prompt.len())
             .take_while(|&length| !self.cached[name].contains(&block(length)))
             .count();
@@ -172,7 +173,7 @@ impl Engine {
         (count(&is_certain), count(&|_| true))
     }
 
-    /// Whether all blocks that count as those of the present weights are.
+    /// Whether all blocks that count as computed with the present weights were computed with them.
     fn is_sign_seen(&self, name: usize) -> bool {
         let mut current = self.cached[name].iter().filter(|block| self.is_current(name, block));
         current.all(|block| block.0 == self.paths[name])
@@ -379,7 +380,7 @@ fn a_thousand_versions_of_an_adapter_fill_no_limit() {
         (answer(&late, 0, &prompt), late.info("a", 0).unwrap().blocks),
         ((LENGTH, LENGTH), 1_000 * LENGTH)
     );
-    // The newest leave first: what is left might be found if the name has returned to one of the former paths.
+    // The newest blocks leave first: the others might be found if the name has returned to a former path.
     for version in (0..1_000).rev() {
         apply(&index, &mut seq, [&removal(&hashes(version)[LENGTH / 2..])]);
     }

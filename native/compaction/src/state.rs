@@ -16,27 +16,27 @@ use super::event::{Location, Namespace, Store, location_of, split_extra_keys, st
 use super::group_rules::{GroupRules, Rule, rule_of};
 use super::unkept::Unkept;
 
-/// Most blocks with copies: about 2 GB at 16 tokens per block.
+/// Maximum number of blocks with copies: about 2 GB at 16 tokens per block.
 pub const MAX_LIVE: usize = 1 << 24;
-/// Most blocks and hashes that wait for an unknown parent or for tokens.
+/// Maximum number of blocks and hashes that wait for an unknown parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Most dead ancestors: this number plus the number of blocks with copies.
+/// Maximum number of dead ancestors: this number plus the number of blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Most further copies of blocks: this number plus the number of blocks with copies.
+/// Maximum number of further copies of blocks: this number plus the number of blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
-/// Most bytes of LoRA names, salts and extra keys, each counted once.
+/// Maximum number of bytes of LoRA names, salts and extra keys, each counted once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Most different numbers of tokens per block, each of which has its own memory.
+/// Maximum number of different numbers of tokens per block, each of which has its own memory.
 pub const MAX_WIDTHS: usize = 64;
 
-/// Most copies of blocks of groups of unknown kinds.
+/// Maximum number of copies of blocks of groups of unknown kinds.
 pub const MAX_UNKEPT: usize = 1 << 22;
 
 /// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
 /// they store.
 const EXAMINATIONS_PER_BLOCK: usize = 16;
 const FIRST_EXAMINATIONS: usize = 1 << 20;
-/// Blocks of one payload whose room is kept for the next.
+/// Number of blocks whose memory is kept for the next payload.
 const MAX_KEPT: usize = 1 << 14;
 
 /// Why a state is invalid: which limit was exceeded, or which events could not be read.
@@ -45,17 +45,17 @@ pub type Reason = &'static str;
 /// A block with tokens, without its hashes.
 #[derive(Clone, Debug)]
 pub struct Content<'a> {
-    /// Tokens that its hash covers.
+    /// Tokens that the block's hash covers.
     pub tokens: Cow<'a, [u32]>,
-    /// Hashes of its extra keys.
+    /// Hashes of the block's extra keys.
     pub extras: Vec<u64>,
     /// How the tokens were split into blocks.
     pub scheme: Scheme,
-    /// Its LoRA's part of the seed.
+    /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Its own salt's part of the seed; None if it has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if it has its parent's salt.
     pub salt: Option<u64>,
-    /// Its namespace as announced.
+    /// Namespace of the block as announced.
     pub namespace: Namespace<'a>,
 }
 
@@ -68,11 +68,11 @@ impl Weight for Content<'static> {
 /// The state of one stream.
 #[derive(Debug, Default)]
 pub struct State {
-    /// Its blocks.
+    /// Blocks of the stream.
     pub blocks: Blocks,
-    /// How they were announced.
+    /// Announcements of the blocks.
     pub announcements: Announcements,
-    /// The matching rules of its groups.
+    /// The matching rules of the stream's groups.
     pub group_rules: GroupRules,
     /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
     pub waiting: Queue<Content<'static>>,
@@ -86,7 +86,7 @@ pub struct State {
     pub lookahead: usize,
     /// The levels on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
     pub copied_levels: u8,
-    /// What `Evidence` of the index has under the same names.
+    /// The fields of the index's `Evidence` with the same names.
     pub has_extra_keys: bool,
     pub has_unkeyed_root: bool,
     pub unknown_levels: u8,
@@ -256,7 +256,7 @@ impl State {
         }
     }
 
-    /// Notes a block whose new copy might be the one that it already had on the same placement.
+    /// Notes a block whose new copy might be a copy that it already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
@@ -333,7 +333,7 @@ impl State {
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
             content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
-            // While no parent is known, each block is looked up by its hash; from then on each is the parent of the next.
+            // Until a parent is known, each block is looked up by its hash; then each block is the parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
@@ -444,7 +444,7 @@ impl State {
 
     // --- removals
 
-    /// Applies a removal. One of a group of an unknown kind removes no block that prompts match.
+    /// Applies a removal. A removal in a group of an unknown kind removes no block that prompts match.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
         if self.invalid.is_some() {
             return Ok(());
@@ -493,7 +493,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether clears are not so frequent that blocks must not be examined again.
+    /// Whether clears are rare enough that blocks may be examined again.
     fn may_examine(&mut self) -> bool {
         self.looked += self.blocks.live() + self.waiting.len();
         self.looked <= FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored
@@ -525,7 +525,7 @@ impl State {
             copied_levels: self.copied_levels,
             has_host_clears: self.has_host_clears,
             unknown_levels: self.unknown_levels | missing & lower_levels,
-            // An excess of groups is kept, although their blocks are removed.
+            // The state stays invalid after too many groups, although their blocks are removed.
             invalid: self.invalid.filter(|&reason| reason == "groups"),
             ..Self::default()
         };

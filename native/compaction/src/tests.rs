@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use kvevents_index::Index;
 use kvevents_index::limits::BLOCKS_PER_HASH;
+use kvevents_index::prefix_index::Index;
 use kvevents_index::wire::scan::Limits;
 
 static GPU: Location<'static> = at(b"GPU");
@@ -106,12 +106,12 @@ impl Model {
     }
 }
 
-/// A block that is stored, and removed, only to say how its group counts: nothing with tokens is left that would.
+/// A block that is stored and removed only to announce the rule of its group, if no block with tokens is left that does.
 fn says_rule(store: &Store) -> bool {
     store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
-/// What a consumer that starts with nothing knows after these events.
+/// The knowledge of a consumer that starts empty, after these events.
 fn applied(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
     let mut left = events;
@@ -185,8 +185,8 @@ fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
 }
 
 proptest! {
-    /// Any stores and removals of a tree, some by keys: what is exported leads a consumer to exactly what the model knows, and afterwards nothing is
-    /// kept of what is gone.
+    /// After any stores and removals of a tree, some by keys, the export leads a consumer to the state of the model, and nothing of removed
+    /// blocks is kept.
     #[test]
     fn what_is_exported_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
         let (mut state, mut model) = (State::default(), Model::default());
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// A chain is one event; what was removed before its end is stored, and removed again.
-/// With a walk to the root for each of them, this took minutes.
+/// A chain is one event; blocks that were removed before its end are stored and removed again. A walk to the root for each block would take
+/// minutes.
 #[test]
 fn a_long_chain_of_dead_ancestors_that_share_hashes_is_exported() {
     const BLOCKS: u64 = 60_000;
@@ -320,7 +320,7 @@ fn a_payload_that_is_not_read_is_lost() {
     }
 }
 
-/// The scanner leaves alone what has a timestamp that is a text, which costs no event.
+/// The scanner refuses a payload whose timestamp is a text; no event is lost.
 #[test]
 fn a_payload_that_is_decoded_is_applied() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -359,7 +359,7 @@ fn index() -> Index {
     Index::new(read_all(), kvevents_index::limits::Limits::default())
 }
 
-/// A removal looks for the oldest block of its hash that is where it says: the last of a thousand, again and again.
+/// A removal searches for the oldest block of its hash at its location: the last of a thousand, repeatedly.
 #[test]
 fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -376,7 +376,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
 }
 
-/// Clears of a tier with few blocks look at all blocks: a stream that sends many of them has no history.
+/// Clears of a tier with few blocks examine all blocks: a stream that sends many of them has no history.
 #[test]
 fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -396,7 +396,7 @@ fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     assert_eq!(state.clear(Some(b"CPU"), None), Ok(()));
 }
 
-/// A few bytes can clear any number of blocks: a call with a bound on its work leaves that undone.
+/// A few bytes can clear any number of blocks: a call with bounded work leaves such a clear undone.
 #[test]
 fn a_clear_of_many_blocks_is_not_quick() {
     let (few, many) = (FEW as u64, FEW as u64 + 1);
@@ -523,7 +523,7 @@ fn blocks_with_keys_are_exported_together() {
     );
 }
 
-/// Known blocks are exported though others were never seen, and a clear of everything makes it whole.
+/// Known blocks are exported although others were never received, and a clear of everything completes the history.
 #[test]
 fn what_is_missed_is_known_until_everything_is_cleared() {
     let mut compactor = Compactor::default();
@@ -543,7 +543,7 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert!(!compactor.is_partial());
 }
 
-/// A clear without a tier examines the blocks of lower tiers that stay. Without stores between, clears soon drop them instead.
+/// A clear without a tier examines the blocks of lower tiers that stay. Without stores in between, clears soon drop these blocks instead.
 #[test]
 fn clears_without_a_tier_take_a_bounded_time() {
     let mut state = State::default();
@@ -561,11 +561,11 @@ fn clears_without_a_tier_take_a_bounded_time() {
     assert_eq!(state.unknown_levels, 0b10);
 }
 
-/// Something that happens to a cache, in small numbers.
+/// An action on a cache, described by small numbers.
 type Step = (u8, u8, u8, u8);
 
-/// Has a state take a step in which stores are long, and hashes come again: at other locations, with other tokens, in the middle of
-/// others, after what is gone.
+/// Applies a step with long stores and repeated hashes: at other locations, with other tokens, in the middle of other stores, after
+/// removals.
 fn step(state: &mut State, (what, hash, count, variant): Step) {
     let first = u64::from(hash) * 8;
     let location = if variant.is_multiple_of(11) { &CPU } else { &GPU };
@@ -638,8 +638,8 @@ fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
 }
 
 proptest! {
-    /// Whatever comes: an empty state to which the exported events are applied has the same copies of the same blocks, and the same
-    /// twins in the same order. Nothing is kept of what is cleared.
+    /// For any input, an empty state to which the exported events are applied has the same copies of the same blocks, and the same twins in
+    /// the same order. Nothing of cleared blocks is kept.
     #[test]
     fn what_is_exported_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
         let mut state = State::default();
@@ -674,10 +674,10 @@ proptest! {
     }
 }
 
-/// Bytes of tokens and of a hash, of a block in these tests, and what is kept beside them at most.
+/// Bytes of the tokens and the hash of a block in these tests, and the maximum of other bytes that are kept for it.
 const BLOCK_BYTES: usize = 16 + 150;
 
-/// A state of so many chains of 512 blocks, of which only those are left that `stays` says of each place.
+/// A state with this many chains of 512 blocks, reduced to the positions for which `stays` returns true.
 fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     let mut state = State::default();
     for first in (0..chains).map(|chain| chain << 9) {
@@ -690,8 +690,8 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     state
 }
 
-/// One block of each store is left, at its beginning or with all its ancestors: memory is that of blocks that are needed, and none
-/// when they are gone.
+/// One block of each store is left, the first or one with all its ancestors: only needed blocks take memory, and none does after the last
+/// removal.
 #[test]
 fn memory_is_that_of_what_is_needed() {
     for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
@@ -706,7 +706,7 @@ fn memory_is_that_of_what_is_needed() {
     }
 }
 
-/// Chains that grow block by block, many at once, and from one beginning: as little as long stores.
+/// Chains that grow block by block, many at once and with a common beginning, take as little memory as long stores.
 #[test]
 fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     let mut state = State::default();
@@ -724,7 +724,7 @@ fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     assert!(state.bytes() < 4900 * 70 + 16_384, "{} bytes", state.bytes());
 }
 
-/// Removals of one hash each are one event, wherever they are the same but for the hash, and nothing else is.
+/// Removals of one hash each that are otherwise equal become one event; all other events stay.
 #[test]
 fn removals_in_a_row_are_joined() {
     let removal = |hash: u64, medium: u8| {
@@ -782,7 +782,7 @@ fn removals_in_a_row_are_joined() {
     }
 }
 
-/// How a group counts is said by a block of its own if no block is left, however the last one was stored.
+/// If no block of a group is left, a block of its own announces the rule of the group, for all ways in which the last one was stored.
 #[test]
 fn rules_outlive_their_blocks() {
     for hash in [37, 5] {

@@ -8,7 +8,7 @@ use kvevents_index::holders::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text, placement_of};
 
-/// Most different placements of such blocks.
+/// Maximum number of different placements of such blocks.
 const MAX_PLACEMENTS: usize = 64;
 /// Hashes in one exported event.
 const MAX_HASHES: usize = 4096;
@@ -19,7 +19,7 @@ struct Group {
     placement: Placement,
     /// A store without blocks that names the placement and the kind of its group.
     example: Store<'static>,
-    /// By hash, how many more copies were stored than removed; never 0. An index subtracts a removal of a block that was not stored too.
+    /// Number of stored minus removed copies, by hash; never 0. An index subtracts a removal of a block that was not stored too.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
     total: usize,

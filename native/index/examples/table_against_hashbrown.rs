@@ -1,67 +1,39 @@
-//! The index's table beside `hashbrown`'s, both of record numbers whose hashes are in the records: bytes and nanoseconds an entry, and
-//! the longest single insert. Over one doubling, since that is the period of both: sizes between two powers of two.
+//! The index's table beside 1,024 tables of `hashbrown` that grow one at a time, both of record numbers whose hashes are in the records.
+//! They take turns of some inserts while they grow, then of lookups and removals. Nanoseconds an entry, bytes an entry, and the longest
+//! turn. The index prefetches what an insert needs, which `hashbrown` has no call for.
 //!
-//! `cargo run --release --no-default-features --example table_against_hashbrown`
+//! `cargo run --release --example table_against_hashbrown [ENTRIES]`
 
 use std::hint::black_box;
 use std::time::Instant;
 
 use hashbrown::HashTable;
-use kvevents_index::memory::table::Table;
-
-const LEAST: usize = 1 << 21;
-const SIZES: usize = 8;
+use kvevents_index::memory::table::{Stage, Table, TableHash};
 
 /// As large as the index's, so that reading a hash costs what it costs there.
 type Record = [u64; 3];
 
-struct Figures {
-    name: &'static str,
-    bytes: Vec<f64>,
-    insert: f64,
+const SHARDS: usize = 1_024;
+/// Entries of a turn.
+const TURN: usize = 256;
+/// Maximum number of lookups and removals.
+const MOST: usize = 4_000_000;
+/// How many entries ahead the parts of a table are prefetched.
+const AHEAD: [(usize, Stage); 3] = [(24, Stage::Directory), (16, Stage::Segment), (8, Stage::Bucket)];
+
+/// Seconds of all turns, and of the longest.
+#[derive(Clone, Copy, Default)]
+struct Time {
+    sum: f64,
     longest: f64,
-    hit: f64,
-    miss: f64,
 }
 
-/// Fills a table and reports its memory at each of the sizes; then looks up keys that are there and keys that are not, shuffled.
-fn measure<T>(
-    name: &'static str,
-    records: &[Record],
-    mut table: T,
-    insert: impl Fn(&mut T, u64, u32),
-    find: impl Fn(&T, u64) -> Option<u32>,
-    bytes: impl Fn(&T) -> usize,
-) -> Figures {
-    let (mut weights, mut longest) = (Vec::new(), 0.0_f64);
-    let begun = Instant::now();
-    for (at, record) in records.iter().enumerate() {
-        let before = Instant::now();
-        insert(&mut table, record[0], at as u32);
-        longest = longest.max(before.elapsed().as_secs_f64());
-        let size = at + 1;
-        if size >= LEAST && size.is_multiple_of(LEAST / SIZES) {
-            weights.push(bytes(&table) as f64 / size as f64);
-        }
-    }
-    let count = records.len() as f64;
-    let inserted = begun.elapsed().as_secs_f64() / count;
-    let all = |mask: u64| {
+impl Time {
+    fn add<R>(&mut self, work: impl FnOnce() -> R) {
         let begun = Instant::now();
-        for at in 0..records.len() {
-            // An odd step goes round a power of two; entries past its end are left out.
-            let record = &records[at.wrapping_mul(0x9E37_79B1) & (records.len().next_power_of_two() / 2 - 1)];
-            black_box(find(&table, record[0] ^ mask));
-        }
-        begun.elapsed().as_secs_f64() / count
-    };
-    Figures {
-        name,
-        bytes: weights,
-        insert: inserted * 1e9,
-        longest: longest * 1e3,
-        hit: all(0) * 1e9,
-        miss: all(0x5555_5555_5555_5555) * 1e9,
+        black_box(work());
+        let seconds = begun.elapsed().as_secs_f64();
+        (self.sum, self.longest) = (self.sum + seconds, self.longest.max(seconds));
     }
 }
 
@@ -71,42 +43,88 @@ fn mixed(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
+fn shard(hash: u64) -> usize {
+    (hash >> 40) as usize % SHARDS
+}
+
 fn main() {
-    let records: Vec<Record> = (1..=2 * LEAST as u64).map(|at| [mixed(at), at, at]).collect();
+    let entries = std::env::args()
+        .nth(1)
+        .and_then(|number| number.parse().ok())
+        .unwrap_or(4_000_000);
+    let records: Vec<Record> = (1..=entries as u64).map(|at| [mixed(at), at, at]).collect();
     let hash = |number: u32| records[number as usize][0];
-    let ours = |name, table| {
-        measure(
-            name,
-            &records,
-            table,
-            |table: &mut Table, value, number| table.insert(value, number, &hash),
-            |table, value| table.find(value, |number| hash(number) == value),
-            Table::bytes,
-        )
+    let (mut plain, mut ahead) = (Table::dense(), Table::dense());
+    let mut theirs: Vec<HashTable<u32>> = (0..SHARDS).map(|_| HashTable::new()).collect();
+    let report = |what: &str, count: usize, times: &[(&str, Time)]| {
+        let cells = times.iter().map(|(name, time)| {
+            let (each, longest) = (time.sum * 1e9 / count as f64, time.longest * 1e3);
+            format!("{name} {each:.0} ns (longest turn {longest:.2} ms)")
+        });
+        println!("{what}: {}", cells.collect::<Vec<_>>().join(", "));
     };
-    let theirs = measure(
-        "hashbrown::HashTable<u32>",
-        &records,
-        HashTable::new(),
-        |table: &mut HashTable<u32>, value, number| {
-            table.insert_unique(value, number, |&number| hash(number));
-        },
-        |table, value| table.find(value, |&number| hash(number) == value).copied(),
-        HashTable::allocation_size,
-    );
-    for figures in [ours("Table", Table::new()), ours("Table, dense", Table::dense()), theirs] {
-        let of = |pick: fn(f64, f64) -> f64| figures.bytes.iter().copied().reduce(pick).unwrap_or(0.0);
-        let mean = figures.bytes.iter().sum::<f64>() / figures.bytes.len() as f64;
-        println!(
-            "{:26} {:5.1} bytes an entry ({:.1} to {:.1}); ns: insert {:.0}, hit {:.0}, miss {:.0}; longest insert {:.2} ms",
-            figures.name,
-            mean,
-            of(f64::min),
-            of(f64::max),
-            figures.insert,
-            figures.hit,
-            figures.miss,
-            figures.longest
-        );
+
+    let mut times = [Time::default(); 3];
+    for first in (0..entries).step_by(TURN) {
+        let turn = first..entries.min(first + TURN);
+        times[0].add(|| turn.clone().for_each(|at| plain.insert(records[at][0], at as u32, &hash)));
+        times[1].add(|| {
+            for at in turn.clone() {
+                for (distance, stage) in AHEAD {
+                    if let Some(record) = records[..turn.end].get(at + distance) {
+                        ahead.prefetch(TableHash::from(record[0]), stage);
+                    }
+                }
+                ahead.insert(records[at][0], at as u32, &hash);
+            }
+        });
+        times[2].add(|| {
+            for at in turn.clone() {
+                theirs[shard(records[at][0])].insert_unique(records[at][0], at as u32, |&number| hash(number));
+            }
+        });
     }
+    report(
+        "insert",
+        entries,
+        &[("ours", times[0]), ("prefetched", times[1]), ("theirs", times[2])],
+    );
+    let bytes: usize = theirs.iter().map(HashTable::allocation_size).sum();
+    let [ours, theirs_bytes] = [plain.bytes(), bytes].map(|bytes| bytes as f64 / entries as f64);
+    println!("bytes an entry: ours {ours:.1}, theirs {theirs_bytes:.1}");
+
+    let count = entries.min(MOST);
+    for (what, mask) in [("hit", 0), ("miss", 0x5555_5555_5555_5555_u64)] {
+        let mut times = [Time::default(); 2];
+        for first in (0..count).step_by(TURN) {
+            let wanted = (first..count.min(first + TURN)).map(|at| at.wrapping_mul(0x9E37_79B9_7F4A_7C15) % entries);
+            let wanted: Vec<u64> = wanted.map(|at| records[at][0] ^ mask).collect();
+            times[0].add(|| {
+                wanted
+                    .iter()
+                    .filter_map(|&key| plain.find(key, |number| hash(number) == key))
+                    .max()
+            });
+            let find = |&key: &u64| theirs[shard(key)].find(key, |&number| hash(number) == key);
+            times[1].add(|| wanted.iter().filter_map(find).max());
+        }
+        report(what, count, &[("ours", times[0]), ("theirs", times[1])]);
+    }
+    let mut times = [Time::default(); 2];
+    for first in (0..count).step_by(TURN) {
+        let turn = first..count.min(first + TURN);
+        times[0].add(|| {
+            turn.clone()
+                .filter(|&at| plain.remove(records[at][0], at as u32, &hash))
+                .count()
+        });
+        times[1].add(|| {
+            for at in turn {
+                if let Ok(entry) = theirs[shard(records[at][0])].find_entry(records[at][0], |&number| number == at as u32) {
+                    entry.remove();
+                }
+            }
+        });
+    }
+    report("remove", count, &[("ours", times[0]), ("theirs", times[1])]);
 }

@@ -7,7 +7,7 @@ mod stores;
 
 pub use self::stores::HOST_OF_SGLANG;
 
-/// The medium of a clear after which all tiers are certainly empty; senders of this project name it.
+/// The medium of a clear after which all tiers are certainly empty. Only senders of this project use it.
 pub const EVERY_TIER: &[u8] = b"*";
 
 pub use self::block_keys::{StoredKeys, extras_at, extras_of, stored_keys};
@@ -20,22 +20,22 @@ use crate::stream::{Place, RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// A payload with its scanned events.
+/// The events of a payload.
 pub struct Read<'a> {
-    /// Its bytes.
-    pub payload: &'a [u8],
-    /// Its events.
+    /// The bytes that their spans refer to: see `decode::ReadPayload`.
+    pub bytes: &'a [u8],
+    /// The events.
     pub scratch: &'a Scratch,
 }
 
 impl Read<'_> {
     fn text(&self, span: Option<Span>) -> Option<&str> {
-        span.map(|span| std::str::from_utf8(span.bytes(self.payload)).unwrap_or(""))
+        span.map(|span| std::str::from_utf8(span.bytes(self.bytes)).unwrap_or(""))
     }
 
     /// The bytes of a span.
     pub fn bytes(&self, span: Option<Span>) -> Option<&[u8]> {
-        span.map(|span| span.bytes(self.payload))
+        span.map(|span| span.bytes(self.bytes))
     }
 }
 

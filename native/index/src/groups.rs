@@ -11,11 +11,11 @@ use crate::groups::engine_hash::EngineHash;
 /// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// All: full attention, MLA, and full attention with a sink, each with a number of its own.
+    /// All blocks: full attention, MLA, and full attention with a sink, each with a number of its own.
     Full(u8),
-    /// Those that cover the last tokens: as many as the window has, less one.
+    /// Blocks that cover the last tokens: as many tokens as the window has, less one.
     Window(u32),
-    /// The last one, which holds the state behind its last token (Mamba).
+    /// The last block, which holds the state behind its last token (Mamba).
     State,
     /// Unknown; its blocks give no credit. vLLM's chunked local attention is one: its events do not have the length of a chunk.
     Unknown,
@@ -49,9 +49,9 @@ impl GroupKind {
 /// One KV cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// Its number in events.
+    /// Number of the group in events.
     pub number: i64,
-    /// The blocks that it needs.
+    /// The blocks of a prefix that the group needs.
     pub kind: GroupKind,
     /// Tokens of a block; 0 if its kind is unknown.
     pub size: u32,
@@ -72,17 +72,18 @@ pub enum Method {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
-    /// The scheme by which it hashes prompts; None until it is known.
+    /// The scheme by which the engine hashes prompts; None until it is known.
     pub hashing: Option<EngineHash>,
-    /// Whether its hashes also cover tokens after their blocks.
+    /// Whether the engine's hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
     /// The levels, as bits, on which a second store of a block is another copy: those where it names groups, as vLLM's block pool does, and
     /// the device if it attests its cache. Other caches have one logical copy, which some engines announce again.
     pub copied_levels: u8,
-    /// Whether it has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal items.
+    /// Whether the engine has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal
+    /// items.
     pub has_unknown_inputs: bool,
-    /// Groups of its draft model (EAGLE, MTP), of which it computes the last block of a hit again; an empty list means all groups. None
-    /// without a draft model.
+    /// Groups of the draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty list means all groups.
+    /// None without a draft model.
     pub drafts: Option<Arc<[i64]>>,
 }
 
@@ -159,7 +160,7 @@ impl Groups {
         known.or_else(|| self.full_size()).or_else(sizes).unwrap_or(1)
     }
 
-    /// Whether a group needs every block of a prefix. Only stores of these have all blocks with their tokens.
+    /// Whether a group needs every block of a prefix. Only stores of such groups have all blocks with their tokens.
     pub fn has_full(&self) -> bool {
         self.known().any(|group| group.kind.is_full())
     }
@@ -171,7 +172,7 @@ impl Groups {
         self.known().any(|group| group.kind == GroupKind::State && group.size > unit) && self.known().all(is_fine)
     }
 
-    /// Tokens that a hit can have beyond the blocks of full attention that are held.
+    /// Maximum number of tokens of a hit behind the last held block of full attention.
     pub fn partial_tokens(&self) -> u32 {
         let sizes = self.known().filter(|group| group.kind.is_full()).map(|group| group.size);
         let largest = sizes.max().filter(|_| self.are_fine());
@@ -190,7 +191,7 @@ impl Groups {
         self.known().any(|group| group.kind == GroupKind::State)
     }
 
-    /// Returns the method by which its prompts are looked up.
+    /// Returns the method by which the engine's prompts are looked up.
     pub fn method(&self) -> Method {
         let mut known = self.known();
         let (first, second) = (known.next(), known.next());
@@ -215,7 +216,7 @@ impl Groups {
         self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
     }
 
-    /// Why answers for its prompts are estimates; None if they are not. `sizes` are the block sizes of stores with tokens.
+    /// Why answers for the engine's prompts are estimates; None if they are not. `sizes` are the block sizes of stores with tokens.
     pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
         if self.groups.iter().any(|group| group.kind == GroupKind::Unknown) {
             Some("unknown-kind")

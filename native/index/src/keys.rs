@@ -13,7 +13,7 @@ const SALT_SEED: u64 = 1;
 const LORA_ID_SEED: u64 = 2;
 const UNTAGGED_SEED: u64 = 3;
 
-/// The token that stands for each token of a multimodal item, where an engine announces its own instead of the prompt's (TensorRT-LLM).
+/// The token in place of each token of a multimodal item, where an engine announces its own instead of the prompt's (TensorRT-LLM).
 pub const PLACEHOLDER: u32 = u32::MAX;
 
 /// The rule by which the tokens of a prompt are divided into blocks.
@@ -26,12 +26,12 @@ pub struct Scheme {
 }
 
 impl Scheme {
-    /// Tokens that one hash covers.
+    /// Number of tokens that one hash covers.
     pub fn window(self) -> usize {
         self.size as usize + usize::from(self.eagle)
     }
 
-    /// Whole blocks of a prompt.
+    /// Number of whole blocks of a prompt.
     pub fn blocks(self, tokens: usize) -> usize {
         tokens.saturating_sub(usize::from(self.eagle)) / self.size as usize
     }
@@ -111,7 +111,7 @@ pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     xxh3_64_with_seed(&bytes, seed)
 }
 
-/// The key of a block after another one.
+/// The key of a block that follows another one.
 #[inline]
 pub fn chained(parent: u64, local: u64) -> u64 {
     let mut bytes = [0; 16];
@@ -131,7 +131,7 @@ pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     }
 }
 
-/// Rolling keys of local hashes as these are made: the next block is hashed while the chain waits for the one before.
+/// Rolls keys while local hashes are computed: the next block is hashed while the chain waits for the previous one.
 pub struct Roller<'a> {
     before: Option<u64>,
     locals: &'a mut Vec<u64>,
@@ -165,13 +165,13 @@ impl<'a> Roller<'a> {
 /// One multimodal item of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct Item {
-    /// Hash of its identifier.
+    /// Hash of the item's identifier.
     pub id: u64,
-    /// Whether the identifier was a number, which is used as it is wherever the item begins (as in Dynamo).
+    /// Whether the identifier was a number, which is used unchanged at any position of the item (as in Dynamo).
     pub placeless: bool,
-    /// First token of its span.
+    /// First token of the item's span.
     pub start: i64,
-    /// Tokens of its span.
+    /// Number of tokens of the item's span.
     pub length: i64,
 }
 
@@ -199,9 +199,9 @@ pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
-/// Items of one block beyond the number of its tokens. Those of engines share tokens rarely, as the frames and the sound of a film do.
+/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens, as a film's frames and sound do.
 const MAX_OVERLAPS: usize = 16;
-/// The local hash from a block on that has more items than any engine's.
+/// The local hash of a block with more items than any engine sends, and of all blocks after it.
 const NO_BLOCK: u64 = 0;
 
 /// Local hashes of the blocks `from..to` of a prompt, appended to `out`.

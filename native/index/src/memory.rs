@@ -1,4 +1,4 @@
-//! Tables, and the memory that they and the records of blocks are in. None of it knows what it stores.
+//! Tables, and the memory that they and the records of blocks are in. They are independent of what they store.
 
 pub mod hasher;
 pub mod page_pool;

@@ -9,6 +9,7 @@ mod registry;
 mod reports;
 #[cfg(test)]
 mod tests;
+mod typed_events;
 
 use parking_lot::{Mutex, RwLock};
 
@@ -25,6 +26,7 @@ pub use deliveries::{ApplyResult, BatchReport, Outcome};
 pub use registry::ImportedStream;
 pub(crate) use registry::Registry;
 pub use reports::{Held, Info};
+pub(crate) use typed_events::TypedEvent;
 
 /// See `kvevents.index.PrefixIndex`.
 #[derive(Debug)]
@@ -37,8 +39,8 @@ pub struct Index {
     pub(crate) replacing: RwLock<()>,
     pub(crate) registry: RwLock<Registry>,
     schema: Schema,
-    /// The schema for events that were read within its limits and encoded again.
-    normalised: Schema,
+    /// The schema without limits, for events that were read within the limits and encoded again.
+    unlimited_schema: Schema,
     limits: Limits,
     /// Decisions that no event has confirmed yet.
     pub(crate) overlay: Mutex<Overlay>,
@@ -54,7 +56,7 @@ impl Index {
             shared_lock: YieldingRwLock::new(shared),
             replacing: RwLock::default(),
             registry: RwLock::new(Registry::new(Secret::new())),
-            normalised: schema.unlimited(),
+            unlimited_schema: schema.unlimited(),
             schema,
             limits,
             overlay: Mutex::new(Overlay::new(limits.speculated)),
@@ -67,7 +69,7 @@ impl Index {
         &self.schema
     }
 
-    /// Its bounds.
+    /// Bounds of the index.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }

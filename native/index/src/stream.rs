@@ -51,9 +51,9 @@ struct Foreign {
 
 /// Blocks that partial clears may examine before any block is stored.
 const FIRST_EXAMINATIONS: usize = 1 << 20;
-/// How often the blocks by hash are dropped in an incarnation.
+/// Maximum number of times that the blocks by hash are dropped in an incarnation.
 const CACHE_DROPS: u8 = 4;
-/// Stores in which the hash scheme of an engine is searched.
+/// Number of stores in which the hash scheme of an engine is searched.
 const SAMPLES: u8 = 4;
 
 /// A placement that the stream has named.
@@ -61,7 +61,7 @@ const SAMPLES: u8 = 4;
 struct NamedPlacement {
     placement: u16,
     marks: CopyMarks,
-    /// Its level.
+    /// Level of the placement.
     level: u8,
     /// Blocks held there.
     held: usize,
@@ -77,18 +77,19 @@ impl NamedPlacement {
 #[derive(Clone, Copy, Debug)]
 struct UsedScheme {
     scheme: Scheme,
-    /// Whether it has announced such blocks on the device.
+    /// Whether the stream has announced such blocks on the device.
     is_on_device: bool,
 }
 
-/// One stream. Its writer holds its lock, and also that of the shared part while blocks change.
+/// The blocks that one stream holds, and what it has shown about its engine. Its writer holds its lock, and also that of the shared part
+/// while blocks change.
 #[derive(Debug)]
 pub struct Stream {
-    /// Its number in the shared part.
+    /// Number of the stream in the shared part.
     pub number: u32,
     /// Incarnation of the publisher.
     pub incarnation: i64,
-    /// The incarnation for threads that do not hold its lock.
+    /// The incarnation, for threads that do not hold the stream's lock.
     pub published_incarnation: Arc<AtomicI64>,
     /// Number of the last batch; -1 before the first.
     pub last: i64,
@@ -100,15 +101,15 @@ pub struct Stream {
     pub tally: Tally,
     /// The attestation, by group, of the copies of groups whose blocks are not kept.
     unkept: Vec<(i64, u64)>,
-    /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
+    /// Whether the stream held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
-    /// The groups of its engine.
+    /// The groups of the engine.
     pub groups: Groups,
-    /// Its blocks by the engine's own hashes, if lookups need that.
+    /// The stream's blocks by the engine's own hashes, if lookups need them.
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
     /// Copies that the current batch has changed, by hash, group and level; kept with `group_cache` only.
     pub changed_copies: Vec<(u64, i64, u8)>,
-    /// How often `group_cache` may still be dropped when lookups do not need it: each time that they do again, it is filled from all blocks.
+    /// Number of times that `group_cache` may still be dropped: each time that lookups need it again, it is filled from all blocks.
     cache_drops_left: u8,
     /// Whether `groups` has changed since it was published to lookups.
     pub has_new_groups: bool,
@@ -126,11 +127,11 @@ pub struct Stream {
     pub stored: Option<Vec<u64>>,
     /// Counters of errors.
     pub counters: Counters,
-    /// What it has shown about the completeness of its blocks.
+    /// Evidence of the stream about the completeness of its blocks.
     pub evidence: Evidence,
     /// The estimate that was reported last.
     reported: Option<Estimate>,
-    /// Whether it was removed from the index; a caller that still has it must look it up again.
+    /// Whether the stream was removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
     /// Placements by their names in events.
     pub places: Vec<(Place, u16)>,
@@ -168,7 +169,7 @@ pub struct Place {
     pub locality: Option<Box<[u8]>>,
     /// Bytes of the ownership.
     pub ownership: Option<Box<[u8]>>,
-    /// Its group.
+    /// Group of the copy.
     pub group: i64,
 }
 
@@ -219,7 +220,7 @@ impl Stream {
         }
     }
 
-    /// Records that it is complete.
+    /// Records that the stream is complete.
     pub fn note_complete(&mut self) {
         self.evicted_when_whole = self.counters.evicted;
     }
@@ -229,7 +230,7 @@ impl Stream {
         self.counters.evicted != self.evicted_when_whole
     }
 
-    /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
+    /// Compares the blocks on the device with an attestation of the engine; None as for `agrees`.
     ///
     /// A sender that attests announces each copy once: that applies to its stores from now on, and after an equal attestation also to all
     /// earlier ones.
@@ -288,7 +289,7 @@ impl Stream {
         }
     }
 
-    /// The attestation of those copies, by group.
+    /// The attestation of copies of groups whose blocks are not kept, by group.
     pub fn unkept(&self) -> &[(i64, u64)] {
         &self.unkept
     }
@@ -303,7 +304,7 @@ impl Stream {
         (self.has_attested, self.unkept) = (has_attested, unkept);
     }
 
-    /// Removes those copies after a clear: of one group, or of all.
+    /// Removes the attestation of such copies after a clear of one group, or of all.
     pub fn clear_unkept(&mut self, group: Option<i64>) {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
@@ -430,7 +431,7 @@ impl Stream {
         self.counted = 0;
     }
 
-    /// Releases the placements that it named, on which it holds nothing any more.
+    /// Releases the placements that the stream named; it holds no blocks there any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
         for named in self.named.drain(..) {
@@ -444,7 +445,7 @@ impl Stream {
         self.table.prefetch(mixed, stage);
     }
 
-    /// The caches in which its table probably is.
+    /// The part of the stream's table that is probably in a near cache.
     #[inline]
     pub fn cache_level(&self) -> CacheLevel {
         self.table.cache_level()
@@ -471,7 +472,7 @@ impl Stream {
         found.or_else(|| self.foreign_of(shared, hash, |_| true))
     }
 
-    /// The record of a block, if the stream holds that one.
+    /// The record of a block, if the stream holds it.
     pub fn find(&self, shared: &SharedState, block: &Block, parent: Option<u32>) -> Option<u32> {
         let same = |number| is_block(shared, number, block, parent);
         let found = self.table.find(block.mixed_hash, |number| {
@@ -551,7 +552,7 @@ impl Stream {
         self.table.iter()
     }
 
-    /// Records of which this stream has another hash than theirs, and that hash, in no order.
+    /// Records for which this stream has a hash of its own, with that hash, in no order.
     pub fn foreign(&self) -> impl ExactSizeIterator<Item = (u32, u64)> + '_ {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
@@ -578,7 +579,7 @@ impl Stream {
     }
 }
 
-/// Whether a record is that of a block, whose parent is the record `parent`, if that is known.
+/// Whether a record belongs to a block. `parent` is the record of the parent of the block, if that is known.
 #[inline]
 fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32>) -> bool {
     let records = &shared.records;

@@ -1,4 +1,4 @@
-//! What threads and processes share: locks, atomic numbers, and values that do not survive a fork.
+//! Synchronisation of threads and processes: locks, atomic numbers, and values that do not survive a fork.
 
 pub(crate) mod atomics;
 pub mod fork;

@@ -1,5 +1,4 @@
-//! What only tests need: the batches that they read, what `scan` reads from them, a search for payloads that take too long, and
-//! models of lookups beside a writer.
+//! Helpers of tests: batches, their scanned form, a search for payloads that take too long, and models of lookups beside a writer.
 
 #[cfg(test)]
 mod bounded_time;
@@ -9,4 +8,4 @@ mod describe;
 #[cfg(all(loom, test))]
 mod model;
 
-pub use describe::{Described, OwnedExtra, OwnedId, describe};
+pub use describe::{Described, OwnedExtra, OwnedId, describe, describe_decoded};

@@ -1,4 +1,4 @@
-//! From the bytes of a batch to its events.
+//! Reads the events of a batch from its bytes.
 
 pub mod decode;
 pub mod msgpack;

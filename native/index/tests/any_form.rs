@@ -1,9 +1,9 @@
 //! Batches that only the tolerant decoder reads, applied by a Rust program without Python.
 
 use kvevents_index::limits::Limits;
-use kvevents_index::wire::decode::{Reason, decode, normalised};
-use kvevents_index::wire::scan::{self, Schema, Scratch, scan};
-use kvevents_index::{Index, Outcome};
+use kvevents_index::prefix_index::{Index, Outcome};
+use kvevents_index::wire::decode::{Reason, decode, decode_into};
+use kvevents_index::wire::scan::{self, Event, Run, Schema, Scratch, scan};
 use proptest::prelude::*;
 
 fn schema() -> Schema {
@@ -95,9 +95,10 @@ fn an_item_of_no_form_is_not_repeated_for_each_block() {
     payload.extend(b"\xB1parent_block_hash\xC0\xA9token_ids\x90\xAAblock_size\x01\xA7mm_keys\xC5");
     payload.extend((item.len() as u16).to_be_bytes());
     payload.extend(&item);
-    let batch = decode(&payload, &scan::Limits::default());
-    assert_eq!(batch.events.len(), 1);
-    assert!(normalised(&batch.events).len() < 30 * payload.len());
+    let mut scratch = Scratch::default();
+    let batch = decode_into(&payload, &scan::Limits::default(), &mut scratch);
+    assert_eq!(scratch.events.len(), 1);
+    assert!(batch.bytes.len() < 30 * payload.len());
 }
 
 /// Bytes that are often the first of a value.
@@ -116,13 +117,39 @@ fn golden_payloads() -> Vec<Vec<u8>> {
     digits.map(unhex).collect()
 }
 
+/// Of each event its hashes, tokens and keys, and its numbers.
+fn contents(scratch: &Scratch) -> Vec<impl std::fmt::Debug + PartialEq + use<>> {
+    let lists = |event: &Event| {
+        let of = |run: Run| run.slice(&scratch.hashes).to_vec();
+        (of(event.hashes), event.tokens.slice(&scratch.tokens).to_vec(), of(event.keys))
+    };
+    let numbers = |event: &Event| {
+        let integers = [event.lora_id, event.group, event.window];
+        (
+            event.pairs,
+            event.keyable,
+            event.keyed,
+            event.parent,
+            event.block_size,
+            integers,
+        )
+    };
+    scratch
+        .events
+        .iter()
+        .map(|event| (event.kind, lists(event), numbers(event)))
+        .collect()
+}
+
 fn check(payload: &[u8]) {
     let batch = decode(payload, &scan::Limits::default());
     let mut scratch = Scratch::default();
-    scan(&normalised(&batch.events), &schema().unlimited(), &mut scratch).expect("the scanner reads what is normalised");
-    assert_eq!(scratch.events.len(), batch.events.len());
+    let read = decode_into(payload, &scan::Limits::default(), &mut scratch);
+    assert_eq!((scratch.events.len(), &read.rejected), (batch.events.len(), &batch.rejected));
+    let decoded = contents(&scratch);
     if scan(payload, &schema(), &mut scratch).is_some() {
         assert_eq!((scratch.events.len(), batch.rejected.len()), (batch.events.len(), 0));
+        assert_eq!(contents(&scratch), decoded);
     }
 }
 

@@ -13,11 +13,11 @@ use kvevents_index::Scope;
 use kvevents_index::keys::{self, Item, Scheme};
 use kvevents_index::wire::scan;
 
-/// Tokens that are copied before other Python threads can run.
+/// Number of tokens that are copied before other Python threads can run.
 const COPIED_AT_ONCE: usize = 1 << 20;
-/// Numbers of a list that are read before they are counted as work.
+/// Number of elements of a list that are read before they are counted as work.
 const READ_AT_ONCE: usize = 1 << 10;
-/// Tokens of a buffer that are copied in the time of reading one Python integer.
+/// Number of tokens of a buffer that are copied in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
 /// Copies a contiguous buffer of 32-bit numbers in parts, between which other threads can run.
@@ -216,7 +216,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         {
             return cause;
         }
-        // Without its values, since a salt can be a secret of a tenant.
+        // The message has no values, since a salt can be a secret of a tenant.
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
              this {} is not: {}",
@@ -278,7 +278,7 @@ pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
     }
 }
 
-/// Reads from a Python function, a mebibyte at a time.
+/// A reader that calls a Python function for one MiB at a time.
 pub(super) struct Pieces {
     read: Py<PyAny>,
     piece: Vec<u8>,

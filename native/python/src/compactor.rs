@@ -28,7 +28,7 @@ type PlainRankEvents<'py> = (Option<i64>, Vec<Bound<'py, PyTuple>>);
 /// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Compactor {
-    /// Poisoned by a panic, which can leave it inconsistent.
+    /// The lock is poisoned by a panic, which can leave the state inconsistent.
     shared: ProcessOwned<Mutex<SharedState>>,
     peers: Schema,
     /// The schema for results of `payloads`, which can exceed the limits of peers.
@@ -84,7 +84,7 @@ impl Compactor {
         })
     }
 
-    /// Applies one payload, or restores it if it is one that `payloads` has returned.
+    /// Applies one payload, or restores the state from one that `payloads` has returned.
     #[pyo3(signature = (payload, own=false))]
     fn apply(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         if own {
@@ -207,7 +207,7 @@ fn numbers_of(event: &ExportedEvent) -> usize {
     }
 }
 
-/// Borrows the payloads of numbered batches from the list. Safe functions of PyO3 take three times as long, a tenth of the time of
+/// Borrows the payloads of numbered batches from the list. Safe functions of PyO3 would take three times as long: a tenth of the time of
 /// compacting small batches.
 fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
     let mut payloads = Vec::with_capacity(batches.len());

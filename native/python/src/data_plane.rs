@@ -1,18 +1,20 @@
-//! The class of `kvevents.service.data_plane.DataPlane`.
+//! The classes of `kvevents.service.data_plane`.
 
 use std::net::TcpListener;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::UnixStream;
 
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
+use super::arguments::tokens_of;
 use super::index::NativeIndex;
-use super::routing::EngineLoads;
-use kvevents_server::Server;
+use super::routing::Loads;
+use super::turns::Turns;
+use kvevents_server::{Event, Headers, Request, Server, Stream};
 
-fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
+pub(super) fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
     // SAFETY: the call uses no memory of ours, and fails for a descriptor that is not open.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
     if copy < 0 {
@@ -20,6 +22,109 @@ fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
     }
     // SAFETY: the descriptor is open, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+/// A request that the control plane answers.
+#[pyclass(frozen, module = "kvevents_native._native", name = "Request")]
+pub(super) struct ControlRequest {
+    request: Box<Request>,
+}
+
+#[pymethods]
+impl ControlRequest {
+    /// The method.
+    #[getter]
+    fn method(&self) -> &str {
+        self.request.method()
+    }
+
+    /// The path, percent-encoded.
+    #[getter]
+    fn path(&self) -> &str {
+        self.request.path()
+    }
+
+    /// The query string.
+    #[getter]
+    fn query(&self) -> &[u8] {
+        self.request.query().as_bytes()
+    }
+
+    /// Headers in their order: names in lower case, and values.
+    #[getter]
+    fn headers<'py>(&self, py: Python<'py>) -> Vec<(String, Bound<'py, PyBytes>)> {
+        let headers = self.request.headers();
+        headers
+            .map(|(name, value)| (name.to_owned(), PyBytes::new(py, value)))
+            .collect()
+    }
+
+    /// Address and port of the client.
+    #[getter]
+    fn peer(&self) -> &str {
+        self.request.peer()
+    }
+
+    /// Length of a body that was not received yet, or `chunked`; None if the body is here.
+    #[getter]
+    fn announced(&self) -> Option<&str> {
+        self.request.announced()
+    }
+
+    /// The body.
+    #[getter]
+    fn body(&self) -> &[u8] {
+        self.request.body()
+    }
+
+    /// Answers the request.
+    fn respond(&self, status: u16, headers: Headers, body: Vec<u8>) -> PyResult<()> {
+        let answered = self.request.respond(status, &headers, body);
+        answered.map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    /// Begins an answer in pieces.
+    fn stream(&self, status: u16, headers: Headers) -> PyResult<ResponseStream> {
+        let stream = self.request.stream(status, &headers);
+        let stream = stream.map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(ResponseStream { stream })
+    }
+}
+
+/// An answer in pieces.
+#[pyclass(frozen, module = "kvevents_native._native")]
+pub(super) struct ResponseStream {
+    stream: Stream,
+}
+
+#[pymethods]
+impl ResponseStream {
+    /// The number by which `DataPlane.take` names the answer.
+    #[getter]
+    fn number(&self) -> u64 {
+        self.stream.number
+    }
+
+    /// Whether the client has left.
+    #[getter]
+    fn is_gone(&self) -> bool {
+        self.stream.is_gone()
+    }
+
+    /// Sends a piece. False if other pieces wait to be sent, or the client has left.
+    fn send(&self, piece: Vec<u8>) -> bool {
+        self.stream.send(piece.into())
+    }
+
+    /// Notes that the answer is complete.
+    fn finish(&self) {
+        self.stream.finish();
+    }
+
+    /// Sends no more pieces. The connection is closed unless the answer is complete.
+    fn close(&self) {
+        self.stream.close();
+    }
 }
 
 /// The native HTTP server.
@@ -30,21 +135,51 @@ pub(super) struct DataPlane {
 
 #[pymethods]
 impl DataPlane {
-    /// Serves at a listening socket, and sends descriptors of connections to a datagram socket. It duplicates both descriptors.
+    /// Serves at a listening socket, and writes a byte to the socket `waker` when `take` has something. It duplicates both descriptors.
     #[new]
-    fn new(
-        py: Python<'_>,
-        settings: &[u8],
-        listening: RawFd,
-        upstream: RawFd,
-        loads: &Bound<'_, EngineLoads>,
-    ) -> PyResult<Self> {
+    fn new(py: Python<'_>, settings: &[u8], listening: RawFd, waker: RawFd, loads: &Bound<'_, Loads>) -> PyResult<Self> {
         let listener = TcpListener::from(copied(listening)?);
-        let upstream = UnixDatagram::from(copied(upstream)?);
+        let waker = UnixStream::from(copied(waker)?);
         let loads = loads.get().loads.clone();
-        let server = py.detach(|| Server::start(settings, listener, upstream, loads));
+        let server = py.detach(|| Server::start(settings, listener, waker, loads));
         let server = server.map_err(|failure| PyValueError::new_err(failure.to_string()))?;
         Ok(Self { server })
+    }
+
+    /// Takes requests to answer, and the numbers of answers in pieces that have room or whose clients have left.
+    fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let items = PyList::empty(py);
+        for event in self.server.take_events() {
+            match event {
+                Event::Request(request) => items.append(Bound::new(py, ControlRequest { request })?)?,
+                Event::Changed(number) => items.append(number)?,
+            }
+        }
+        Ok(items)
+    }
+
+    /// Answers a query whose body was read, by its method and path: `fields` are those of the body in msgpack, without the token ids of one prompt.
+    ///
+    /// Returns the answer and the tokens that the best worker holds; or status, reason, sentence and hint of an error that follows from the
+    /// fleet; or None if no worker serves the model, or the index has failed.
+    fn answer<'py>(
+        &self,
+        py: Python<'py>,
+        method: &str,
+        path: &str,
+        fields: &[u8],
+        tokens: &Bound<'py, PyAny>,
+        wants_msgpack: bool,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let tokens = tokens_of(tokens, &mut Turns::new(py))?;
+        let answered = py.detach(|| self.server.answer(method, path, fields, tokens, wants_msgpack));
+        match answered {
+            Ok((body, longest)) => (PyBytes::new(py, &body), longest).into_pyobject(py).map(Some),
+            Err(None) => Ok(None),
+            Err(Some(problem)) => (problem.status.as_u16(), problem.reason, problem.detail, problem.hint)
+                .into_pyobject(py)
+                .map(Some),
+        }
     }
 
     /// Answers queries from an index and a routing table from now on. JSON has the changes of the table.
@@ -68,6 +203,16 @@ impl DataPlane {
     /// Counters as JSON.
     fn metrics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.metrics()))
+    }
+
+    /// A sample of the newest choices as JSON.
+    fn decisions<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &py.detach(|| self.server.decisions()))
+    }
+
+    /// The open reservations that expire first, at most `limit`, as JSON.
+    fn reservations<'py>(&self, py: Python<'py>, limit: usize) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &py.detach(|| self.server.reservations(limit)))
     }
 
     /// Accepts no more connections, and waits at most `seconds` for the open ones.

@@ -20,13 +20,14 @@ use super::turns::{Signals, Turns};
 use kvevents_index::holders::placements::Placement;
 use kvevents_index::keys;
 use kvevents_index::limits::Limits;
+use kvevents_index::lookup::Matches;
+use kvevents_index::prefix_index::{ApplyResult, Held, Index, Info, Outcome};
 use kvevents_index::snapshot::{self, Failure};
 use kvevents_index::store::members::Worker;
 use kvevents_index::stream::Estimate;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::decode::Heartbeat;
 use kvevents_index::wire::scan::Schema;
-use kvevents_index::{ApplyResult, Held, Index, Info, Matches, Outcome};
 
 /// Tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
@@ -62,8 +63,10 @@ impl Write for Interruptible {
 
 /// Converts limits by name.
 fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<Limits> {
-    let mut limits = Limits::default();
-    limits.memory = memory;
+    let mut limits = Limits {
+        memory,
+        ..Limits::default()
+    };
     for (name, &limit) in named {
         let place = match name.as_str() {
             "max_orphans" => &mut limits.orphans,
@@ -93,7 +96,7 @@ pub(super) struct NativeIndex {
     void: Py<PyAny>,
 }
 
-/// Key, hash, tier, group, and the most and the least copies.
+/// Key, hash, tier, group, and the maximum and minimum number of copies.
 type PlainBlock = (u64, u64, String, i64, u32, u32);
 
 /// The blocks of a stream at one moment, each of which is returned once.
@@ -105,8 +108,8 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, most copies, least copies)`. Empty after
-    /// the last one.
+    /// Returns at most `most` further blocks: per block and placement `(key, hash, tier, group, maximum copies, minimum copies)`. Empty
+    /// after the last one.
     ///
     /// Releases the GIL each time, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
@@ -360,7 +363,7 @@ impl NativeIndex {
 
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
-    /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), of which one of 32-bit
+    /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), and a buffer of 32-bit
     /// unsigned integers is copied as a whole. `namespace` limits the lookup; without one, it covers workers without a model, and blocks
     /// without LoRA and salt. With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or
     /// `OverflowError` for invalid token ids.
@@ -559,7 +562,7 @@ impl NativeIndex {
         Ok(py.detach(write)?)
     }
 
-    /// Restores a snapshot from `read`, which returns at most as many bytes as requested, and none at the end.
+    /// Restores a snapshot from `read`, which returns at most the requested number of bytes, and none at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
         py.detach(|| snapshot::restore(index, Pieces::new(read)))

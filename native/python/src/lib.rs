@@ -10,6 +10,7 @@ mod libzmq;
 mod matches;
 mod refusals;
 mod routing;
+mod smg;
 #[cfg(feature = "testing")]
 mod testing;
 mod turns;
@@ -25,11 +26,12 @@ use kvevents_index::wire::scan;
 
 use arguments::{keys_of, scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
-use data_plane::DataPlane;
+use data_plane::{ControlRequest, DataPlane, ResponseStream};
 use index::{Listing, NativeIndex};
 use libzmq::Libzmq;
 use matches::{Match, WorkerMatch};
-use routing::{EngineLoads, Scorer, Ties};
+use routing::{Loads, Scorer, Ties};
+use smg::SmgSubscription;
 use turns::Turns;
 
 /// Returns the local hashes of the complete blocks of a prompt, or with `chained` their rolling keys.
@@ -81,7 +83,8 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
     Ok(list)
 }
 
-/// Returns the keys of the stored blocks of a payload with one event, its salt's part of the seed, and why keys are missing.
+/// Returns the keys of the stored blocks of a payload with one event, the part of the seed that its salt contributes, and why keys are
+/// missing.
 #[pyfunction]
 fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
     let found =
@@ -109,19 +112,21 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
     module.add_class::<Compactor>()?;
+    module.add_class::<ControlRequest>()?;
     module.add_class::<DataPlane>()?;
+    module.add_class::<ResponseStream>()?;
     module.add_class::<Libzmq>()?;
     module.add_class::<Listing>()?;
     module.add_class::<Match>()?;
     module.add_class::<Scorer>()?;
+    module.add_class::<SmgSubscription>()?;
     module.add_class::<Ties>()?;
-    module.add_class::<EngineLoads>()?;
+    module.add_class::<Loads>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;
     module.add_function(wrap_pyfunction!(chained, module)?)?;
     module.add_function(wrap_pyfunction!(stored_keys, module)?)?;
     module.add_function(wrap_pyfunction!(routing::nearest, module)?)?;
-    module.add_function(wrap_pyfunction!(routing::select, module)?)?;
     module.add_function(wrap_pyfunction!(tier_of, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
     #[cfg(feature = "testing")]
@@ -129,6 +134,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
         module.add_function(wrap_pyfunction!(testing::decoded, module)?)?;
         module.add_function(wrap_pyfunction!(testing::turns, module)?)?;
+        module.add_function(wrap_pyfunction!(testing::select, module)?)?;
     }
     module.add("TIERS", placements::TIERS)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;

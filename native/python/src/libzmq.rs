@@ -68,7 +68,7 @@ impl Drop for Frame<'_> {
 
 impl Frame<'_> {
     fn bytes(&mut self) -> &[u8] {
-        // SAFETY: it was initialised, and its data stay where they are as long as it does.
+        // SAFETY: the message was initialised, and its data do not move while the message does not.
         unsafe {
             let size = (self.library.size)(&self.message);
             match NonNull::new((self.library.data)(&mut self.message)) {
@@ -85,10 +85,10 @@ impl Frame<'_> {
     }
 }
 
-/// Why a message was not received, or not completely.
+/// The reason why a message was not received, or only in part.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
-    /// No message is there.
+    /// No message is waiting.
     Nothing,
     /// An error that is raised as an exception.
     Refused,
@@ -200,8 +200,8 @@ impl Libzmq {
 
     /// Receives waiting messages, at most `limit` and about 1 MiB, without blocking.
     ///
-    /// Returns the payloads of at most `due` batches with this topic, numbered from `first` on, up to the first other message; the
-    /// messages from that one on; and whether the socket had no further message.
+    /// Returns the payloads of at most `due` batches with this topic, numbered from `first` on, up to the first other message; that message
+    /// and all later ones; and whether the socket had no further message.
     fn receive<'py>(
         &self,
         py: Python<'py>,

@@ -3,8 +3,8 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use kvevents_index::Matches;
 use kvevents_index::holders::placements::{LEVELS, TIERS};
+use kvevents_index::lookup::Matches;
 use kvevents_index::lookup::matching::Hit;
 use kvevents_index::store::members::Worker;
 use kvevents_index::stream::Counters;
@@ -43,21 +43,21 @@ impl WorkerMatch {
         self.worker.rank
     }
 
-    /// Tokens of the longest prefix that it holds, over all tiers.
+    /// Tokens of the longest prefix that the worker holds, over all tiers.
     #[getter]
     fn tokens(&self) -> u32 {
         self.tokens[LEVELS - 1]
     }
 
-    /// Tokens of the longest prefix that it certainly holds, on any tiers: fewer than `tokens` if some of its blocks might be gone.
+    /// Tokens of the longest prefix that the worker certainly holds, on any tiers: fewer than `tokens` if some blocks might be gone.
     ///
-    /// They were announced several times and removed less often, and not all announcements are of another copy.
+    /// They were announced several times and removed less often, and some announcements might name the same copy.
     #[getter]
     fn certain(&self) -> u32 {
         self.certain[LEVELS - 1]
     }
 
-    /// Whether it certainly holds all of this match, on each tier.
+    /// Whether the worker certainly holds all of this match, on each tier.
     ///
     /// If not, `tokens` is an upper bound, or 0 if no bound is known: for models without full attention, or with full attention of several
     /// block sizes, while their hash scheme is unknown.
@@ -79,7 +79,15 @@ impl WorkerMatch {
     }
 
     fn __repr__(&self) -> String {
-        let [gpu, cpu, disk, all] = self.tokens;
+        let all = self.tokens[LEVELS - 1];
+        let mut reached = 0;
+        let mut tiers = String::new();
+        for (name, tokens) in TIERS.iter().zip(self.tokens) {
+            if tokens > reached {
+                tiers.push_str(&format!(", {name} {tokens}")); // a tier that adds nothing would look like another copy
+                reached = tokens;
+            }
+        }
         let Worker { source, rank } = &self.worker;
         let certain = self.certain();
         let note = if self.is_certain() {
@@ -87,11 +95,11 @@ impl WorkerMatch {
         } else {
             format!(", {certain} of them certain")
         };
-        format!("<WorkerMatch {source} rank {rank}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}{note}>")
+        format!("<WorkerMatch {source} rank {rank}: {all} tokens{tiers}{note}>")
     }
 }
 
-/// Workers that hold a beginning of a prompt.
+/// The workers that hold a prefix of a prompt.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Match {
     pub(super) found: Matches,
@@ -111,7 +119,7 @@ impl Match {
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
 
-    /// The worker with the longest prefix; among equal ones the one with most on the fastest tiers. None without a match.
+    /// The worker with the longest prefix; of several, the worker with most tokens on the fastest tiers. None without a match.
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+use pyo3::types::{PyDict, PyList, PyString};
 
 use kvevents_routing::score::{self, Candidate, LoadWeights, TierWeights};
 use kvevents_routing::{MAX_TURNS, Tie};
@@ -21,7 +21,7 @@ pub(super) struct Scorer {
     uncertain_weight: f64,
 }
 
-/// Score, uncached share, load, and whether it is hot.
+/// Score, uncached share, load, and whether the worker is hot.
 type Plain = (f64, f64, f64, bool);
 
 #[pymethods]
@@ -59,7 +59,7 @@ impl Scorer {
     /// each tier including faster ones. `believed` is from 0 to 1; `inexact` are the tiers of a worker, by its position, whose tokens
     /// might all be gone.
     #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
-    // One list for each part of a candidate is what Python builds fastest.
+    // Python builds one list for each part of a candidate faster than other forms.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
@@ -106,7 +106,7 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// Returns the weights of tiers, multiplied by `uncertain_weight` for those in `names`, and by `believed` for the others.
+    /// Returns the weights of tiers, multiplied by `uncertain_weight` for the tiers in `names`, and by `believed` for the others.
     fn trusted_weights(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
         let factor = |at: usize| {
@@ -142,7 +142,7 @@ pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
 /// Chooses among equally good workers in rotation. Any thread can call it.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
-    ties: kvevents_routing::Ties,
+    pub(super) ties: kvevents_routing::Ties,
 }
 
 #[pymethods]
@@ -180,7 +180,7 @@ impl Ties {
         Ok(())
     }
 
-    /// Most workers whose last choice is stored.
+    /// Maximum number of workers whose last choice is stored.
     #[getter]
     fn remembered(&self) -> usize {
         self.ties.remembered()
@@ -192,18 +192,19 @@ fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
 
-/// The load that engines report, and the selections since. Any thread can call it.
+/// The work of workers: the load that their engines report, reservations and selections. Any thread can call it.
 #[pyclass(frozen, module = "kvevents_native._native")]
-pub(super) struct EngineLoads {
-    pub(super) loads: Arc<kvevents_routing::EngineLoads>,
+pub(super) struct Loads {
+    pub(super) loads: Arc<kvevents_routing::Loads>,
 }
 
 #[pymethods]
-impl EngineLoads {
-    /// Readings that are older than `max_age` seconds do not count.
+impl Loads {
+    /// Readings that are older than `max_age` seconds do not count. At most `max_reservations` are open.
     #[new]
-    fn new(max_age: f64) -> PyResult<Self> {
-        let loads = kvevents_routing::EngineLoads::new(seconds(max_age)?);
+    #[pyo3(signature = (max_age, max_reservations=65_536))]
+    fn new(max_age: f64, max_reservations: usize) -> PyResult<Self> {
+        let loads = kvevents_routing::Loads::new(seconds(max_age)?, max_reservations);
         Ok(Self { loads: Arc::new(loads) })
     }
 
@@ -214,12 +215,17 @@ impl EngineLoads {
         Ok(())
     }
 
+    /// Adds a worker, which begins with the mean reservations of its peers.
+    fn join(&self, source: &str, rank: i64, peers: Vec<(String, i64)>) {
+        self.loads.join(source, rank, &peers);
+    }
+
     /// Forgets a worker.
     fn remove(&self, source: &str, rank: i64) {
         self.loads.remove(source, rank);
     }
 
-    /// The requests of a worker and the selections since they were reported; None without a recent report.
+    /// The requests of a worker: the reported number, corrected by requests that have begun and ended since; None without a recent report.
     fn requests(&self, source: &str, rank: i64) -> Option<f64> {
         self.loads.requests(source, rank)
     }
@@ -227,17 +233,4 @@ impl EngineLoads {
 
 fn seconds(number: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(number).map_err(|error| PyValueError::new_err(error.to_string()))
-}
-
-/// The choice of `/v1/select` among candidates that Python has found; question and answer are msgpack.
-#[pyfunction]
-pub(super) fn select<'py>(
-    py: Python<'py>,
-    question: &[u8],
-    ties: &Bound<'py, Ties>,
-    loads: &Bound<'py, EngineLoads>,
-) -> PyResult<Bound<'py, PyBytes>> {
-    let selected = kvevents_routing::select_among(question, &ties.get().ties, &loads.get().loads);
-    let selected = selected.map_err(PyValueError::new_err)?;
-    Ok(PyBytes::new(py, &selected))
 }

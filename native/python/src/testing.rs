@@ -9,7 +9,8 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
 use super::index::plain_heartbeat;
-use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe};
+use super::routing::{Loads, Ties};
+use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe, describe_decoded};
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
@@ -19,7 +20,7 @@ pub(super) fn turns() -> usize {
     super::turns::TURNS.load(Ordering::Relaxed)
 }
 
-/// The events of a payload as the scanner reads them; None if it leaves them to Python.
+/// The events of a payload as the scanner reads them; None if it does not read the payload.
 #[pyfunction]
 pub(super) fn scanned<'py>(
     py: Python<'py>,
@@ -98,16 +99,16 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
 
 /// Reason, detail, position, first bytes and count of a rejection.
 type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
-/// Timestamp, rank, events, rejections, and the events as the scanner reads them.
+/// Timestamp, rank, events, rejections, and the events in the form for an index.
 type Decoded<'py> = (
     f64,
     Option<i128>,
     Vec<Bound<'py, PyDict>>,
     Vec<Rejected<'py>>,
-    Bound<'py, PyBytes>,
+    Vec<Bound<'py, PyDict>>,
 );
 
-/// A payload as the tolerant decoder reads it.
+/// Reads a payload with the tolerant decoder.
 #[pyfunction]
 pub(super) fn decoded<'py>(
     py: Python<'py>,
@@ -133,7 +134,10 @@ pub(super) fn decoded<'py>(
             .map(|event| event_of(py, event))
             .collect::<PyResult<_>>()?,
         rejected.collect(),
-        PyBytes::new(py, &decode::normalised(&batch.events)),
+        describe_decoded(payload, &limits)
+            .iter()
+            .map(|event| described(py, event))
+            .collect::<PyResult<_>>()?,
     ))
 }
 
@@ -242,4 +246,17 @@ fn value_of<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> 
         Value::Extension(code, data) => ("ext", code, PyBytes::new(py, data)).into_pyobject(py)?.into_any(),
         _ => py.None().into_bound(py),
     })
+}
+
+/// The choice of `/v1/select` among given candidates; question and answer are msgpack.
+#[pyfunction]
+pub(super) fn select<'py>(
+    py: Python<'py>,
+    question: &[u8],
+    ties: &Bound<'py, Ties>,
+    loads: &Bound<'py, Loads>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let selected = kvevents_routing::testing::select_among(question, &ties.get().ties, &loads.get().loads);
+    let selected = selected.map_err(PyValueError::new_err)?;
+    Ok(PyBytes::new(py, &selected))
 }

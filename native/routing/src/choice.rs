@@ -1,29 +1,38 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out while another candidate has a connection: a worker that is STALE, or where
-//! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is that of `prefix-aware` (`score`): the
-//! share of the prompt that it must compute, 0 to 1, plus what its requests add. A request counts as `REQUEST_TOKENS` tokens of work, so a
-//! cached prefix is worth what computing it costs, and a short or shared prefix does not outweigh a queue. Of candidates with equal scores
-//! the one that computes less is chosen, since avoided work helps all requests. Candidates that are equal in that too are chosen in
-//! rotation; each process begins at a random place, so that many routers do not send to one worker at once.
+//! Theory of operation. Candidates without a connection are left out while another candidate has a connection: a worker that is STALE, or
+//! where nothing listens, takes a prompt only if no other worker can. The score of each of the rest is that of `prefix-aware` (`score`):
+//! the share of the prompt that it must compute, 0 to 1, plus what its requests add. A request counts as `REQUEST_TOKENS` tokens of work,
+//! so a cached prefix is worth what computing it costs, and a short or shared prefix does not outweigh a queue. Of candidates with equal
+//! scores, the candidate that computes less is chosen, since avoided work helps all requests. Candidates that are equal in both are chosen
+//! in rotation; each process begins at a random place, so that many routers do not send to one worker at once.
 //!
-//! *Loads* are requests in flight: those of the request if it gives any. Otherwise they are the requests that engines report of themselves
-//! and the selections since (`loads`); a candidate without a recent report has the mean of the others, so that it neither draws nor loses
-//! prompts. If no engine reports, the recent selections of this process count.
+//! *Loads* are requests in flight: the loads in the request, if it has any. Otherwise they are the requests that engines report of
+//!   themselves, corrected by requests that were sent and finished since (`loads`); a candidate without a recent report has the mean of the
+//!   others, so that it neither draws nor loses prompts. If no engine reports, the reservations and the recent selections of this process
+//!   count. A reservation before its first token is as much work as it has tokens to compute.
 //!
-//! *Tiers without removals*: what an EXACT worker holds on them is believed as if it were DEGRADED, and the rest of its prefix as EXACT.
+//! *Sessions*: each has a worker of its own, which all processes agree on. Its score is a little lower, so that turns of a conversation
+//!   stay together if other terms of the score are about equal.
+//!
+//! *Tiers without removals*: the blocks of an EXACT worker on them have the weight of DEGRADED, and the rest of its prefix that of EXACT.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::time::Instant;
 
 use serde::Deserialize;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use crate::loads::EngineLoads;
+use crate::loads::{Loads, State};
+use crate::reservations::{Reservation, Reserved, TooMany, Wanted};
 use crate::score::{self, LoadWeights, TierWeights};
 use crate::ties::{Tie, Ties};
-use crate::trust::{State, Trust};
+use crate::trust::{State as TrustState, Trust};
 use crate::weights::Weights;
+use crate::work::Requests;
 use kvevents_index::holders::placements::TIERS;
+use kvevents_index::keys;
 
 /// A tier that has a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -43,7 +52,7 @@ pub enum Tier {
 #[derive(Clone, Debug, Deserialize)]
 pub struct Terms {
     tiers: Weights<Tier>,
-    trust: Weights<State>,
+    trust: Weights<TrustState>,
     wait_weight: f64,
     load_weight: f64,
 }
@@ -53,7 +62,7 @@ impl Terms {
     pub fn updated(
         &self,
         tiers: &Weights<Tier>,
-        trust: &Weights<State>,
+        trust: &Weights<TrustState>,
         wait_weight: Option<f64>,
         load_weight: Option<f64>,
     ) -> Self {
@@ -66,23 +75,26 @@ impl Terms {
     }
 
     /// Returns the weight of a trust state.
-    fn weight_of_trust(&self, state: State) -> f64 {
+    fn weight_of_trust(&self, state: TrustState) -> f64 {
         let given = self.trust.0.iter().find(|(of, _)| *of == state);
         given.map_or(0.0, |(_, weight)| *weight)
     }
 }
 
-/// Requests that are added to those of each candidate where they are compared with the mean. Otherwise one request in an idle fleet
-/// would be many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
+/// Number of requests that is added to each candidate's for the comparison with the mean. Otherwise one request in an idle fleet would be
+/// many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
 const BASE_REQUESTS: f64 = 4.0;
 
 /// Tokens of work that a request counts as, as in `kvevents.routing.policies`.
 const REQUEST_TOKENS: f64 = 256.0;
 
-/// Loads above this count as this, so that no product is infinite.
+/// Discount in the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
+const SESSION_BONUS: f64 = 0.1;
+
+/// Maximum load: larger ones count as this, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Times the mean requests of the others above which a candidate's cache does not count, and the requests up to which it always does.
+/// Multiple of the others' mean requests above which a candidate's cache does not count, and the requests up to which it always counts.
 /// With 2 and 16, as in `kvevents.routing`, the busiest of 16 engines had 1.8 times the mean while one system prompt spread.
 const GUARD: f64 = 1.25;
 const GUARD_REQUESTS: f64 = 8.0;
@@ -102,18 +114,25 @@ impl Serialize for Tiers {
     }
 }
 
+/// Labels of a worker, by name.
+pub type Labels = BTreeMap<String, String>;
+
 /// The trust of one worker.
 #[derive(Debug, serde::Serialize)]
 pub struct WorkerTrust<'a> {
-    /// Its name.
+    /// Name of the instance.
     pub instance: &'a str,
-    /// Its rank.
+    /// Rank of the worker.
     pub rank: i64,
-    /// The trust in it.
+    /// Where the instance takes requests, if that is known.
+    pub url: Option<&'a str>,
+    /// Labels of the instance.
+    pub labels: &'a Labels,
+    /// The trust in the worker.
     pub trust: &'a Trust,
 }
 
-/// Where the loads of a choice come from.
+/// The source of the loads of a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoadFrom {
@@ -123,129 +142,154 @@ pub enum LoadFrom {
     Request,
     /// Engines have reported them.
     Engines,
-    /// The recent selections of this process.
+    /// The reservations and the recent selections of this process.
     Selections,
 }
 
 /// Why a candidate has its score.
 #[derive(Debug, serde::Serialize)]
 pub struct Considered<'a> {
-    /// Its name.
+    /// Name of the instance.
     pub instance: &'a str,
-    /// Its rank.
+    /// Rank of the worker.
     pub rank: i64,
+    /// Where the instance takes requests, if that is known.
+    pub url: Option<&'a str>,
+    /// Labels of the instance.
+    pub labels: &'a Labels,
     /// The score, the smaller the better.
     pub score: f64,
-    /// The share of the prompt that it would compute.
+    /// The share of the prompt that the candidate would compute.
     pub uncached: f64,
-    /// What its requests add to the score.
+    /// Part of the score that its requests add.
     pub load: f64,
-    /// Whether its cache did not count because of its requests.
+    /// Whether the candidate's cache did not count because of its requests.
     pub hot: bool,
-    /// Tokens of the prompt that it holds, over all tiers.
+    /// Whether the candidate is the session's own worker, whose score is lower by a constant.
+    pub session: bool,
+    /// Tokens of the prompt that the candidate holds, over all tiers.
     pub tokens: u32,
-    /// These tokens by tier.
+    /// Tokens of the match by tier.
     pub tiers: Tiers,
-    /// The trust in them.
+    /// The trust in these tokens.
     pub trust: &'a Trust,
-    /// Tiers that the state of its stream is not about.
+    /// Tiers that the state of the candidate's stream does not cover.
     pub inexact_tiers: &'a [String],
-    /// The requests that counted as its load; None if the mean of the others did.
+    /// The requests that counted as the candidate's load; None if the mean of the others counted.
     pub requests: Option<f64>,
 }
 
 /// `/v1/select`.
 #[derive(Debug, serde::Serialize)]
 pub struct Selected<'a> {
-    /// Its name.
+    /// Name of the instance.
     pub instance: &'a str,
-    /// Its rank.
+    /// Rank of the worker.
     pub rank: i64,
+    /// Where the instance takes requests, if that is known.
+    pub url: Option<&'a str>,
+    /// Labels of the instance.
+    pub labels: &'a Labels,
+    /// Whether the worker can be reached. If not, no candidate can, and nothing is reserved.
+    pub usable: bool,
     /// The score, the smaller the better.
     pub score: f64,
-    /// The trust in what it holds of the prompt.
+    /// The trust in the blocks of the prompt that the worker holds.
     pub trust: &'a Trust,
     /// A sentence about the choice.
     pub why: String,
-    /// Where the loads come from.
+    /// The source of the loads.
     pub load_from: LoadFrom,
-    /// All candidates with a connection, the chosen one first, if they are asked for.
+    /// The reservation, if one was asked for.
+    pub reservation: Option<Reservation>,
+    /// All candidates with a connection, the chosen one first, if the request asks for them.
     pub considered: Option<Vec<Considered<'a>>>,
-    /// The candidates that were left out, if they are asked for.
+    /// The candidates that were left out, if the request asks for them.
     pub unreachable: Option<Vec<WorkerTrust<'a>>>,
 }
 
 /// A candidate for a choice.
 #[derive(Debug)]
 pub struct Contender<'a> {
-    /// Its name.
+    /// Name of the instance.
     pub instance: &'a str,
-    /// Its rank.
+    /// Rank of the worker.
     pub rank: i64,
-    /// Its source name; None for a worker that is not followed.
+    /// Where the instance takes requests, if that is known.
+    pub url: Option<&'a str>,
+    /// Labels of the instance.
+    pub labels: &'a Labels,
+    /// Source name of the worker; None for a worker that is not followed.
     pub source: Option<&'a str>,
-    /// The load that the request gives.
+    /// The load in the request.
     pub load: Option<f64>,
-    /// Tiers from which its engine announces no removals.
+    /// Tiers from which the engine announces no removals.
     pub stores_only: &'a [String],
-    /// The trust in what it holds of the prompt, for the answer.
+    /// The trust in the blocks of the prompt that the worker holds, for the answer.
     pub trust: &'a Trust,
-    /// The state of its stream, whether or not some of these blocks might be gone.
-    pub state: State,
-    /// How far it is from taking a request; 0 for a worker with a connection.
+    /// The state of the worker's stream, even if some of these blocks might be gone.
+    pub state: TrustState,
+    /// Distance of the worker from taking a request; 0 for a worker with a connection.
     pub distance: u8,
-    /// Its match of the prompt over all tiers.
+    /// Length of the match of the prompt over all tiers.
     pub tokens: u32,
-    /// Tokens of it that are certainly there.
+    /// Tokens of the match that the worker certainly holds.
     pub certain: u32,
-    /// Its match of the prompt by tier.
+    /// Length of the match of the prompt by tier.
     pub tiers: Tiers,
 }
 
 impl<'a> Contender<'a> {
-    /// Tiers that the state of its stream is not about.
+    /// Tiers that the state of the candidate's stream does not cover.
     fn inexact_tiers(&self) -> &'a [String] {
         match self.state {
-            State::Exact => self.stores_only,
-            _ => &[], // nothing of it is exact
+            TrustState::Exact => self.stores_only,
+            _ => &[], // no part of the match is exact
         }
     }
 }
 
 /// The requests of candidates, in their order.
-struct Loads {
+struct Known {
     from: LoadFrom,
-    /// None if they are unknown; then the mean of the others counts.
+    /// Requests of the candidate; None if they are unknown: then the mean of the others counts.
     requests: Vec<Option<f64>>,
 }
 
-impl Loads {
-    fn of_contenders(contenders: &[&Contender<'_>], engines: &EngineLoads) -> Self {
+impl Known {
+    fn of_contenders(contenders: &[&Contender<'_>], state: &State, now: Instant) -> Self {
         if contenders.iter().any(|one| one.load.is_some()) {
             return Self {
                 from: LoadFrom::Request,
                 requests: (contenders.iter().map(|one| Some(one.load.unwrap_or(0.0).min(MAX_REQUESTS)))).collect(),
             };
         }
-        let reported = |one: &&Contender<'_>| one.source.and_then(|source| engines.requests(source, one.rank));
-        let requests: Vec<Option<f64>> = contenders.iter().map(reported).collect();
-        if requests.iter().any(Option::is_some) {
+        let known = |one: &&Contender<'_>| one.source.and_then(|source| state.requests(source, one.rank, now));
+        let known: Vec<Option<Requests>> = contenders.iter().map(known).collect();
+        if known.iter().any(|one| matches!(one, Some(Requests::Reported(_)))) {
+            let reported = |one: &Option<Requests>| match one {
+                Some(Requests::Reported(requests)) => Some(*requests),
+                Some(Requests::Sent(_)) | None => None,
+            };
             return Self {
                 from: LoadFrom::Engines,
-                requests,
+                requests: known.iter().map(reported).collect(),
             };
         }
-        let selected = |one: &&Contender<'_>| one.source.and_then(|source| engines.recent_selections(source, one.rank));
-        let selections: Vec<Option<f64>> = contenders.iter().map(selected).collect();
-        if selections.iter().all(Option::is_none) {
+        let sent = |one: &Option<Requests>| match one {
+            Some(Requests::Sent(requests) | Requests::Reported(requests)) => *requests,
+            None => 0.0,
+        };
+        let sent: Vec<f64> = known.iter().map(sent).collect();
+        if sent.iter().all(|requests| *requests == 0.0) {
             return Self {
                 from: LoadFrom::None,
-                requests: selections,
+                requests: vec![None; sent.len()],
             };
         }
         Self {
             from: LoadFrom::Selections,
-            requests: selections.into_iter().map(|count| Some(count.unwrap_or(0.0))).collect(),
+            requests: sent.into_iter().map(Some).collect(),
         }
     }
 
@@ -254,6 +298,15 @@ impl Loads {
         let known: Vec<f64> = self.requests.iter().flatten().copied().collect();
         let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
         self.requests.iter().map(|requests| requests.unwrap_or(mean)).collect()
+    }
+
+    /// The work of a candidate with `requests` requests in tokens.
+    fn work(&self, one: &Contender<'_>, requests: f64, state: &State) -> f64 {
+        let work = one.source.and_then(|source| state.of(source, one.rank));
+        match work.filter(|_| self.from != LoadFrom::Request) {
+            Some(work) => work.tokens(requests, REQUEST_TOKENS),
+            None => REQUEST_TOKENS * requests,
+        }
     }
 }
 
@@ -264,117 +317,73 @@ pub struct Question<'a> {
     pub scope: [&'a str; 3],
     /// Length of the prompt.
     pub prompt_tokens: usize,
-    /// How a tie is resolved.
+    /// The rule that resolves a tie.
     pub tie: Tie,
     /// Whether the answer lists the other candidates.
     pub explain: bool,
-    /// Whether the engine will compute the whole prompt, whatever it has cached.
+    /// Whether the engine will compute the whole prompt, also the cached part.
     pub ignores_cache: bool,
+    /// The conversation that the prompt belongs to.
+    pub session: Option<&'a str>,
+    /// The reservation to make.
+    pub reserve: Option<Wanted<'a>>,
 }
 
-/// Returns the choice among candidates of the control plane, as msgpack, with its own `ties`.
-///
-/// # Errors
-/// If the question has another shape, or no candidates.
-pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result<Vec<u8>, String> {
-    #[derive(Deserialize)]
-    struct Given {
-        instance: String,
-        rank: i64,
-        source: Option<String>,
-        load: Option<f64>,
-        stores_only: Vec<String>,
-        trust: Trust,
-        state: State,
-        distance: u8,
-        tokens: u32,
-        certain: u32,
-        tiers: Option<[u32; TIERS.len()]>,
+/// Returns the credit of a candidate: the share of the prompt that its cache saves, 0 to 1.
+fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: &TierWeights) -> f64 {
+    if question.ignores_cache {
+        return 0.0;
     }
-
-    impl Given {
-        fn contender(&self) -> Contender<'_> {
-            Contender {
-                instance: &self.instance,
-                rank: self.rank,
-                source: self.source.as_deref(),
-                load: self.load,
-                stores_only: &self.stores_only,
-                trust: &self.trust,
-                state: self.state,
-                distance: self.distance,
-                tokens: self.tokens,
-                certain: self.certain,
-                tiers: Tiers(self.tiers),
-            }
-        }
+    // Position in `TIERS`; other tiers have the position behind its end.
+    let tier = |at: usize| terms.tiers.0[at].0 as usize;
+    let held = one.tiers.0.unwrap_or_default();
+    let reach = |at: usize| held.get(tier(at)).map_or(0, |tokens| (*tokens).into());
+    let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
+    let uncertain_weight = terms.weight_of_trust(TrustState::Degraded);
+    let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
+    let inexact = one.inexact_tiers();
+    if inexact.is_empty() {
+        return believed * weights.saved(tokens, whole, reach);
     }
+    let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
+    let is_inexact = |at: usize| (TIERS.get(tier(at))).map_or(has_other, |tier| inexact.iter().any(|name| name == tier));
+    let factor = |at: usize| if is_inexact(at) { uncertain_weight } else { believed };
+    (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
+}
 
-    #[derive(Deserialize)]
-    struct Input {
-        scope: [String; 3],
-        prompt_tokens: usize,
-        tie: Tie,
-        explain: bool,
-        ignores_cache: bool,
-        terms: Terms,
-        candidates: Vec<Given>,
-    }
-
-    let input: Input = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
-    let contenders: Vec<Contender<'_>> = input.candidates.iter().map(Given::contender).collect();
-    let question = Question {
-        scope: input.scope.each_ref().map(String::as_str),
-        prompt_tokens: input.prompt_tokens,
-        tie: input.tie,
-        explain: input.explain,
-        ignores_cache: input.ignores_cache,
-    };
-    let selected = choose(&contenders, &question, &input.terms, (ties, loads)).ok_or("there are no candidates")?;
-    rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
+/// Returns the position of a session's own worker: the same one in each process, by rendezvous hashing.
+fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
+    let hash = |at: &usize| keys::item_text(&format!("{session}\x1f{}\x1f{}", workers[*at].instance, workers[*at].rank));
+    (0..workers.len()).max_by_key(hash)
 }
 
 /// Returns the candidate with the smallest score, and the reason. None without candidates.
+///
+/// # Errors If the requested reservation would exceed the limit.
 pub fn choose<'a>(
     contenders: &[Contender<'a>],
     question: &Question<'_>,
     terms: &Terms,
-    (ties, engines): (&Ties, &EngineLoads),
-) -> Option<Selected<'a>> {
+    (ties, loads): (&Ties, &Loads),
+) -> Result<Option<Selected<'a>>, TooMany> {
+    let now = Instant::now();
     let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
     let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
     let weights = TierWeights::new(terms.tiers.0.iter().map(|(_, weight)| *weight));
-    // Positions in `TIERS`; that of other tiers is behind its end.
-    let tiers: Vec<usize> = terms.tiers.0.iter().map(|(tier, _)| *tier as usize).collect();
-    let loads = Loads::of_contenders(&reachable, engines);
-    let candidate = |(one, requests): (&&Contender<'a>, f64)| {
-        let held = one.tiers.0.unwrap_or_default();
-        let reach = |at: usize| held.get(tiers[at]).map_or(0, |tokens| (*tokens).into());
-        let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
-        let uncertain_weight = terms.weight_of_trust(State::Degraded);
-        let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
-        let inexact = one.inexact_tiers();
-        let credit = if question.ignores_cache {
-            0.0
-        } else if inexact.is_empty() {
-            believed * weights.saved(tokens, whole, reach)
-        } else {
-            let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
-            let is_inexact = |at: usize| {
-                TIERS
-                    .get(tiers[at])
-                    .map_or(has_other, |tier| inexact.iter().any(|name| name == tier))
-            };
-            let factor = |at: usize| if is_inexact(at) { uncertain_weight } else { believed };
-            (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
-        };
-        score::Candidate {
-            credit,
-            work: REQUEST_TOKENS * requests,
-            requests,
-        }
+    let credits: Vec<f64> = (reachable.iter()).map(|one| credit(one, question, terms, &weights)).collect();
+    let own = question.session.and_then(|session| own_worker(session, &reachable));
+
+    let mut state = loads.lock(now);
+    if let Some(wanted) = &question.reserve {
+        state.make_room(wanted.id)?;
+    }
+    let known = Known::of_contenders(&reachable, &state, now);
+    let candidate = |((one, requests), credit): ((&&Contender<'a>, f64), &f64)| score::Candidate {
+        credit: *credit,
+        work: known.work(one, requests, &state),
+        requests,
     };
-    let candidates: Vec<score::Candidate> = reachable.iter().zip(loads.counted()).map(candidate).collect();
+    let candidates: Vec<score::Candidate> = (reachable.iter().zip(known.counted()).zip(&credits)).map(candidate).collect();
     let load_weights = LoadWeights {
         wait: terms.wait_weight,
         mean: terms.load_weight,
@@ -382,26 +391,89 @@ pub fn choose<'a>(
         guard: GUARD,
         guard_requests: GUARD_REQUESTS,
     };
-    let scores = score::weigh(&candidates, question.prompt_tokens as u64, &load_weights);
+    let mut scores = score::weigh(&candidates, question.prompt_tokens as u64, &load_weights);
+    if let Some(own) = own.map(|at| &mut scores[at]).filter(|own| !own.is_hot) {
+        own.score -= SESSION_BONUS;
+    }
     let equal = score::best_of(&scores);
     let names = equal
         .iter()
         .map(|&at| (question.scope, reachable[at].instance, reachable[at].rank));
     let keys: Vec<u64> = names.map(|name| ties.key(name)).collect();
     let picked = ties.pick(question.tie, &keys);
-    ties.took(*keys.get(picked)?);
+    let Some(&key) = keys.get(picked) else { return Ok(None) };
+    ties.took(key);
     let at = equal[picked];
-    if let Some(source) = reachable[at].source {
-        engines.count_selection(source, reachable[at].rank);
+    let reservation = state.count(reachable[at], credits[at], question, now);
+    drop(state);
+    let place = Place {
+        at,
+        equal: equal.len(),
+        own,
+    };
+    Ok(Some(answer(
+        contenders,
+        (&reachable, &scores),
+        &known,
+        question,
+        &place,
+        reservation,
+    )))
+}
+
+impl State {
+    /// Counts the request for a worker, and reserves it if requested and if the worker can be reached.
+    fn count(&mut self, one: &Contender<'_>, credit: f64, question: &Question<'_>, now: Instant) -> Option<Reservation> {
+        let worker = one.source.map(|source| (source, one.rank));
+        let Some(wanted) = question.reserve.filter(|_| one.distance == 0) else {
+            worker.map(|worker| self.begin(worker, now, false));
+            return None;
+        };
+        let [tenant, group, model] = question.scope.map(str::to_owned);
+        let uncached_tokens = ((1.0 - credit) * question.prompt_tokens as f64).round() as u64;
+        let reserved = Reserved {
+            tenant,
+            group,
+            model,
+            instance: one.instance.to_owned(),
+            rank: one.rank,
+            url: one.url.map(str::to_owned),
+            prompt_tokens: question.prompt_tokens as u64,
+            uncached_tokens,
+        };
+        Some(self.reserve(&wanted, reserved, worker, now))
     }
-    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(&scores).zip(&loads.requests))
-        .map(|((one, score), requests)| Considered {
+}
+
+/// The chosen one of the candidates with a connection.
+struct Place {
+    at: usize,
+    /// Number of equally good ones.
+    equal: usize,
+    /// The one of the session.
+    own: Option<usize>,
+}
+
+fn answer<'a>(
+    contenders: &[Contender<'a>],
+    (reachable, scores): (&[&Contender<'a>], &[score::Score]),
+    known: &Known,
+    question: &Question<'_>,
+    place: &Place,
+    reservation: Option<Reservation>,
+) -> Selected<'a> {
+    let at = place.at;
+    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(scores).zip(&known.requests).enumerate())
+        .map(|(position, ((one, score), requests))| Considered {
             instance: one.instance,
             rank: one.rank,
+            url: one.url,
+            labels: one.labels,
             score: score.score,
             uncached: score.uncached,
             load: score.load,
             hot: score.is_hot,
+            session: place.own == Some(position) && !score.is_hot,
             tokens: one.tokens,
             tiers: one.tiers,
             trust: one.trust,
@@ -409,21 +481,28 @@ pub fn choose<'a>(
             requests: *requests,
         })
         .collect();
-    let counts = (reachable.len(), equal.len(), contenders.len() - reachable.len());
-    let why = why(question, &considered[at], loads.from, reachable[at].distance > 0, counts);
+    let is_usable = reachable[at].distance == 0;
+    let counts = (reachable.len(), place.equal, contenders.len() - reachable.len());
+    let why = why(question, &considered[at], known.from, !is_usable, counts);
     let chosen = considered.remove(at);
-    Some(Selected {
+    Selected {
         instance: chosen.instance,
         rank: chosen.rank,
+        url: chosen.url,
+        labels: chosen.labels,
+        usable: is_usable,
         score: chosen.score,
         trust: chosen.trust,
         why,
-        load_from: loads.from,
+        load_from: known.from,
+        reservation,
         unreachable: question.explain.then(|| {
             let left = contenders.iter().filter(|one| one.distance != reachable[at].distance);
             left.map(|one| WorkerTrust {
                 instance: one.instance,
                 rank: one.rank,
+                url: one.url,
+                labels: one.labels,
                 trust: one.trust,
             })
             .collect()
@@ -437,10 +516,10 @@ pub fn choose<'a>(
             considered.insert(0, chosen);
             considered
         }),
-    })
+    }
 }
 
-/// Returns a sentence about a choice, with the numbers of candidates, of equal ones, and of those that were left out.
+/// Returns a sentence about a choice, with the numbers of candidates, of equal candidates, and of candidates that were left out.
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,

@@ -1,14 +1,20 @@
-//! Which worker takes a prompt. The service, `kvevents.routing` and the simulator choose by the same code.
+//! Selects the worker for a prompt. The service, `kvevents.routing` and the simulator choose by the same code.
 
 mod choice;
 mod loads;
+mod reservations;
 pub mod score;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod ties;
 mod trust;
 mod weights;
+mod work;
 
-pub use choice::{Considered, Contender, LoadFrom, Question, Selected, Terms, Tier, Tiers, WorkerTrust, choose, select_among};
-pub use loads::EngineLoads;
+pub use choice::{Considered, Contender, Labels, LoadFrom, Question, Selected, Terms, Tier, Tiers, WorkerTrust, choose};
+pub use loads::Loads;
+pub use reservations::{Reservation, ReservationCounts, Reserved, TooMany, Update, Wanted};
 pub use ties::{MAX_TURNS, Tie, Ties};
 pub use trust::{State, Trust};
 pub use weights::Weights;
+pub use work::Progress;

@@ -2,19 +2,19 @@
 //!
 //! Pure numbers: shares of a prompt from 0 to 1, work divided by the length of the prompt, and work over its mean. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
 
-/// Tolerance within which scores and shares are equal. Sums of equal values in another order differ by less.
+/// Tolerance within which scores and shares are equal. Sums of the same values in different orders differ by less.
 pub const EQUAL: f64 = 1e-9;
 
 /// Weights of cached tokens by tier. A tier without a weight has the lowest of all.
 #[derive(Clone, Debug)]
 pub struct TierWeights {
-    /// Positions of the weights, and the weights, the highest first.
+    /// Pairs of a weight's position and the weight, the highest weight first.
     best_first: Vec<(usize, f64)>,
     lowest: f64,
 }
 
 impl TierWeights {
-    /// Creates it from weights between 0 and 1.
+    /// Creates the weights from numbers between 0 and 1.
     pub fn new(weights: impl IntoIterator<Item = f64>) -> Self {
         let mut best_first: Vec<(usize, f64)> = weights.into_iter().enumerate().collect();
         best_first.sort_by(|one, other| other.1.total_cmp(&one.1));
@@ -22,7 +22,7 @@ impl TierWeights {
         Self { best_first, lowest }
     }
 
-    /// Returns these weights, each multiplied by the factor of its position; the weight of tiers without one by `other`.
+    /// Returns these weights, each multiplied by the factor of its position, or by `other` if there is no factor.
     ///
     /// The order of tiers stays that of the weights before: the prefix of a slower tier includes that of faster ones, so a token of a
     /// faster tier must not count with the weight of the slower one.
@@ -65,8 +65,8 @@ impl TierWeights {
 
 /// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `uncertain_weight`, but
-/// at most `own`. So an uncertain block costs the credit for that block and those after it, not for the whole prefix.
+/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `uncertain_weight`,
+/// but at most `own`. So an uncertain block costs the credit for itself and the blocks after it, not for the whole prefix.
 pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;
@@ -82,7 +82,7 @@ pub struct LoadWeights {
     pub wait: f64,
     /// Weight of the work divided by the mean of all candidates.
     pub mean: f64,
-    /// Work that is added to that of each candidate before it is divided by the mean.
+    /// Work that is added to each candidate's before the division by the mean.
     pub base: f64,
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
@@ -93,11 +93,11 @@ pub struct LoadWeights {
 /// A candidate for a choice.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// The share of the prompt that its cache saves, multiplied by the trust in it.
+    /// The share of the prompt that the candidate's cache saves, multiplied by the trust in it.
     pub credit: f64,
-    /// Its work, in a unit that all candidates share.
+    /// Work of the candidate, in a unit that all candidates share.
     pub work: f64,
-    /// Number of its requests.
+    /// Number of the candidate's requests.
     pub requests: f64,
 }
 
@@ -106,11 +106,11 @@ pub struct Candidate {
 pub struct Score {
     /// The score, the smaller the better: the sum of the two following parts.
     pub score: f64,
-    /// The share of the prompt that it would compute.
+    /// The share of the prompt that the candidate would compute.
     pub uncached: f64,
     /// The weighted load.
     pub load: f64,
-    /// Whether it got no credit for its cache because of its requests.
+    /// Whether the candidate got no credit for its cache because of its requests.
     pub is_hot: bool,
 }
 
@@ -148,8 +148,7 @@ fn bound(candidates: &[Candidate], weights: &LoadWeights) -> f64 {
     relative.max(weights.guard_requests)
 }
 
-/// Returns the positions of the candidates with the smallest score, and among them of those that compute least. At least one for at
-/// least one candidate.
+/// Returns the positions of the candidates that compute least, of those with the smallest score. At least one for at least one candidate.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
         let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
@@ -200,7 +199,7 @@ fn sum(values: &[f64]) -> f64 {
         partials.truncate(count);
         partials.push(rest);
     }
-    // Adds from the largest on until rounding occurs; a tie is rounded according to the remaining partial sums.
+    // Adds partial sums, the largest first, until rounding occurs; the remaining ones decide how a tie is rounded.
     let mut left = partials.into_iter().rev().peekable();
     let mut high = left.next().unwrap_or(0.0);
     while let Some(next) = left.next() {

@@ -7,29 +7,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-/// Most workers whose last choice is stored: four times as many as a service follows by default.
+/// Maximum number of workers whose last choice is stored: four times as many as a service follows by default.
 pub const MAX_TURNS: usize = 16_384;
 
-/// How a tie between equal candidates is resolved.
+/// The rule that resolves a tie between equal candidates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tie {
-    /// The one that was chosen longest ago.
+    /// The candidate that was chosen longest ago.
     #[default]
     Rotate,
     /// A random one.
     Random,
-    /// The first of those given.
+    /// The first of the given candidates.
     First,
 }
 
-/// Returns a random number below another one.
+/// A function that returns a random number below its argument.
 type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 
 /// The last choices of workers, by key. The first choice is random, so that many routers do not begin with the same worker.
 pub struct Ties {
     secret: RandomState,
-    /// From 0 to below 1.
+    /// Random numbers from 0 to below 1.
     start: f64,
     most: usize,
     draw: Draw,
@@ -68,7 +68,7 @@ impl Ties {
         self.secret.hash_one(worker)
     }
 
-    /// Returns the position of the chosen worker; 0 for one or none.
+    /// Returns the position of the chosen worker; 0 for at most one candidate.
     pub fn pick(&self, how: Tie, equal: &[u64]) -> usize {
         if equal.len() < 2 {
             return 0;

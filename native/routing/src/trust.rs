@@ -1,8 +1,8 @@
-//! How far a stream is known to be what its engine has.
+//! Trust: how far the known blocks of a stream are those of its engine.
 
 use serde::{Deserialize, Serialize};
 
-/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.fleet.faults` has the same.
+/// The code and the sentence of an answer with blocks that might be gone; `kvevents.service.fleet.faults` has the same.
 const UNCERTAIN: (&str, &str) = (
     "uncertain-copies",
     "some of these blocks were announced several times and removed less often, so they might be gone",
@@ -12,20 +12,20 @@ const UNCERTAIN: (&str, &str) = (
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum State {
-    /// It has no connection yet.
+    /// The stream has no connection yet.
     Connecting,
-    /// It gets batches that it missed.
+    /// The stream fetches batches that it missed.
     Replaying,
-    /// Nothing is missing.
+    /// No batch is missing.
     Exact,
     /// Something might be missing.
     Degraded,
-    /// It has lost its connection.
+    /// The stream has lost its connection.
     Stale,
 }
 
 impl State {
-    /// Its name in answers.
+    /// Name of the state in answers.
     pub fn name(self) -> &'static str {
         match self {
             Self::Connecting => "CONNECTING",
@@ -40,9 +40,9 @@ impl State {
 /// The trust in a worker's part of an answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Trust {
-    /// The state of its stream, or `Degraded` if some of these blocks might be gone.
+    /// The state of the worker's stream, or `Degraded` if some of these blocks might be gone.
     pub state: State,
-    /// Why it is not EXACT; empty for EXACT.
+    /// Why the state is not EXACT; empty for EXACT.
     pub reason: String,
     /// Codes of the reasons.
     pub reason_codes: Vec<String>,
@@ -51,7 +51,7 @@ pub struct Trust {
 }
 
 impl Trust {
-    /// Returns the trust in an answer that has blocks which might be gone.
+    /// Returns the trust in an answer with blocks that might be gone.
     pub fn if_uncertain(&self) -> Self {
         let (code, sentence) = UNCERTAIN;
         let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });

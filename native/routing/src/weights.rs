@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Deserializer};
 
-/// Weights by name, each name once, in the order given.
+/// Weights by name, each name once, in the given order.
 #[derive(Clone, Debug)]
 pub struct Weights<K>(pub Vec<(K, f64)>);
 
 impl<K: Clone + PartialEq> Weights<K> {
-    /// Returns these weights with others, which take precedence.
+    /// Returns these weights merged with `others`, whose weights take precedence.
     pub fn updated(&self, others: &Self) -> Self {
         let mut all = self.clone();
         for (name, weight) in &others.0 {

@@ -4,21 +4,21 @@ use std::collections::HashMap;
 use std::fmt::Write;
 
 use crate::fleet::Table;
-use kvevents_routing::{Tiers, Trust, WorkerTrust};
+use kvevents_routing::{Labels, Tiers, Trust, WorkerTrust};
 
 /// The match of one worker in tokens, cumulative over tiers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
-    /// Its place in the table.
+    /// Position of the worker in the table.
     pub(crate) place: u32,
     pub(crate) gpu: u32,
     pub(crate) cpu: u32,
     pub(crate) disk: u32,
     /// Over all tiers.
     pub(crate) tokens: u32,
-    /// How many of these it certainly holds: fewer if some of its blocks might be gone.
+    /// Number of these tokens that the worker certainly holds: fewer if some blocks might be gone.
     pub(crate) certain: u32,
-    /// Whether it certainly holds all of this, on each tier.
+    /// Whether the worker certainly holds all of these tokens, on each tier.
     pub(crate) is_certain: bool,
 }
 
@@ -101,7 +101,7 @@ fn separate(out: &mut String) {
     }
 }
 
-/// On any tier, on the device, and down to host and disk.
+/// Tokens on any tier, on the device, and down to host and disk.
 fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [
@@ -131,6 +131,8 @@ fn trust(table: &Table, ranks: &[Row], out: &mut String) {
 pub(crate) struct Held<'a> {
     instance: &'a str,
     rank: i64,
+    url: Option<&'a str>,
+    labels: &'a Labels,
     tokens: u32,
     certain: u32,
     tiers: Tiers,
@@ -144,6 +146,8 @@ pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
         Held {
             instance: &worker.instance,
             rank: worker.rank,
+            url: worker.url.as_deref(),
+            labels: &worker.labels,
             tokens: row.tokens,
             certain: row.certain,
             tiers: row.tiers(),
@@ -172,4 +176,78 @@ pub(crate) struct PromptMatch<'a> {
 pub(crate) struct MatchManyAnswer<'a> {
     pub(crate) matches: Vec<PromptMatch<'a>>,
     pub(crate) workers: Vec<WorkerTrust<'a>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use kvevents_index::limits::Limits;
+    use kvevents_index::prefix_index::Index;
+    use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
+
+    /// Name, rank, and tokens on the GPU, down to host and disk, and on all tiers.
+    type Held = (String, i64, [u32; 4]);
+
+    fn table(rows: &[Held]) -> Table {
+        let worker = |(name, rank, _): &Held| {
+            json!({"source": format!("{name}-{rank}"), "rank": rank, "instance": name, "label": "m", "is_hidden": false, "distance": 0,
+                "block_size": null, "scope": {"model": "m", "tenant": "t", "group": "g", "lora": null, "salt": null},
+                "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": false}})
+        };
+        let workers: serde_json::Map<String, Value> = (0..)
+            .zip(rows)
+            .map(|(number, row)| (i32::to_string(&number), worker(row)))
+            .collect();
+        let order: Vec<usize> = (0..rows.len()).collect();
+        let changes = json!({"has_failed": false, "order": order, "workers": workers, "block_sizes": [], "bases": []});
+        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
+        Table::read(changes.to_string().as_bytes(), Arc::new(index), None).unwrap()
+    }
+
+    fn by_rank(own: &[&Held], value: impl Fn(&Held) -> Value) -> Value {
+        own.iter().map(|row| (row.1.to_string(), value(row))).collect()
+    }
+
+    proptest! {
+        /// Both formats are valid JSON for any names, and group the ranks of an instance. Scores include only ranks with blocks on the GPU.
+        #[test]
+        fn both_formats_say_the_same(
+            given in prop::collection::vec((r#"[a7%d"\\é ]{1,4}"#, 0..4_i64, prop::array::uniform4(0..9_u32)), 0..6),
+        ) {
+            let mut seen = HashSet::new();
+            let given: Vec<Held> = given.into_iter().filter(|row| seen.insert((row.0.clone(), row.1))).collect();
+            let table = table(&given);
+            let rows: Vec<Row> = (0..)
+                .zip(&given)
+                .map(|(place, (_, _, [gpu, cpu, disk, tokens]))| Row {
+                    gpu: *gpu, cpu: *cpu, disk: *disk, tokens: *tokens, certain: *tokens, ..Row::nothing(place)
+                })
+                .collect();
+            let one: Value = serde_json::from_slice(&dynamo(&table, &rows)).unwrap();
+            let other: Value = serde_json::from_slice(&mooncake(&table, "t\"", &rows)).unwrap();
+            let names: HashSet<&str> = given.iter().map(|row| row.0.as_str()).collect();
+            prop_assert_eq!(one["instances"].as_object().unwrap().len(), names.len());
+            prop_assert_eq!(other["t\""].as_object().unwrap().len(), names.len());
+            for name in names {
+                let own: Vec<&Held> = given.iter().filter(|row| row.0 == name).collect();
+                let most = |at: usize| own.iter().map(|row| row.2[at]).max();
+                let trust = by_rank(&own, |_| json!("EXACT"));
+                let dp = by_rank(&own, |row| json!(row.2[0]));
+                let expected = json!({"longest_matched": most(3), "gpu": most(0), "dp": dp, "cpu": most(1), "disk": most(2), "trust": trust});
+                prop_assert_eq!(&one["instances"][name], &expected);
+                let dp = by_rank(&own, |row| json!(row.2[3]));
+                let expected = json!({"longest_matched": most(3), "GPU": most(0), "DP": dp, "CPU": most(1), "DISK": most(2), "trust": trust});
+                prop_assert_eq!(&other["t\""][name], &expected);
+                let scored: Vec<&Held> = own.into_iter().filter(|row| row.2[0] > 0).collect();
+                let scores = if scored.is_empty() { Value::Null } else { by_rank(&scored, |row| json!(row.2[0])) };
+                prop_assert_eq!(&one["scores"][name], &scores);
+            }
+        }
+    }
 }

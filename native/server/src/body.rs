@@ -1,17 +1,17 @@
 //! Bodies of answers, and the requests that are in progress until their answers end.
 //!
-//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts, and each of them belongs to hyper until it
-//! is written: so the last part that hyper drops ends the answer, whatever the client's HTTP/2 windows permit.
+//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts, each of which belongs to hyper until it
+//! is written. So the last part that hyper drops ends the answer, for any HTTP/2 windows of the client.
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use hyper::body::{Body as _, Frame, SizeHint};
 use hyper::{HeaderMap, Version};
 use tokio::sync::mpsc;
 
@@ -21,7 +21,7 @@ use crate::connections::{Connection, Connections};
 pub(crate) struct InProgress {
     connections: Arc<Connections>,
     pub(crate) connection: Arc<Connection>,
-    /// Bytes of its body that are held.
+    /// Number of held bytes of the request's body.
     held: AtomicUsize,
 }
 
@@ -63,18 +63,15 @@ impl Drop for InProgress {
 pub(crate) enum Body {
     /// All of it.
     Full(Full<Bytes>),
-    /// The body of the control plane, as it arrives.
-    Forwarded(Incoming),
+    /// Pieces from the control plane, in order of arrival.
+    Pieces(Pieces),
     /// A message of gRPC, and the status after it.
     Message {
         data: Option<Bytes>,
         trailers: Option<HeaderMap>,
     },
-    /// Messages of gRPC as they come, and the status after them.
-    Messages {
-        messages: mpsc::Receiver<Bytes>,
-        trailers: Option<HeaderMap>,
-    },
+    /// Messages of gRPC in order of arrival, and the status after them.
+    Stream(tonic::body::Body),
 }
 
 impl Body {
@@ -82,53 +79,112 @@ impl Body {
         Self::Full(Full::new(bytes))
     }
 
-    /// Bytes that it has, or will have. Frames of a body of unknown length count when they arrive.
+    pub(crate) fn message(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        match trailers {
+            None => Self::full(data),
+            trailers => Self::Message {
+                data: Some(data),
+                trailers,
+            },
+        }
+    }
+
+    /// Length of the body in bytes, also before it is complete. Frames of a body of unknown length count when they arrive.
     fn length(&self) -> usize {
         match self {
-            Self::Full(_) | Self::Forwarded(_) => self.size_hint().lower() as usize,
+            Self::Full(_) => self.size_hint().lower() as usize,
             Self::Message { data, .. } => data.as_ref().map_or(0, Bytes::len),
-            Self::Messages { .. } => 0,
+            Self::Pieces(_) | Self::Stream(_) => 0,
         }
+    }
+}
+
+/// The control plane has given up an answer that it had begun.
+#[derive(Debug)]
+pub(crate) struct Aborted;
+
+impl std::fmt::Display for Aborted {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("the answer was given up")
+    }
+}
+
+impl std::error::Error for Aborted {}
+
+/// An answer in pieces, as they come.
+pub(crate) struct Pieces {
+    receiver: mpsc::Receiver<Bytes>,
+    is_complete: Arc<AtomicBool>,
+    /// A function that is called when a piece was taken, and when no more are taken.
+    on_change: Box<dyn Fn() + Send>,
+}
+
+impl Pieces {
+    /// `is_complete` is set before the last sender is dropped, unless the answer was given up.
+    pub(crate) fn new(
+        receiver: mpsc::Receiver<Bytes>,
+        is_complete: Arc<AtomicBool>,
+        on_change: impl Fn() + Send + 'static,
+    ) -> Self {
+        Self {
+            receiver,
+            is_complete,
+            on_change: Box::new(on_change),
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Aborted>>> {
+        let piece = ready!(self.receiver.poll_recv(cx));
+        if piece.is_some() {
+            (self.on_change)();
+        }
+        let is_aborted = piece.is_none() && !self.is_complete.load(Ordering::Acquire);
+        Poll::Ready(if is_aborted { Some(Err(Aborted)) } else { piece.map(Ok) })
+    }
+}
+
+impl Drop for Pieces {
+    fn drop(&mut self) {
+        self.receiver.close();
+        (self.on_change)();
     }
 }
 
 impl hyper::body::Body for Body {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Aborted;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Aborted>>> {
         match self.get_mut() {
             Self::Full(body) => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
-            Self::Forwarded(body) => Pin::new(body).poll_frame(cx),
+            Self::Pieces(pieces) => pieces.poll(cx).map_ok(Frame::data),
             Self::Message { data, trailers } => {
                 let data = data.take().map(Frame::data);
                 Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
             }
-            Self::Messages { messages, trailers, .. } => {
-                let data = ready!(messages.poll_recv(cx)).map(Frame::data);
-                Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
-            }
+            // The trailers have the errors of a stream.
+            Self::Stream(body) => Poll::Ready(ready!(Pin::new(body).poll_frame(cx)).and_then(Result::ok).map(Ok)),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
             Self::Full(body) => body.is_end_stream(),
-            Self::Forwarded(body) => body.is_end_stream(),
-            Self::Message { trailers, .. } | Self::Messages { trailers, .. } => trailers.is_none(),
+            Self::Pieces(_) => false,
+            Self::Message { trailers, .. } => trailers.is_none(),
+            Self::Stream(body) => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Full(body) => body.size_hint(),
-            Self::Forwarded(body) => body.size_hint(),
-            Self::Message { .. } | Self::Messages { .. } => SizeHint::default(),
+            Self::Pieces(_) | Self::Message { .. } | Self::Stream(_) => SizeHint::default(),
         }
     }
 }
 
-/// Maximum number of bytes of a part: those of one HTTP/2 frame.
+/// Maximum number of bytes of a part: one HTTP/2 frame.
 const PART: usize = 1 << 14;
 
 /// Bytes of an answer that count as unread until it is dropped.
@@ -196,9 +252,9 @@ impl Sending {
 
 impl hyper::body::Body for Sending {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Aborted;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Aborted>>> {
         let this = self.get_mut();
         if this.rest.is_empty() {
             let frame = match ready!(Pin::new(&mut this.body).poll_frame(cx)) {

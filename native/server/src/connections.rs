@@ -1,7 +1,7 @@
 //! Limits of clients' connections: their number, their deadlines and their memory.
 //!
-//! Theory of operation. Each connection reports what it does, and [`Connections::sweep`] ends those that have done it for too
-//! long:
+//! Theory of operation. Each connection reports what it does, and [`Connections::sweep`] ends connections that have been in one state for
+//! too long:
 //!
 //! | state | the connection | ends after |
 //! |---|---|---|
@@ -16,9 +16,8 @@
 //!
 //! At `max_clients` connections a new one replaces another without a request in progress: the oldest one that has sent no request within
 //! `YOUNG`, else the one that is idle for the longest time. If each has a request in progress, the new one is
-//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that
-//! does not wait for the service makes room for the next. So connections that do nothing, or are slow, never keep a probe from
-//! its answer.
+//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that does not
+//!   wait for the service makes room for the next. So idle or slow connections never prevent the answer to a probe.
 //!
 //! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. All connections together hold at most
 //! `max_received_bytes` beyond that; a request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes`
@@ -71,9 +70,9 @@ impl State {
 #[repr(u8)]
 pub(crate) enum Order {
     GoOn,
-    /// Complete the answers in progress, then end.
+    /// Order to complete the answers in progress, then end.
     Close,
-    /// Refuse the request whose head is not complete in time.
+    /// Order to refuse the request whose head is not complete in time.
     Refuse,
     /// End at once.
     Abort,
@@ -82,10 +81,10 @@ pub(crate) enum Order {
 /// An answer, or a part of one, that is not sent.
 #[derive(Debug)]
 struct Unsent {
-    /// Bytes of memory that it has.
+    /// Bytes of memory of the answer.
     size: usize,
     clock: Clock,
-    /// Whether some of it was sent since the clock began.
+    /// Whether a part of the answer was sent since the time limit began.
     has_progressed: bool,
 }
 
@@ -93,31 +92,31 @@ struct Unsent {
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     end: Instant,
-    /// Bytes that the client had taken when the clock began.
+    /// Number of bytes that the client had read when the time limit began.
     taken: u64,
 }
 
 #[derive(Debug)]
 struct Inner {
     state: State,
-    /// When its state began.
+    /// The time at which the state began.
     since: Instant,
     deadline: Option<Instant>,
     /// Whether a request's head is being received.
     is_in_head: bool,
-    /// Whether it has had a request over HTTP/2: bytes can be other frames then, such as answers to pings.
+    /// Whether the connection has had a request over HTTP/2: then bytes can be other frames, such as answers to pings.
     is_http2: bool,
     /// Requests whose answers are not complete: over HTTP/2 several.
     active: usize,
-    /// Bytes of all its requests.
+    /// Bytes of all requests of the connection.
     held: usize,
     /// Bytes that could not be written to the socket.
     unwritten: usize,
     /// Bytes that were written.
     taken: u64,
-    /// The clock of the unwritten bytes.
+    /// The time limit of the unwritten bytes.
     stuck_at: Option<Clock>,
-    /// Answers that are not sent, by the number that each has.
+    /// Unsent answers by number.
     unsent: HashMap<u64, Unsent>,
     /// Number of the newest answer.
     answers: u64,
@@ -133,7 +132,7 @@ impl Inner {
         Clock { end, taken: self.taken }
     }
 
-    /// Whether the client has not read in time. Clocks of clients that have read enough begin again.
+    /// Whether the client has failed to read in time. The time limits of clients that have read enough begin again.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
@@ -159,7 +158,7 @@ impl Inner {
 #[derive(Debug)]
 pub(crate) struct Connection {
     id: u64,
-    /// Whether only probes are answered on it.
+    /// Whether only probes are answered on the connection.
     pub(crate) is_reserved: bool,
     inner: Mutex<Inner>,
     order: AtomicU8,
@@ -217,7 +216,7 @@ impl Connection {
 /// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// It must wait up to `YOUNG`: requests of other connections can be unread, or another connection can end.
+    /// The connection must wait up to `YOUNG`: requests of other connections can be unread, or another connection can end.
     Later,
     /// The limit of connections is reached.
     Refused,
@@ -412,7 +411,7 @@ impl Connections {
             inner.is_http2 = is_http2;
             inner.active += 1;
             if was_idle {
-                // It was received together with the request before it, or over HTTP/2.
+                // The head was received together with the previous request, or over HTTP/2.
                 enter(&mut inner, State::Reading, now, Some(self.limits.request()));
             }
             !connection.is_reserved
@@ -482,7 +481,7 @@ impl Connections {
         true
     }
 
-    /// Bytes of an answer were written, and `left` could not be.
+    /// Records that bytes of an answer were written, and that `left` bytes could not be.
     pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
@@ -522,7 +521,7 @@ impl Connections {
         for connection in all {
             let mut inner = connection.inner.lock();
             let is_stuck = inner.is_stuck(now, self.limits.unread_time());
-            // While an answer is not read, that alone ends a connection that is closing.
+            // While an answer is unread, only its deadline ends a closing connection.
             let has_unread = inner.stuck_at.is_some() || !inner.unsent.is_empty();
             let is_due =
                 inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
@@ -561,7 +560,7 @@ impl Connections {
         }
     }
 
-    /// Ends connections that have sent nothing, and the others as soon as their requests are answered.
+    /// Ends connections that have sent nothing, and other connections as soon as their requests are answered.
     pub(crate) fn drain(&self) {
         let mut guard = self.groups.lock();
         let all: Vec<Arc<Connection>> = guard.all().cloned().collect();

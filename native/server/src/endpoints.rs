@@ -1,24 +1,28 @@
-//! Queries: from the body of a request to that of its answer.
+//! Queries: reads the body of a request, and writes the body of its answer.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use hyper::Method;
 use parking_lot::RwLock;
 use serde::Serialize;
 use serde::de::{Deserialize, DeserializeOwned};
 
 use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row};
-use crate::fleet::{Candidates, Table, monotonic};
+use crate::decisions::Decisions;
+use crate::fleet::{Candidates, Scope, Table, monotonic};
 use crate::json_tokens;
-use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
 use crate::metrics::Metrics;
-use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
+use crate::problems::{Declined, Problem};
+use crate::proto::{MatchManyRequest, MatchRequest, SelectRequest};
+use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, ReservationUpdate, Select};
 use crate::select;
 use crate::settings::Limits;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
-use kvevents_index::{Index, Matches};
-use kvevents_routing::{EngineLoads, Terms, Ties, Trust, WorkerTrust};
+use kvevents_index::lookup::Matches;
+use kvevents_index::prefix_index::Index;
+use kvevents_routing::{Loads, Terms, Ties, Trust, WorkerTrust};
 
 /// A query that is answered here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,11 +32,33 @@ pub(crate) enum Question {
     Match,
     MatchMany,
     Select,
+    Reservation(Verb),
 }
 
+/// The action of a request on a reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verb {
+    Show,
+    Update,
+    Finish,
+}
+
+/// Path of reservations, which a name follows.
+pub(crate) const RESERVATIONS: &str = "/v1/reservations/";
+
 impl Question {
-    pub(crate) fn from_path(path: &str) -> Option<Self> {
+    /// The query of a request.
+    pub(crate) fn of(method: &Method, path: &str) -> Option<Self> {
+        if path.strip_prefix(RESERVATIONS).is_some_and(requests::is_id) {
+            return Some(Self::Reservation(match *method {
+                Method::GET => Verb::Show,
+                Method::POST => Verb::Update,
+                Method::DELETE => Verb::Finish,
+                _ => return None,
+            }));
+        }
         Some(match path {
+            _ if method != Method::POST => return None,
             "/query" => Self::Query,
             "/query_by_hash" => Self::QueryByHash,
             "/v1/match" => Self::Match,
@@ -42,7 +68,7 @@ impl Question {
         })
     }
 
-    /// Whether its answer can be msgpack; answers in formats of other services are JSON.
+    /// Whether the answer can be msgpack; answers in formats of other services are JSON.
     pub(crate) fn is_ours(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
@@ -54,6 +80,7 @@ impl Question {
             Self::Match => "/v1/match",
             Self::MatchMany => "/v1/match_many",
             Self::Select => "/v1/select",
+            Self::Reservation(_) => "/v1/reservations/{id}",
         }
     }
 }
@@ -74,14 +101,18 @@ pub(crate) struct Head {
     /// Whether the answer is msgpack.
     pub(crate) wants_msgpack: bool,
     pub(crate) query_string: Option<String>,
+    /// The name of the reservation in the path.
+    pub(crate) reservation: Option<String>,
 }
 
-/// The parts for a gRPC message, which is read and answered as JSON.
-const OF_MESSAGE: Head = Head {
-    format: Format::Json,
-    wants_msgpack: false,
-    query_string: None,
-};
+/// The body of an answer.
+pub(crate) struct Answered {
+    pub(crate) body: Vec<u8>,
+    /// Tokens that the best worker holds.
+    pub(crate) longest: u32,
+}
+
+type Answer = Result<Answered, Declined>;
 
 /// Answers queries from the current table.
 pub(crate) struct Endpoints {
@@ -89,45 +120,53 @@ pub(crate) struct Endpoints {
     limits: Limits,
     pub(crate) metrics: Metrics,
     ties: Ties,
-    loads: Arc<EngineLoads>,
+    pub(crate) loads: Arc<Loads>,
+    pub(crate) decisions: Decisions,
     terms: Terms,
     unfollowed: (Trust, u8),
 }
 
 impl Endpoints {
-    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics, loads: Arc<EngineLoads>) -> Self {
+    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics, loads: Arc<Loads>) -> Self {
         Self {
             table: RwLock::default(),
             limits,
             metrics,
             ties: Ties::by_chance(),
             loads,
+            decisions: Decisions::default(),
             terms,
             unfollowed: select::unfollowed(),
         }
     }
 
-    /// Answers from another table from now on, as `Table::read` reads it.
+    /// Replaces the table, from the changes that `Table::read` reads.
     pub(crate) fn replace(&self, changes: &[u8], index: Arc<Index>) -> Result<(), String> {
-        let table = Table::read(changes, index, self.table().as_deref())?;
+        let before = self.table.read().clone();
+        let table = Table::read(changes, index, before.as_deref())?;
         let before = self.table.write().replace(Arc::new(table));
         drop(before); // without the lock
         Ok(())
     }
 
-    /// Returns the body of the answer. None for a query that is not answered here, which is forwarded.
-    pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Vec<u8>> {
+    /// Returns the body of the answer, or the error that follows from the fleet. None for a query that the control plane answers; such a
+    /// query is forwarded.
+    pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Result<Vec<u8>, Problem>> {
+        body_of(self.read_and_answer(question, head, body))
+    }
+
+    fn read_and_answer(&self, question: Question, head: &Head, body: &[u8]) -> Answer {
         let is_raw = head.format == Format::Raw;
         if (is_raw && question != Question::Match)
             || (!is_raw && head.query_string.as_deref().is_some_and(|text| !text.is_empty()))
         {
-            return None;
+            return Err(Declined::Unread);
         }
         let table = self.table()?;
         match question {
             Question::Query => self.query(
                 &table,
-                self.read_prompt(head, body, "token_ids", |request: &mut Query| &mut request.token_ids)?,
+                &self.read_prompt(head, body, "token_ids", |request: &mut Query| &mut request.token_ids)?,
             ),
             Question::QueryByHash => self.query_by_hash(&table, &self.read(head, body)?),
             Question::Match => {
@@ -136,63 +175,125 @@ impl Endpoints {
                 } else {
                     self.read_prompt(head, body, "tokens", |request: &mut Match| &mut request.tokens)?
                 };
-                self.one_match(&table, &request, head)
+                self.one_match(&table, &request, head.wants_msgpack)
             }
-            Question::MatchMany => self.many_matches(&table, &self.read(head, body)?, head),
+            Question::MatchMany => self.many_matches(&table, &self.read(head, body)?, head.wants_msgpack),
             Question::Select => self.select(
                 &table,
                 &self.read_prompt(head, body, "tokens", |request: &mut Select| &mut request.tokens)?,
-                head,
+                head.wants_msgpack,
             ),
+            Question::Reservation(verb) => {
+                let update = match verb {
+                    Verb::Update => self.read(head, body)?,
+                    Verb::Show | Verb::Finish => ReservationUpdate::default(),
+                };
+                let id = head.reservation.as_deref().unwrap_or_default();
+                self.reservation(verb, id, &update, head.wants_msgpack)
+            }
+        }
+    }
+
+    /// Answers a query that the control plane has read: `fields` are the fields of its body in msgpack, without the token ids of one
+    /// prompt.
+    pub(crate) fn answer_fields(
+        &self,
+        question: Question,
+        path: &str,
+        fields: &[u8],
+        tokens: Vec<u32>,
+        wants_msgpack: bool,
+    ) -> Answer {
+        let table = self.table()?;
+        let tokens = Some(tokens);
+        match question {
+            Question::Query => self.query(
+                &table,
+                &Query {
+                    token_ids: tokens,
+                    ..read_msgpack(fields)?
+                },
+            ),
+            Question::QueryByHash => self.query_by_hash(&table, &read_msgpack(fields)?),
+            Question::Match => self.one_match(
+                &table,
+                &Match {
+                    tokens,
+                    ..read_msgpack(fields)?
+                },
+                wants_msgpack,
+            ),
+            Question::MatchMany => self.many_matches(&table, &read_msgpack(fields)?, wants_msgpack),
+            Question::Select => self.select(
+                &table,
+                &Select {
+                    tokens,
+                    ..read_msgpack(fields)?
+                },
+                wants_msgpack,
+            ),
+            Question::Reservation(verb) => {
+                let id = path.strip_prefix(RESERVATIONS).unwrap_or_default();
+                self.reservation(verb, id, &read_msgpack(fields)?, wants_msgpack)
+            }
         }
     }
 
     /// Answers a gRPC message, as JSON.
-    pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Vec<u8>> {
+    pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Result<Vec<u8>, Problem>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
-        let table = self.table()?;
-        let mut request: Match = self.read_message(&message)?;
-        request.tokens = tokens;
-        self.one_match(&table, &request, &OF_MESSAGE)
+        let request = Match {
+            tokens,
+            ..self.read_message(&message)?
+        };
+        body_of(self.one_match(&*self.table().ok()?, &request, false))
     }
 
-    pub(crate) fn answer_match_many(&self, mut message: MatchManyRequest) -> Option<Vec<u8>> {
+    pub(crate) fn answer_match_many(&self, mut message: MatchManyRequest) -> Option<Result<Vec<u8>, Problem>> {
         let prompts = std::mem::take(&mut message.prompts);
-        let table = self.table()?;
-        let mut request: MatchMany = self.read_message(&message)?;
-        request.prompts = Some(prompts.into_iter().map(|prompt| prompt.tokens).collect());
-        self.many_matches(&table, &request, &OF_MESSAGE)
+        let prompts = Some(prompts.into_iter().map(|prompt| prompt.tokens).collect());
+        let request = MatchMany {
+            prompts,
+            ..self.read_message(&message)?
+        };
+        body_of(self.many_matches(&*self.table().ok()?, &request, false))
     }
 
-    pub(crate) fn answer_select(&self, mut message: SelectRequest) -> Option<Vec<u8>> {
+    pub(crate) fn answer_select(&self, mut message: SelectRequest) -> Option<Result<Vec<u8>, Problem>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
-        let table = self.table()?;
-        let mut request: Select = self.read_message(&message)?;
-        request.tokens = tokens;
-        self.select(&table, &request, &OF_MESSAGE)
+        let request = Select {
+            tokens,
+            ..self.read_message(&message)?
+        };
+        body_of(self.select(&*self.table().ok()?, &request, false))
+    }
+
+    /// The reservation of a gRPC message.
+    pub(crate) fn answer_reservation(
+        &self,
+        verb: Verb,
+        id: &str,
+        message: &impl Serialize,
+    ) -> Option<Result<Vec<u8>, Problem>> {
+        body_of(self.reservation(verb, id, &self.read_message(message)?, false))
     }
 
     /// A message without its token ids.
     fn read_message<T: DeserializeOwned>(&self, message: &impl Serialize) -> Option<T> {
-        self.read(&OF_MESSAGE, &serde_json::to_vec(message).ok()?)
+        let json = serde_json::to_vec(message).ok()?;
+        read_json(&json).ok().filter(|_| json.len() <= self.limits.max_json_bytes)
     }
 
-    fn table(&self) -> Option<Arc<Table>> {
-        self.table.read().clone()
+    fn table(&self) -> Result<Arc<Table>, Declined> {
+        self.table.read().clone().ok_or(Declined::Unread)
     }
 
-    fn read<T: DeserializeOwned>(&self, head: &Head, body: &[u8]) -> Option<T> {
-        if body.len() > self.limits.max_json_bytes {
-            return None;
-        }
+    fn read<T: DeserializeOwned>(&self, head: &Head, body: &[u8]) -> Result<T, Declined> {
         match head.format {
-            Format::Json => serde_json::from_slice(body).ok().map(|Object(request)| request),
-            Format::Msgpack => {
-                let mut reader = rmp_serde::Deserializer::new(body);
-                let Object(request) = Object::deserialize(&mut reader).ok()?;
-                reader.get_ref().is_empty().then_some(request)
-            }
-            Format::Raw => None,
+            _ if body.len() > self.limits.max_json_bytes => Err(Declined::Unread),
+            Format::Json => read_json(body),
+            Format::Msgpack => read_msgpack(body),
+            Format::Raw => Err(Declined::Unread),
         }
     }
 
@@ -203,14 +304,14 @@ impl Endpoints {
         body: &[u8],
         name: &str,
         place: impl FnOnce(&mut T) -> &mut Option<Vec<u32>>,
-    ) -> Option<T> {
+    ) -> Result<T, Declined> {
         if head.format != Format::Json {
             return self.read(head, body);
         }
-        let (rest, prompt) = json_tokens::lift(body, name)?;
+        let (rest, prompt) = json_tokens::lift(body, name).ok_or(Declined::Unread)?;
         let mut request = self.read(head, &rest)?;
         *place(&mut request) = Some(prompt);
-        Some(request)
+        Ok(request)
     }
 
     // --- the index
@@ -234,7 +335,7 @@ impl Endpoints {
         }
     }
 
-    /// How much of a prompt each worker holds. `scopes` are those of the candidates, with the items of the request.
+    /// Returns how much of a prompt each worker holds. `scopes` are the scopes of the candidates, with the items of the request.
     fn find(&self, table: &Table, scopes: &[kvevents_index::Scope], tokens: &[u32], options: &Options) -> Vec<Row> {
         // Engines recompute the last token, and with it the block that it is in.
         let usable = if options.whole_prompt {
@@ -256,16 +357,16 @@ impl Endpoints {
 
     // --- the endpoints
 
-    fn query(&self, table: &Table, request: Query) -> Option<Vec<u8>> {
-        let tokens = request.token_ids.as_deref()?;
+    fn query(&self, table: &Table, request: &Query) -> Answer {
+        let tokens = request.token_ids.as_deref().ok_or(Declined::Unread)?;
         self.check_tokens(tokens.len())?;
-        let found = table.candidates(&request.scope()?)?;
+        let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
         let options = Options {
             expected: false,
             whole_prompt: request.whole_prompt,
         };
         let rows = self.find(table, &found.within, tokens, &options);
-        self.field(
+        indexer_answer(
             table,
             &found,
             rows,
@@ -273,30 +374,31 @@ impl Endpoints {
         )
     }
 
-    fn query_by_hash(&self, table: &Table, request: &HashQuery) -> Option<Vec<u8>> {
+    fn query_by_hash(&self, table: &Table, request: &HashQuery) -> Answer {
         let mut given = [&request.block_hashes, &request.seq_hashes, &request.block_hash]
             .into_iter()
             .flatten();
-        let (hashes, None) = (given.next()?, given.next()) else {
-            return None;
+        let (Some(hashes), None) = (given.next(), given.next()) else {
+            return Err(Declined::Unread);
         };
         if hashes.len() > self.limits.max_hashes {
-            return None;
+            return Err(Declined::Unread);
         }
-        let mut keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>()?;
+        let keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>();
+        let mut keys = keys.ok_or(Declined::Unread)?;
         if request.block_hashes.is_some() {
             keys::chain(None, &mut keys);
         }
-        let found = table.candidates(&request.scope()?)?;
+        let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
         let mut rows = Vec::new();
         for scope in &found.within {
             for size in &found.block_sizes {
-                let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model)?;
-                self.rows(table, &matches, &mut rows);
+                let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model);
+                self.rows(table, &matches.ok_or(Declined::Unread)?, &mut rows);
             }
         }
         self.metrics.lookup(0, longest(&rows));
-        self.field(
+        indexer_answer(
             table,
             &found,
             rows,
@@ -304,63 +406,43 @@ impl Endpoints {
         )
     }
 
-    /// An answer in the format of Dynamo or of Mooncake.
-    fn field(
-        &self,
-        table: &Table,
-        found: &Candidates,
-        mut rows: Vec<Row>,
-        (is_dynamo, instance, block_size): (bool, Option<&requests::Id>, Option<u64>),
-    ) -> Option<Vec<u8>> {
-        if block_size == Some(0) {
-            return None;
-        }
-        // Those that are not EXACT might hold more than is known, and their trust says so.
-        add_others(&mut rows, &found.inexact);
-        let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
-        rows.retain(|row| {
-            let worker = table.worker(row.place);
-            !worker.is_hidden
-                && instance.as_ref().is_none_or(|name| worker.instance == *name)
-                && (block_size.is_none() || worker.block_size.is_none() || worker.block_size == block_size)
-        });
-        Some(if is_dynamo {
-            answers::dynamo(table, &rows)
-        } else {
-            answers::mooncake(table, &found.scope.tenant, &rows)
-        })
-    }
-
-    fn one_match(&self, table: &Table, request: &Match, head: &Head) -> Option<Vec<u8>> {
-        let tokens = request.tokens.as_deref()?;
+    fn one_match(&self, table: &Table, request: &Match, wants_msgpack: bool) -> Answer {
+        let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
         self.check_tokens(tokens.len())?;
-        let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
+        let found = table.candidates(&good_scope(request)?)?;
         let options = Options {
             expected: request.expected,
             whole_prompt: request.whole_prompt,
         };
         let scopes = with_items(&found, &request.mm)?;
         let mut rows = self.find(table, &scopes, tokens, &options);
+        let longest = longest(&rows);
         add_others(&mut rows, &found.workers);
         let answer = MatchAnswer {
             prompt_tokens: tokens.len(),
             workers: answers::held(table, &rows),
         };
-        encode_answer(&answer, head)
+        encoded(&answer, longest, wants_msgpack)
     }
 
-    fn many_matches(&self, table: &Table, request: &MatchMany, head: &Head) -> Option<Vec<u8>> {
-        let prompts = request.checked()?;
+    fn many_matches(&self, table: &Table, request: &MatchMany, wants_msgpack: bool) -> Answer {
+        let prompts = request.checked().ok_or(Declined::Unread)?;
         self.check_tokens(prompts.iter().map(Vec::len).sum())?;
-        let found = table.candidates(&request.scope().filter(|_| request.has_good_names())?)?;
+        let found = table.candidates(&good_scope(request)?)?;
         let options = Options {
             expected: request.expected,
             whole_prompt: request.whole_prompt,
         };
         let mut matches = Vec::with_capacity(prompts.len());
         let scopes = with_items(&found, &request.mm)?;
+        let (mut most, mut held_rows) = (0, 0);
         for tokens in prompts {
             let rows = self.find(table, &scopes, tokens, &options);
+            most = most.max(longest(&rows));
+            held_rows += rows.len();
+            if held_rows > self.limits.max_rows {
+                return Err(Declined::Refused(Problem::too_many_rows(self.limits.max_rows)));
+            }
             matches.push(PromptMatch {
                 prompt_tokens: tokens.len(),
                 holders: answers::held(table, &rows),
@@ -371,6 +453,8 @@ impl Endpoints {
             WorkerTrust {
                 instance: &worker.instance,
                 rank: worker.rank,
+                url: worker.url.as_deref(),
+                labels: &worker.labels,
                 trust: &worker.trust,
             }
         };
@@ -378,24 +462,19 @@ impl Endpoints {
             matches,
             workers: found.workers.iter().map(trust).collect(),
         };
-        encode_answer(&answer, head)
+        encoded(&answer, most, wants_msgpack)
     }
 
-    fn select(&self, table: &Table, request: &Select, head: &Head) -> Option<Vec<u8>> {
-        let tokens = request.tokens.as_deref()?;
+    fn select(&self, table: &Table, request: &Select, wants_msgpack: bool) -> Answer {
+        let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
         self.check_tokens(tokens.len())?;
-        if !request.is_sound()
-            || !request.has_good_names()
-            || request
-                .candidates
-                .as_ref()
-                .is_some_and(|some| some.len() > self.limits.max_candidates)
-        {
-            return None;
+        let given = request.candidates.as_deref();
+        if !request.is_sound() || given.is_some_and(|some| some.len() > self.limits.max_candidates) {
+            return Err(Declined::Unread);
         }
-        let found = table.candidates(&request.scope()?)?;
+        let found = table.candidates(&good_scope(request)?)?;
         let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
-        let candidates: Vec<Candidate> = match &request.candidates {
+        let candidates: Vec<Candidate> = match given {
             Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
             None => found.workers.iter().map(all).collect(),
         };
@@ -405,45 +484,119 @@ impl Endpoints {
         };
         let scopes = with_items(&found, &request.mm)?;
         let rows = self.find(table, &scopes, tokens, &options);
-        let (selected, place) = select::select(
+        let is_sampled = self.decisions.is_due();
+        let (mut selected, place) = select::select(
             table,
             &found,
             request,
             &candidates,
             &rows,
-            tokens.len(),
+            (tokens.len(), request.explain || is_sampled, self.limits.reservation_seconds),
             (&self.unfollowed, &self.terms, &self.ties, &self.loads),
         )?;
+        if is_sampled {
+            self.decisions.add(&found.scope, tokens.len(), &selected);
+            if !request.explain {
+                (selected.considered, selected.unreachable) = (None, None);
+            }
+        }
         if request.expect_seconds > 0.0
             && let Some(place) = place
         {
             table.expect(place, &found.scope, tokens, request.expect_seconds);
         }
-        encode_answer(&selected, head)
+        encoded(&selected, longest(&rows), wants_msgpack)
     }
 
-    fn check_tokens(&self, count: usize) -> Option<()> {
-        (count <= self.limits.max_tokens).then_some(())
+    fn reservation(&self, verb: Verb, id: &str, update: &ReservationUpdate, wants_msgpack: bool) -> Answer {
+        let reservation = match verb {
+            Verb::Show => self.loads.reservation(id),
+            Verb::Update => self.loads.update(id, &update.checked().ok_or(Declined::Unread)?),
+            Verb::Finish => self.loads.finish(id),
+        };
+        let reservation = reservation.ok_or_else(|| Declined::Refused(Problem::no_such_reservation(id)))?;
+        encoded(&reservation, 0, wants_msgpack)
+    }
+
+    fn check_tokens(&self, count: usize) -> Result<(), Declined> {
+        if count > self.limits.max_tokens {
+            return Err(Declined::Unread);
+        }
+        Ok(())
     }
 }
 
-/// How a prompt is looked up.
+/// An answer in the format of Dynamo or of Mooncake.
+fn indexer_answer(
+    table: &Table,
+    found: &Candidates,
+    mut rows: Vec<Row>,
+    (is_dynamo, instance, block_size): (bool, Option<&requests::Id>, Option<u64>),
+) -> Answer {
+    if block_size == Some(0) {
+        return Err(Declined::Unread);
+    }
+    let longest = longest(&rows);
+    // Workers that are not EXACT might hold more than is known, and their trust says so.
+    add_others(&mut rows, &found.inexact);
+    let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
+    rows.retain(|row| {
+        let worker = table.worker(row.place);
+        !worker.is_hidden
+            && instance.as_ref().is_none_or(|name| worker.instance == *name)
+            && (block_size.is_none() || worker.block_size.is_none() || worker.block_size == block_size)
+    });
+    let body = if is_dynamo {
+        answers::dynamo(table, &rows)
+    } else {
+        answers::mooncake(table, &found.scope.tenant, &rows)
+    };
+    Ok(Answered { body, longest })
+}
+
+/// The scope of a request with names that `/v1` admits.
+fn good_scope(request: &impl Names) -> Result<Scope, Declined> {
+    request.scope().filter(|_| request.has_good_names()).ok_or(Declined::Unread)
+}
+
+fn read_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, Declined> {
+    let Object(request) = serde_json::from_slice(body).map_err(|_| Declined::Unread)?;
+    Ok(request)
+}
+
+fn read_msgpack<T: DeserializeOwned>(body: &[u8]) -> Result<T, Declined> {
+    let mut reader = rmp_serde::Deserializer::new(body);
+    match Object::deserialize(&mut reader) {
+        Ok(Object(request)) if reader.get_ref().is_empty() => Ok(request),
+        Ok(_) | Err(_) => Err(Declined::Unread),
+    }
+}
+
+fn body_of(answer: Answer) -> Option<Result<Vec<u8>, Problem>> {
+    match answer {
+        Ok(answered) => Some(Ok(answered.body)),
+        Err(Declined::Refused(problem)) => Some(Err(problem)),
+        Err(Declined::Unread) => None,
+    }
+}
+
+/// The way in which a prompt is looked up.
 struct Options {
     expected: bool,
     whole_prompt: bool,
 }
 
-/// Returns the scopes of candidates with the items of a request. None for too many items.
-fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Option<Cow<'a, [kvevents_index::Scope]>> {
-    let items = requests::items(media)?;
+/// Returns the scopes of candidates with the items of a request.
+fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Result<Cow<'a, [kvevents_index::Scope]>, Declined> {
+    let items = requests::items(media).ok_or(Declined::Unread)?;
     if items.is_empty() {
-        return Some(Cow::Borrowed(&found.within));
+        return Ok(Cow::Borrowed(&found.within));
     }
     let with_items = |scope: &kvevents_index::Scope| kvevents_index::Scope {
         items: items.clone(),
         ..scope.clone()
     };
-    Some(found.within.iter().map(with_items).collect())
+    Ok(found.within.iter().map(with_items).collect())
 }
 
 fn longest(rows: &[Row]) -> u32 {
@@ -467,20 +620,22 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
 }
 
 /// Reads a raw prompt, with everything else in the query string.
-fn raw(query_string: &str, body: &[u8]) -> Option<Match> {
+fn raw(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     let (numbers, rest) = body.as_chunks::<4>();
-    if !rest.is_empty() {
-        return None;
-    }
-    let mut request = requests::of_query_string(query_string)?;
-    request.tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());
-    Some(request)
+    let request = requests::of_query_string(query_string).filter(|_| rest.is_empty());
+    let tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());
+    Ok(Match {
+        tokens,
+        ..request.ok_or(Declined::Unread)?
+    })
 }
 
-fn encode_answer<T: Serialize>(answer: &T, head: &Head) -> Option<Vec<u8>> {
-    if head.wants_msgpack {
+fn encoded(answer: &impl Serialize, longest: u32, wants_msgpack: bool) -> Answer {
+    let body = if wants_msgpack {
         rmp_serde::to_vec_named(answer).ok()
     } else {
         serde_json::to_vec(answer).ok()
-    }
+    };
+    let body = body.ok_or(Declined::Unread)?;
+    Ok(Answered { body, longest })
 }

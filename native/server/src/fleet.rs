@@ -3,12 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use kvevents_index::Scope as IndexScope;
 use kvevents_index::keys;
+use kvevents_index::prefix_index::Index;
 use kvevents_index::store::members::Worker as Stream;
-use kvevents_index::{Index, Scope as IndexScope};
-use kvevents_routing::{State, Trust};
+use kvevents_routing::{Labels, State, Trust};
 use parking_lot::RwLock;
 use serde::Deserialize;
+
+use crate::problems::{Declined, Problem};
 
 /// Maximum number of scopes whose candidates are cached, since clients can name any LoRA and salt.
 const MAX_REMEMBERED: usize = 256;
@@ -19,9 +22,9 @@ const MAX_NAME: usize = 512;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 #[serde(untagged)]
 pub enum Lora {
-    /// Its number.
+    /// Number of the LoRA.
     Id(i64),
-    /// Its name.
+    /// Name of the LoRA.
     Name(String),
 }
 
@@ -36,7 +39,7 @@ pub struct Scope {
     pub group: String,
     /// LoRA of the prompt; for a worker, the LoRA that its events do not contain.
     pub lora: Option<Lora>,
-    /// Cache salt, in the same way.
+    /// Cache salt of the prompt; for a worker, the salt that its events do not contain.
     pub salt: Option<String>,
 }
 
@@ -73,23 +76,28 @@ type Fleet = (String, String, String);
 /// One rank of an engine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
-    /// Its source name in the index.
+    /// Source name of the worker in the index.
     pub(crate) source: String,
     pub(crate) rank: i64,
     pub(crate) instance: String,
+    /// Where the worker takes requests, if that is known.
+    #[serde(default)]
+    pub(crate) url: Option<String>,
+    #[serde(default)]
+    pub(crate) labels: Labels,
     pub(crate) scope: Scope,
-    /// The model that the index knows its stream by.
+    /// The model with which the index labels the stream.
     label: String,
     pub(crate) trust: Trust,
     /// Whether a worker is left out of answers to clients that might not look at trust.
     pub(crate) is_hidden: bool,
     pub(crate) distance: u8,
-    /// Tokens per block that it was registered with.
+    /// Tokens per block as registered.
     pub(crate) block_size: Option<u64>,
-    /// Tiers from which its engine announces no removals.
+    /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
-    /// The trust in an answer that has blocks of it which might be gone.
+    /// The trust in an answer with blocks of the worker that might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,
     /// The instance's name as JSON.
@@ -98,7 +106,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Returns the worker with what follows from its fields.
+    /// Returns the worker with the values that follow from its fields.
     fn completed(self) -> Self {
         Self {
             trust_if_uncertain: Some(self.trust.if_uncertain()),
@@ -107,8 +115,8 @@ impl Worker {
         }
     }
 
-    /// Returns the state by which its tokens are weighed. A stream that waits only for a live batch to confirm replay, as of every idle
-    /// engine, counts as exact: nothing contradicts it.
+    /// Returns the state by which the worker's tokens are weighted. A stream that waits only for a live batch to confirm replay, as of
+    /// every idle engine, counts as exact: nothing contradicts it.
     pub(crate) fn weighed_state(&self) -> State {
         let is_unproven = self.trust.reason_codes.iter().eq(["replay-unproven"]);
         if is_unproven && self.trust.state == State::Degraded {
@@ -132,7 +140,7 @@ struct TableMessage {
     has_failed: bool,
     /// All workers by their numbers, in order.
     order: Vec<u64>,
-    /// The workers that the table before does not have, or not like this.
+    /// The workers that are new or have changed since the previous table.
     workers: HashMap<u64, Worker>,
     /// Tokens per block, the smallest first, by fleet.
     block_sizes: Vec<(String, String, String, Vec<u32>)>,
@@ -147,9 +155,9 @@ pub(crate) struct Candidates {
     pub(crate) scope: Scope,
     /// Scopes of the index.
     pub(crate) within: Vec<IndexScope>,
-    /// Places of workers in the table.
+    /// Positions of workers in the table.
     pub(crate) workers: Vec<u32>,
-    /// The workers among them that are not EXACT.
+    /// Positions of the workers that are not EXACT.
     pub(crate) inexact: Vec<u32>,
     pub(crate) block_sizes: Vec<u32>,
 }
@@ -160,9 +168,9 @@ pub struct Table {
     pub(crate) index: Arc<Index>,
     has_failed: bool,
     pub(crate) workers: Vec<Arc<Worker>>,
-    /// By the control plane's numbers.
+    /// Workers by the control plane's numbers.
     rows: HashMap<u64, Arc<Worker>>,
-    /// By place, a number that workers of one instance name share.
+    /// For each position, a number that all workers of one instance name share.
     instance_numbers: Vec<u32>,
     places: HashMap<Stream, u32>,
     labels: HashMap<Scope, String>,
@@ -175,8 +183,7 @@ pub struct Table {
 impl Table {
     /// Reads the control plane's JSON, which describes the changes of a table; it is answered from `index`.
     ///
-    /// # Errors
-    /// If the JSON has another shape, or lacks a worker that the table before lacks too.
+    /// # Errors If the JSON has another shape, or lacks a worker that the previous table lacks too.
     pub fn read(json: &[u8], index: Arc<Index>, before: Option<&Self>) -> Result<Self, String> {
         let message: TableMessage = serde_json::from_slice(json).map_err(|error| error.to_string())?;
         let mut changed = message.workers;
@@ -228,28 +235,29 @@ impl Table {
         self.places.get(stream).copied()
     }
 
-    /// Returns where prompts of a scope are looked up. None for an error, which the control plane reports.
-    pub(crate) fn candidates(&self, scope: &Scope) -> Option<Arc<Candidates>> {
+    /// Returns where prompts of a scope are looked up.
+    pub(crate) fn candidates(&self, scope: &Scope) -> Result<Arc<Candidates>, Declined> {
         if self.has_failed || self.index.is_damaged() {
-            return None;
+            return Err(Declined::Unread);
         }
         if let Some(found) = self.remembered.read().get(scope) {
-            return Some(found.clone());
+            return Ok(found.clone());
         }
-        let found = Arc::new(self.find(self.resolve_model(scope)?)?);
+        let found = self.find(self.resolve_model(scope)?);
+        let found = Arc::new(found.ok_or(Declined::Unread)?);
         if !scope.has_short_names() {
-            return Some(found);
+            return Ok(found);
         }
         let mut remembered = self.remembered.write();
         if remembered.len() >= MAX_REMEMBERED {
             remembered.clear();
         }
         remembered.insert(scope.clone(), found.clone());
-        Some(found)
+        Ok(found)
     }
 
-    /// The scope with the base model if its model is an adapter's name. None if several models have that adapter.
-    fn resolve_model(&self, scope: &Scope) -> Option<Scope> {
+    /// Returns the scope with the base model if its model is an adapter's name. A model takes precedence over an adapter of the same name.
+    fn resolve_model(&self, scope: &Scope) -> Result<Scope, Declined> {
         let fleet = scope.fleet();
         let is_adapter = match &scope.lora {
             None => true,
@@ -257,14 +265,14 @@ impl Table {
             Some(Lora::Id(_)) => false,
         };
         match self.bases.get(&fleet).map_or(&[][..], Vec::as_slice) {
-            [] => Some(scope.clone()),
-            _ if !is_adapter || self.fleets.contains(&fleet) => Some(scope.clone()),
-            [base] => Some(Scope {
+            [] => Ok(scope.clone()),
+            _ if !is_adapter || self.fleets.contains(&fleet) => Ok(scope.clone()),
+            [base] => Ok(Scope {
                 model: base.clone(),
                 lora: Some(Lora::Name(scope.model.clone())),
                 ..scope.clone()
             }),
-            _ => None,
+            bases => Err(Declined::Refused(Problem::ambiguous_adapter(&scope.model, bases))),
         }
     }
 
@@ -274,7 +282,7 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // Workers whose events name their LoRA and salt have neither here: the keys hold them.
+        // The scope of workers whose events name LoRA and salt is without both, which their keys contain.
         for own_lora in distinct(scope.lora.clone()) {
             for own_salt in distinct(scope.salt.clone()) {
                 let view = Scope {

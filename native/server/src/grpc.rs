@@ -1,45 +1,68 @@
-//! gRPC on the port of HTTP: the queries of `/v1` as unary calls, and the standard health service.
+//! gRPC on the port of HTTP: the queries of `/v1` as calls, and the standard health service.
 //!
-//! Theory of operation. A call is an HTTP/2 request whose content type is `application/grpc`. Its body is one message after five
-//! bytes (whether it is compressed, and its length), and its answer the same with the status in trailers. A query is answered from
-//! the index like one over HTTP; what is not answered here goes to the control plane as the equivalent request of `/v1`, and
-//! its answer or its problem comes back as a message or a status. So both have the same rules, limits and messages.
+//! Theory of operation. A call is a request like others: it has the same connection, limits and rules. [`METHODS`] names the query
+//! of `/v1` that each method is equivalent to. First the call is admitted as that query is, and its body is received. Then tonic, with the
+//! generated code of `proto`, reads the message and calls the method of [`Call`]. A query is answered from the index like one over
+//! HTTP. What is not answered there goes to the control plane as the equivalent query; its answer or its problem comes back as a message or
+//! a status.
+//!
+//! A new method is a row of [`METHODS`] and a function of its service. The answer to a unary call is encoded before it is sent, so
+//! that its bytes count as unread.
 
+use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use bytes::{BufMut, Bytes, BytesMut};
-use http_body_util::BodyExt;
-use hyper::body::{Body as _, Incoming};
-use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue};
+use bytes::Bytes;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::{Body as _, Frame, Incoming};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
 use hyper::http::request::Parts;
-use hyper::{HeaderMap, Method, Response, StatusCode, Uri, Version};
+use hyper::{HeaderMap, Method, Request, Response, StatusCode, Uri, Version};
 use prost::Message;
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::WatchStream;
+use tonic::codegen::{BoxStream, Service, async_trait};
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Code, Status};
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_server::{Health, HealthServer};
+use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::body::{Body, InProgress};
-use crate::connections::{Order, SWEEP, count};
-use crate::endpoints::{Endpoints, Question};
-use crate::forward::Sent;
-use crate::messages::{
-    HealthCheckRequest, HealthCheckResponse, MatchManyRequest, MatchManyResponse, MatchRequest, MatchResponse, SelectRequest,
-    SelectResponse,
-};
+use crate::connections::count;
+use crate::control_plane::Sent;
+use crate::endpoints::{Endpoints, Question, RESERVATIONS, Verb};
 use crate::problems::{JSON, Problem};
+use crate::proto::query_server::{self, Query, QueryServer};
+use crate::proto::{FinishReservationRequest, MatchManyRequest, MatchManyResponse, MatchRequest, MatchResponse};
+use crate::proto::{Reservation, SelectRequest, SelectResponse, UpdateReservationRequest};
 use crate::receive::{Unreceived, receive};
+use crate::requests::is_id;
 use crate::server_state::Shared;
 
-const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
-const STATUS: HeaderName = HeaderName::from_static("grpc-status");
-const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// The reason code for programs, for example `unknown-model`.
-const REASON: HeaderName = HeaderName::from_static("kvevents-reason");
-const SERVICE: &str = "kvevents.v1.Query";
-const CHECK: &str = "/grpc.health.v1.Health/Check";
-/// Bytes before each message.
+const REASON: &str = "kvevents-reason";
+/// Number of bytes before a message in the body of a request.
 const PREFIX: usize = 5;
+
+/// Methods by path, each with the query of `/v1` that is admitted as it is.
+const METHODS: [(&str, Question); 7] = [
+    ("/kvevents.v1.Query/Match", Question::Match),
+    ("/kvevents.v1.Query/MatchMany", Question::MatchMany),
+    ("/kvevents.v1.Query/Select", Question::Select),
+    ("/kvevents.v1.Query/UpdateReservation", Question::Reservation(Verb::Update)),
+    ("/kvevents.v1.Query/FinishReservation", Question::Reservation(Verb::Finish)),
+    (CHECK, Question::Match), // admitted always
+    (WATCH, Question::Match),
+];
+const CHECK: &str = "/grpc.health.v1.Health/Check";
+const WATCH: &str = "/grpc.health.v1.Health/Watch";
+/// Any reservation, by whose path a call is admitted before its message is read.
+const ANY_RESERVATION: &str = "/v1/reservations/any";
 
 /// Whether a request is a call.
 pub(crate) fn is_call(head: &Parts) -> bool {
@@ -54,125 +77,70 @@ pub(crate) fn is_probe(head: &Parts) -> bool {
     head.uri.path() == CHECK
 }
 
-enum Call {
-    Query(&'static str, Question),
-    Check,
-    Watch,
+/// The answer to a call that is refused.
+pub(crate) fn refuse(problem: &Problem) -> Response<Body> {
+    refused(Status::from(problem))
 }
 
-impl Call {
-    fn from_path(path: &str) -> Option<Self> {
-        Some(match path {
-            "/kvevents.v1.Query/Match" => Self::Query("/kvevents.v1.Query/Match", Question::Match),
-            "/kvevents.v1.Query/MatchMany" => Self::Query("/kvevents.v1.Query/MatchMany", Question::MatchMany),
-            "/kvevents.v1.Query/Select" => Self::Query("/kvevents.v1.Query/Select", Question::Select),
-            CHECK => Self::Check,
-            "/grpc.health.v1.Health/Watch" => Self::Watch,
-            _ => return None,
-        })
+fn refused(status: Status) -> Response<Body> {
+    status.into_http::<()>().map(|()| Body::full(Bytes::new()))
+}
+
+// --- statuses
+
+fn code(status: StatusCode) -> Code {
+    match status.as_u16() {
+        400 | 415 | 422 | 431 => Code::InvalidArgument,
+        401 => Code::Unauthenticated,
+        403 | 421 => Code::PermissionDenied,
+        404 => Code::NotFound,
+        408 => Code::DeadlineExceeded,
+        409 => Code::FailedPrecondition,
+        413 | 429 => Code::ResourceExhausted,
+        500 => Code::Internal,
+        503 => Code::Unavailable,
+        _ => Code::Unknown,
     }
 }
 
-/// gRPC status codes that are used here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Code {
-    Cancelled = 1,
-    Unknown = 2,
-    InvalidArgument = 3,
-    DeadlineExceeded = 4,
-    NotFound = 5,
-    PermissionDenied = 7,
-    ResourceExhausted = 8,
-    FailedPrecondition = 9,
-    Unimplemented = 12,
-    Internal = 13,
-    Unavailable = 14,
-    Unauthenticated = 16,
-}
-
-impl Code {
-    fn of(status: StatusCode) -> Self {
-        match status.as_u16() {
-            400 | 415 | 422 | 431 => Self::InvalidArgument,
-            401 => Self::Unauthenticated,
-            403 | 421 => Self::PermissionDenied,
-            404 => Self::NotFound,
-            408 => Self::DeadlineExceeded,
-            409 => Self::FailedPrecondition,
-            413 | 429 => Self::ResourceExhausted,
-            500 => Self::Internal,
-            503 => Self::Unavailable,
-            _ => Self::Unknown,
-        }
+fn status(http: StatusCode, detail: &str, hint: &str, reason: &str) -> Status {
+    let mut metadata = MetadataMap::new();
+    if let Ok(reason) = MetadataValue::try_from(reason) {
+        metadata.insert(REASON, reason);
     }
-}
-
-/// Why a call has no answer.
-#[derive(Debug)]
-pub(crate) struct Status {
-    code: Code,
-    message: String,
-    reason: Option<String>,
-}
-
-impl Status {
-    fn new(code: Code, message: impl Into<String>) -> Self {
-        Self {
-            code,
-            message: message.into(),
-            reason: None,
-        }
-    }
-
-    fn trailers(&self) -> HeaderMap {
-        let mut found = HeaderMap::new();
-        found.insert(STATUS, HeaderValue::from(self.code as u16));
-        if let Ok(message) = HeaderValue::from_str(&percent_encoded(&self.message)) {
-            found.insert(MESSAGE, message);
-        }
-        if let Some(reason) = self.reason.as_deref().and_then(|reason| HeaderValue::from_str(reason).ok()) {
-            found.insert(REASON, reason);
-        }
-        found
-    }
-
-    /// The answer, without a message.
-    pub(crate) fn response(&self) -> Response<Body> {
-        let mut response = Response::new(Body::full(Bytes::new()));
-        *response.headers_mut() = self.trailers();
-        response.headers_mut().insert(CONTENT_TYPE, GRPC);
-        response
-    }
+    Status::with_metadata(code(http), format!("{detail}; {hint}"), metadata)
 }
 
 impl From<&Problem> for Status {
     fn from(problem: &Problem) -> Self {
-        Self {
-            code: Code::of(problem.status),
-            message: format!("{}; {}", problem.detail, problem.hint),
-            reason: Some(problem.reason.into()),
-        }
+        status(problem.status, &problem.detail, problem.hint, problem.reason)
     }
 }
 
-impl From<prost::DecodeError> for Status {
-    fn from(error: prost::DecodeError) -> Self {
-        Self::new(Code::InvalidArgument, format!("cannot decode the message: {error}"))
+/// A problem of the control plane as a status.
+fn problem(http: StatusCode, body: &[u8]) -> Status {
+    #[derive(serde::Deserialize)]
+    struct Members {
+        detail: String,
+        reason: String,
+        hint: String,
+    }
+
+    match serde_json::from_slice::<Members>(body) {
+        Ok(problem) => status(http, &problem.detail, &problem.hint, &problem.reason),
+        Err(_) => Status::new(code(http), http.to_string()),
     }
 }
 
-/// Text encoded for `grpc-message`.
-fn percent_encoded(text: &str) -> String {
-    let mut found = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if matches!(byte, b' '..=b'~') && byte != b'%' {
-            found.push(char::from(byte));
-        } else {
-            found.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    found
+fn ending() -> Status {
+    Status::from(&Problem::ending())
 }
+
+fn too_large() -> Status {
+    Status::resource_exhausted("the message is too large; see limits.max_body_bytes")
+}
+
+// --- calls
 
 /// Answers a call.
 pub(crate) async fn respond(
@@ -188,9 +156,9 @@ pub(crate) async fn respond(
         None => answered.await,
         Some(time) => tokio::time::timeout(time, answered)
             .await
-            .unwrap_or_else(|_| Err(Status::new(Code::DeadlineExceeded, "the deadline of the call has passed"))),
+            .unwrap_or_else(|_| Err(Status::deadline_exceeded("the deadline of the call has passed"))),
     };
-    answered.unwrap_or_else(|status| status.response())
+    answered.unwrap_or_else(refused)
 }
 
 /// The time that a call has, by `grpc-timeout`.
@@ -217,236 +185,227 @@ async fn answer(
     began: Instant,
 ) -> Result<Response<Body>, Status> {
     let path = head.uri.path();
-    let (path, question) = match Call::from_path(path) {
-        None => return Err(Status::new(Code::Unimplemented, format!("unknown method {path}"))),
-        Some(Call::Check) => {
-            let message = received(shared, progress, body).await?.map_err(|()| too_large())?;
-            return check(shared, &message);
-        }
-        Some(Call::Watch) => {
-            admit(shared, peer, &as_http(&head, Question::Match)).await?;
-            let message = received(shared, progress, body).await?.map_err(|()| too_large())?;
-            return watch(shared, progress, &message);
-        }
-        Some(Call::Query(path, question)) => (path, question),
-    };
-    let forwarded = as_http(&head, question);
+    let method = METHODS.iter().find(|(known, _)| *known == path);
+    let &(path, question) = method.ok_or_else(|| Status::unimplemented(format!("unknown method {path}")))?;
     let limit = shared.settings.limits.max_body_bytes as u64;
-    let is_admitted = body.size_hint().lower() <= limit && shared.policy.admits(&head.headers);
-    if !is_admitted {
-        admit(shared, peer, &forwarded).await?;
-    }
-    let Ok(message) = received(shared, progress, body).await? else {
-        // The control plane reports what is too large.
-        return Err(
-            match ask(shared, peer, &forwarded, Sent::Announced((limit + 1).to_string())).await? {
-                Ok(_) => too_large(),
-                Err(status) => status,
-            },
-        );
+    let mut call = Call {
+        shared: shared.clone(),
+        peer: peer.to_owned(),
+        path,
+        equivalent: equivalent(&head, question),
+        body: Bytes::new(),
+        is_admitted: path == CHECK || (body.size_hint().lower() <= limit && shared.policy.admits(&head.headers)),
+        began,
     };
-    if is_admitted && shared.settings.answers_queries {
-        let work = || from_index(&shared.endpoints, question, message.clone());
-        let found = shared.run(question, message.len(), work).await;
-        if let Some(found) = found.transpose()?.flatten() {
-            shared.endpoints.metrics.request(path, 200, began.elapsed());
-            return Ok(found);
-        }
+    if !call.is_admitted {
+        call.ask(Sent::Announced("chunked".into())).await??;
     }
-    let json = shared
-        .run(question, message.len(), || as_json(question, message.clone()))
-        .await;
-    let json = json.unwrap_or_else(|| Err(Status::from(&Problem::ending())))?;
-    let found = ask(shared, peer, &forwarded, Sent::Whole(json.into())).await??;
-    from_json(question, &found).ok_or_else(|| Status::new(Code::Internal, "the control plane's answer cannot be read"))
-}
-
-fn too_large() -> Status {
-    Status::new(Code::ResourceExhausted, "the message is too large; see limits.max_body_bytes")
-}
-
-/// Returns the message of a body. The inner error means that it is too large.
-async fn received(shared: &Shared, progress: &InProgress, body: Incoming) -> Result<Result<Bytes, ()>, Status> {
-    let body = match receive(progress, body, &shared.settings.limits).await {
+    call.body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
-        Err(Unreceived::TooLarge) => return Ok(Err(())),
-        Err(Unreceived::Gone) => return Err(Status::new(Code::Cancelled, "the client has left")),
+        Err(Unreceived::TooLarge) => {
+            // The control plane reports what is too large.
+            call.ask(Sent::Announced((limit + 1).to_string())).await??;
+            return Err(too_large());
+        }
+        Err(Unreceived::Gone) => return Err(Status::cancelled("the client has left")),
         Err(Unreceived::Refused(problem)) => {
             count(&shared.connections.refusals, problem.reason);
             return Err(Status::from(&problem));
         }
     };
-    unframed(&body).map(Ok)
-}
-
-fn unframed(body: &Bytes) -> Result<Bytes, Status> {
-    let wrong = || Status::new(Code::InvalidArgument, "the body is not one message with its length");
-    let (prefix, _) = body.split_first_chunk::<PREFIX>().ok_or_else(wrong)?;
-    let [is_compressed, length @ ..] = *prefix;
-    if is_compressed != 0 {
-        return Err(Status::new(Code::Unimplemented, "messages are not to be compressed"));
+    let size = call.body.len();
+    // With the message in one part with its prefix, tonic would copy it twice.
+    let mut message = call.body.clone();
+    let prefix = message.split_to(PREFIX.min(size));
+    let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));
+    let request = Request::from_parts(head, StreamBody::new(tokio_stream::iter(parts)));
+    let mut answered = pin!(call.serve(request));
+    // All of the work here is in the first poll; after that it waits for the control plane.
+    let first = || answered.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    match shared.run(question, size, first).await {
+        None => Err(ending()),
+        Some(Poll::Ready(response)) => response,
+        Some(Poll::Pending) => answered.await,
     }
-    if u32::from_be_bytes(length) as usize != body.len() - PREFIX {
-        return Err(wrong());
-    }
-    Ok(body.slice(PREFIX..))
 }
 
-fn framed(message: &impl Message) -> Bytes {
-    let length = message.encoded_len();
-    let mut found = BytesMut::with_capacity(PREFIX + length);
-    found.put_u8(0);
-    found.put_u32(length as u32);
-    message.encode_raw(&mut found);
-    found.freeze()
-}
-
-fn answered_with(message: &impl Message) -> Response<Body> {
-    let mut trailers = HeaderMap::new();
-    trailers.insert(STATUS, HeaderValue::from_static("0"));
-    let mut response = Response::new(Body::Message {
-        data: Some(framed(message)),
-        trailers: Some(trailers),
+/// The head of the query of `/v1` that is equivalent to a call.
+fn equivalent(head: &Parts, question: Question) -> Parts {
+    let mut head = head.clone();
+    head.uri = Uri::from_static(match question {
+        Question::Reservation(_) => ANY_RESERVATION,
+        question => question.path(),
     });
-    response.headers_mut().insert(CONTENT_TYPE, GRPC);
-    response
+    if question == Question::Reservation(Verb::Finish) {
+        head.method = Method::DELETE;
+    }
+    head.headers.remove(ACCEPT);
+    head.headers.insert(CONTENT_TYPE, JSON);
+    head
 }
 
-// --- queries
-
-fn from_index(endpoints: &Endpoints, question: Question, message: Bytes) -> Result<Option<Response<Body>>, Status> {
-    let json = match question {
-        Question::Match => endpoints.answer_match(MatchRequest::decode(message)?),
-        Question::MatchMany => endpoints.answer_match_many(MatchManyRequest::decode(message)?),
-        Question::Select => endpoints.answer_select(SelectRequest::decode(message)?),
-        Question::Query | Question::QueryByHash => None,
-    };
-    Ok(json.and_then(|json| from_json(question, &json)))
+/// A call whose body was received.
+struct Call {
+    shared: Arc<Shared>,
+    peer: String,
+    path: &'static str,
+    /// Head of the equivalent query of `/v1`.
+    equivalent: Parts,
+    /// The message, after its prefix.
+    body: Bytes,
+    /// Whether the query needs no permission of the control plane.
+    is_admitted: bool,
+    began: Instant,
 }
 
-fn from_json(question: Question, json: &[u8]) -> Option<Response<Body>> {
-    fn read<M: Message + DeserializeOwned>(json: &[u8]) -> Option<Response<Body>> {
-        let message: M = serde_json::from_slice(json).ok()?;
-        Some(answered_with(&message))
+impl Call {
+    /// Passes a request to the generated code of its service.
+    async fn serve<B>(self, request: Request<B>) -> Result<Response<Body>, Status>
+    where
+        B: hyper::body::Body<Error = Infallible> + Send + 'static,
+    {
+        let is_stream = self.path == WATCH;
+        let service = self.path.strip_prefix('/').and_then(|path| path.split_once('/'));
+        let Ok(response) = match service {
+            Some((query_server::SERVICE_NAME, _)) => {
+                let server = QueryServer::new(self);
+                server.max_decoding_message_size(usize::MAX).call(request).await
+            }
+            _ => HealthServer::new(self).call(request).await,
+        };
+        let (head, body) = response.into_parts();
+        let body = if is_stream {
+            Body::Stream(body)
+        } else {
+            let body = body.collect().await?;
+            let trailers = body.trailers().cloned();
+            Body::message(body.to_bytes(), trailers)
+        };
+        Ok(Response::from_parts(head, body))
     }
 
-    match question {
-        Question::Match => read::<MatchResponse>(json),
-        Question::MatchMany => read::<MatchManyResponse>(json),
-        Question::Select => read::<SelectResponse>(json),
-        Question::Query | Question::QueryByHash => None,
+    /// Returns the answer of the index, else that of the control plane.
+    async fn query<Q, A>(
+        &self,
+        equivalent: &Parts,
+        request: tonic::Request<Q>,
+        from_index: impl FnOnce(&Endpoints, Q) -> Option<Result<Vec<u8>, Problem>>,
+    ) -> Result<tonic::Response<A>, Status>
+    where
+        Q: Message + Default + serde::Serialize,
+        A: DeserializeOwned,
+    {
+        let endpoints = &self.shared.endpoints;
+        if self.is_admitted
+            && self.shared.settings.answers_queries
+            && let Some(answered) = from_index(endpoints, request.into_inner())
+        {
+            let status = answered.as_ref().map_or_else(|problem| problem.status.as_u16(), |_| 200);
+            endpoints.metrics.request(self.path, status, self.began.elapsed());
+            let json = answered.map_err(|problem| Status::from(&problem))?;
+            let answer = serde_json::from_slice(&json).map_err(|error| Status::internal(error.to_string()))?;
+            return Ok(tonic::Response::new(answer));
+        }
+        let internal = |error: &dyn std::error::Error| Status::internal(error.to_string());
+        let message = Q::decode(self.body.slice(PREFIX..)).map_err(|error| internal(&error))?;
+        let json = serde_json::to_vec(&message).map_err(|error| internal(&error))?;
+        let answer = self.ask_as(equivalent, Sent::Whole(json.into())).await??;
+        let answer = serde_json::from_slice(&answer);
+        let answer = answer.map_err(|_| Status::internal("the control plane's answer cannot be read"))?;
+        Ok(tonic::Response::new(answer))
+    }
+
+    /// Returns the control plane's answer to the equivalent query. The inner error is an error of the control plane.
+    async fn ask(&self, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
+        self.ask_as(&self.equivalent, sent).await
+    }
+
+    async fn ask_as(&self, head: &Parts, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
+        let answer = self.shared.ask(head, &self.peer, sent).await;
+        let answer = answer.ok_or_else(ending)?;
+        let status = answer.status();
+        let body = answer.into_body().collect().await.map_err(|_| ending())?.to_bytes();
+        if status.is_success() {
+            return Ok(Ok(body));
+        }
+        Ok(Err(problem(status, &body)))
     }
 }
 
-/// The request of `/v1` that is equivalent to a message.
-fn as_json(question: Question, message: Bytes) -> Result<Vec<u8>, Status> {
-    let json = match question {
-        Question::Match => serde_json::to_vec(&MatchRequest::decode(message)?),
-        Question::MatchMany => serde_json::to_vec(&MatchManyRequest::decode(message)?),
-        Question::Select | Question::Query | Question::QueryByHash => serde_json::to_vec(&SelectRequest::decode(message)?),
-    };
-    json.map_err(|error| Status::new(Code::Internal, error.to_string()))
-}
-
-fn as_http(head: &Parts, question: Question) -> Parts {
-    let mut found = head.clone();
-    found.uri = Uri::from_static(question.path());
-    found.headers.remove(ACCEPT);
-    found.headers.insert(CONTENT_TYPE, JSON);
-    found
-}
-
-/// Sends the head of a request to the control plane, which accepts or refuses it.
-async fn admit(shared: &Shared, peer: &str, head: &Parts) -> Result<(), Status> {
-    if shared.policy.admits(&head.headers) {
-        return Ok(());
+impl Call {
+    /// Returns a reservation after a call that names it.
+    async fn reservation<Q>(&self, verb: Verb, id: &str, request: tonic::Request<Q>) -> Answered<Reservation>
+    where
+        Q: Message + Default + serde::Serialize,
+    {
+        let mut equivalent = self.equivalent.clone();
+        let path = is_id(id).then(|| Uri::try_from(format!("{RESERVATIONS}{id}")).ok()).flatten();
+        equivalent.uri = path.ok_or_else(|| Status::from(&Problem::no_such_reservation(id)))?;
+        let answer = |endpoints: &Endpoints, message: Q| endpoints.answer_reservation(verb, id, &message);
+        self.query(&equivalent, request, answer).await
     }
-    ask(shared, peer, head, Sent::Announced("chunked".into())).await?.map(drop)
 }
 
-/// Returns the control plane's answer. The inner error is an error of the control plane.
-async fn ask(shared: &Shared, peer: &str, head: &Parts, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
-    let ending = || Status::from(&Problem::ending());
-    let answer = shared.upstream.ask(head, peer, sent).await.ok_or_else(ending)?;
-    let status = answer.status();
-    let body = answer.into_body().collect().await.map_err(|_| ending())?.to_bytes();
-    if status.is_success() {
-        return Ok(Ok(body));
-    }
-    Ok(Err(problem(status, &body)))
-}
+type Answered<A> = Result<tonic::Response<A>, Status>;
 
-/// A problem of the control plane as a status.
-fn problem(status: StatusCode, body: &[u8]) -> Status {
-    #[derive(Deserialize)]
-    struct Members {
-        detail: String,
-        reason: String,
-        hint: String,
+#[async_trait]
+impl Query for Call {
+    async fn r#match(&self, request: tonic::Request<MatchRequest>) -> Answered<MatchResponse> {
+        self.query(&self.equivalent, request, Endpoints::answer_match).await
     }
 
-    let code = Code::of(status);
-    match serde_json::from_slice::<Members>(body) {
-        Ok(problem) => Status {
-            code,
-            message: format!("{}; {}", problem.detail, problem.hint),
-            reason: Some(problem.reason),
-        },
-        Err(_) => Status::new(code, status.to_string()),
+    async fn match_many(&self, request: tonic::Request<MatchManyRequest>) -> Answered<MatchManyResponse> {
+        self.query(&self.equivalent, request, Endpoints::answer_match_many).await
+    }
+
+    async fn select(&self, request: tonic::Request<SelectRequest>) -> Answered<SelectResponse> {
+        self.query(&self.equivalent, request, Endpoints::answer_select).await
+    }
+
+    async fn update_reservation(&self, request: tonic::Request<UpdateReservationRequest>) -> Answered<Reservation> {
+        let id = request.get_ref().id.clone();
+        self.reservation(Verb::Update, &id, request).await
+    }
+
+    async fn finish_reservation(&self, request: tonic::Request<FinishReservationRequest>) -> Answered<Reservation> {
+        let id = request.get_ref().id.clone();
+        self.reservation(Verb::Finish, &id, request).await
     }
 }
 
 // --- health
 
-fn is_known(message: &Bytes) -> Result<bool, Status> {
-    let service = HealthCheckRequest::decode(message.clone())?.service;
-    Ok(service.is_empty() || service == SERVICE)
+fn is_known(request: &HealthCheckRequest) -> bool {
+    request.service.is_empty() || request.service == query_server::SERVICE_NAME
 }
 
-fn health(shared: &Shared) -> HealthCheckResponse {
-    HealthCheckResponse {
-        status: if shared.is_ready() { 1 } else { 2 },
-    }
-}
-
-fn check(shared: &Shared, message: &Bytes) -> Result<Response<Body>, Status> {
-    if !is_known(message)? {
-        return Err(Status::new(
-            Code::NotFound,
-            format!("unknown service: expected {SERVICE} or the empty name"),
-        ));
-    }
-    Ok(answered_with(&health(shared)))
-}
-
-/// Sends the health now and after each change, until the connection ends.
-fn watch(shared: &Arc<Shared>, progress: &InProgress, message: &Bytes) -> Result<Response<Body>, Status> {
-    let is_known = is_known(message)?;
-    let (sender, messages) = mpsc::channel(1);
-    let (shared, connection) = (shared.clone(), progress.connection.clone());
-    tokio::spawn(async move {
-        let mut reported = None;
-        while connection.order() == Order::GoOn && !sender.is_closed() {
-            let found = if is_known {
-                health(&shared)
-            } else {
-                HealthCheckResponse { status: 3 }
-            };
-            if reported.as_ref() != Some(&found) {
-                if sender.send(framed(&found)).await.is_err() {
-                    return;
-                }
-                reported = Some(found);
-            }
-            tokio::time::sleep(SWEEP).await;
+#[async_trait]
+impl Health for Call {
+    async fn check(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<HealthCheckResponse> {
+        if !is_known(request.get_ref()) {
+            let known = query_server::SERVICE_NAME;
+            return Err(Status::not_found(format!(
+                "unknown service: expected {known} or the empty name"
+            )));
         }
-    });
-    let mut response = Response::new(Body::Messages {
-        messages,
-        trailers: Some(Status::from(&Problem::ending()).trailers()),
-    });
-    response.headers_mut().insert(CONTENT_TYPE, GRPC);
-    Ok(response)
+        Ok(tonic::Response::new(HealthCheckResponse {
+            status: self.shared.health() as i32,
+        }))
+    }
+
+    type WatchStream = BoxStream<HealthCheckResponse>;
+
+    /// Sends the health now and after each change, until the service ends.
+    async fn watch(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<Self::WatchStream> {
+        let is_known = is_known(request.get_ref());
+        let mut reported = None;
+        let stream = WatchStream::new(self.shared.watched_health.subscribe()).filter_map(move |health| {
+            let Some(health) = health else { return Some(Err(ending())) };
+            let status = if is_known { health } else { ServingStatus::ServiceUnknown } as i32;
+            (reported.replace(status) != Some(status)).then_some(Ok(HealthCheckResponse { status }))
+        });
+        Ok(tonic::Response::new(Box::pin(stream)))
+    }
 }
 
 #[cfg(test)]
@@ -465,25 +424,5 @@ mod tests {
         for wrong in ["", "m", "100", "1x", "999999999S", "-1S"] {
             assert_eq!(read(wrong), None, "{wrong}");
         }
-    }
-
-    #[test]
-    fn a_body_is_one_message() {
-        let request = HealthCheckRequest { service: "x".into() };
-        let body = framed(&request);
-        assert_eq!(HealthCheckRequest::decode(unframed(&body).unwrap()).unwrap(), request);
-        for wrong in [&body[..3], &body[..body.len() - 1], &[&body[..], &[0]].concat()] {
-            assert_eq!(
-                unframed(&Bytes::copy_from_slice(wrong)).unwrap_err().code,
-                Code::InvalidArgument
-            );
-        }
-        let compressed = [&[1], &body[1..]].concat();
-        assert_eq!(unframed(&compressed.into()).unwrap_err().code, Code::Unimplemented);
-    }
-
-    #[test]
-    fn sentences_are_percent_encoded() {
-        assert_eq!(percent_encoded("100 % é\n"), "100 %25 %C3%A9%0A");
     }
 }

@@ -3,9 +3,8 @@
 //! A query is a small object with one large array of token ids. The array is read here, and the rest of the text by `serde_json`.
 //! Text with anything unexpected is not read here: the control plane then reads all of it, and reports the error.
 //!
-//! The first numbers are read one by one; then many at once, as long as they are short and have equal separators.
-//! A number can only be read when the end of the previous one is known, so latency dominates. `side_by_side` reads from several
-//! positions at the same time to hide it.
+//! The first numbers are read one by one; then many at once, as long as they are short and have equal separators. A number can only be read
+//! when the end of the previous one is known, so latency dominates. `side_by_side` hides it by reading from several positions at once.
 
 mod side_by_side;
 #[cfg(test)]
@@ -14,7 +13,7 @@ mod tests;
 /// An array in a text.
 #[derive(Debug, PartialEq, Eq)]
 struct Lifted {
-    /// Its numbers.
+    /// Numbers of the array.
     tokens: Vec<u32>,
     /// Position of its opening bracket.
     start: usize,
@@ -22,8 +21,8 @@ struct Lifted {
     end: usize,
 }
 
-/// Extracts the array of token ids with the key `name` from the object in `text`. Returns the text with an empty array in its place,
-/// and the token ids. None if `text` has no such array, or two, or anything that is not read here.
+/// Extracts the array of token ids with the key `name` from the object in `text`. Returns the text with an empty array in its place, and
+/// the token ids. Returns None if `text` lacks such an array, has two of them, or has anything that this function does not read.
 #[must_use]
 pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     let Lifted { tokens, start, end } = lift_with(text, name.as_bytes(), side_by_side::read)?;
@@ -94,7 +93,7 @@ fn string(text: &[u8], at: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after any value, of whose content only the ends of strings are examined.
+/// Returns the position after any value. Of its content, only the ends of strings are examined.
 fn value(text: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     loop {
@@ -129,7 +128,7 @@ fn value(text: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// Reads an array of 32-bit numbers. Returns it and the position after it.
+/// Reads an array of 32-bit numbers. Returns the value and the position after it.
 fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     let mut at = space(text, expect(text, at, b'[')?);
     // The shortest element has two bytes, so no text makes this larger than twice its own size.
@@ -173,7 +172,7 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
 const FEW: usize = 16;
 const MANY: usize = 1024;
 
-/// Reads an unsigned integer below 2^32. Returns it and the position after it.
+/// Reads an unsigned integer below 2^32. Returns the value and the position after it.
 #[inline]
 fn number(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let known = match text.get(at..at + 8) {
@@ -219,7 +218,7 @@ fn digits(eight: [u8; 8]) -> (u64, usize) {
 /// Returns the value of the first `count` digits, one to eight.
 #[inline]
 fn of_digits(word: u64, count: usize) -> u32 {
-    // Bytes after the digits are dropped, and zeros are added in front.
+    // Drops the bytes after the digits, and adds zeros in front.
     let digits = word << (64 - 8 * count);
     let pairs = (digits.wrapping_mul(10) + (digits >> 8)) & 0x00FF_00FF_00FF_00FF;
     let fours = (pairs.wrapping_mul(100) + (pairs >> 16)) & 0x0000_FFFF_0000_FFFF;

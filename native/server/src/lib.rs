@@ -2,27 +2,28 @@
 //!
 //! Theory of operation. [`Server`] owns the listening socket and every client's connection, on threads of its own. It answers
 //! queries and probes from the index and from a [`fleet::Table`]: an immutable picture of the fleet that the control plane
-//! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else is forwarded to the control
-//! plane's own HTTP application, over pairs of connected sockets.
+//! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else goes to the control plane by a
+//! queue.
 //!
 //! The control plane alone has the rules for the contents of requests. The code here answers only requests that
 //! it understands completely; all others (malformed, refused, unknown model, not authorized) are forwarded as they came, so that
-//! each error is written in one place. Limits of connections are enforced only here: their number, their deadlines, and their
-//! memory.
+//! each error is written in one place. A query that the control plane reads and permits comes back as fields, and is answered
+//! here too. Limits of connections are enforced only here: their number, their deadlines, and their memory.
 #![deny(missing_docs)]
 
 mod answers;
 mod body;
 mod connections;
+mod control_plane;
+mod decisions;
 mod endpoints;
 pub mod fleet;
-mod forward;
 mod grpc;
 mod json_tokens;
-mod messages;
 mod metrics;
 mod policy;
 mod problems;
+mod proto;
 mod receive;
 mod requests;
 mod select;
@@ -32,5 +33,7 @@ mod settings;
 mod socket;
 mod tls;
 
+pub use control_plane::{Event, Headers, Request, Stream};
 pub use json_tokens::lift;
+pub use problems::Problem;
 pub use server::{Failure, Server};

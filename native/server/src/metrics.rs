@@ -12,7 +12,7 @@ use crate::settings::Settings;
 struct Histogram {
     #[serde(skip)]
     bounds: Vec<f64>,
-    /// Number of values by bucket, with one more bucket above all bounds.
+    /// Number of values by bucket, including a bucket above all bounds.
     counts: Vec<u64>,
     sum: f64,
 }
@@ -38,7 +38,7 @@ struct Counters {
     lookups: u64,
     hits: u64,
     depth: Histogram,
-    /// By path: answers by status, and durations.
+    /// Answers by status, and durations, for each path.
     requests: HashMap<String, Requests>,
 }
 
@@ -97,5 +97,19 @@ impl Metrics {
     /// The counters as JSON.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::to_value(&*self.counters.lock()).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_include_their_bounds() {
+        let mut histogram = Histogram::new(&[1.0, 2.0]);
+        for value in [0.5, 1.0, 1.5, 2.0, 99.0] {
+            histogram.add(value);
+        }
+        assert_eq!((histogram.counts, histogram.sum), (vec![2, 2, 1], 104.0));
     }
 }

@@ -1,4 +1,4 @@
-//! Access control for the plain cases. The control plane decides about all others (`kvevents.service.access`,
+//! Access control for the simple cases. The control plane decides about all others (`kvevents.service.access`,
 //! `kvevents.service.http.app`): a request that is admitted here is admitted there too.
 
 use std::net::IpAddr;

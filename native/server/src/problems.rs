@@ -1,4 +1,4 @@
-//! Errors that belong to a connection rather than to a request; all others are the control plane's. They are problem details of
+//! Errors that belong to a connection, or that follow from the fleet; all others are the control plane's. They are problem details of
 //! RFC 9457, as `kvevents.client.schemas.Problem` has them.
 
 use bytes::Bytes;
@@ -8,19 +8,26 @@ use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use crate::body::Body;
+use kvevents_routing::Labels;
 
 pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const PROBLEM: &str = "application/problem+json";
 pub(crate) const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
+/// Maximum number of names that an error lists.
+const MAX_LISTED: usize = 8;
+
 /// An error as clients see it.
 #[derive(Debug)]
-pub(crate) struct Problem {
-    /// What happened, as a sentence.
-    pub(crate) detail: String,
-    pub(crate) reason: &'static str,
-    pub(crate) hint: &'static str,
-    pub(crate) status: StatusCode,
+pub struct Problem {
+    /// A sentence about the error.
+    pub detail: String,
+    /// A code for programs.
+    pub reason: &'static str,
+    /// What to do.
+    pub hint: &'static str,
+    /// The status of HTTP.
+    pub status: StatusCode,
 }
 
 impl Serialize for Problem {
@@ -37,6 +44,19 @@ impl Serialize for Problem {
         problem.serialize_field("error", &self.detail)?;
         problem.end()
     }
+}
+
+/// Why a query is not answered here.
+#[derive(Debug)]
+pub(crate) enum Declined {
+    /// The query was not read, or no worker serves its model, or the index has failed: the control plane knows more.
+    Unread,
+    /// The fleet does not permit the request.
+    Refused(Problem),
+}
+
+fn quoted(name: &str) -> String {
+    format!("'{}'", name.escape_debug())
 }
 
 impl Problem {
@@ -64,6 +84,92 @@ impl Problem {
             reason: "too-many-clients",
             hint: "ask again in a second, or raise limits.max_clients",
             status: StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    pub(crate) fn ambiguous_adapter(name: &str, models: &[String]) -> Self {
+        Self {
+            detail: format!(
+                "{} is an adapter of {} models: {}",
+                quoted(name),
+                models.len(),
+                models[..models.len().min(MAX_LISTED)].join(", ")
+            ),
+            reason: "ambiguous-adapter",
+            hint: "name one of them as the model, and the adapter as lora_name",
+            status: StatusCode::CONFLICT,
+        }
+    }
+
+    pub(crate) fn too_many_rows(limit: usize) -> Self {
+        Self {
+            detail: format!("the answer has more than {limit} matches"),
+            reason: "too-many-matches",
+            hint: "send fewer prompts at once, or raise limits.max_rows",
+            status: StatusCode::PAYLOAD_TOO_LARGE,
+        }
+    }
+
+    /// No candidate of the `named` ones can be chosen; 0 if the request named none, and no worker serves its model.
+    pub(crate) fn no_candidates(model: &str, named: usize) -> Self {
+        let (detail, hint) = if named == 0 {
+            let hint = "name some in `candidates`, or register engines that serve it";
+            (format!("no candidate for model {}", quoted(model)), hint)
+        } else {
+            let hint = "leave `candidates` out, or name workers of /v1/sources";
+            let model = quoted(model);
+            (
+                format!("none of the {named} candidates serves model {model} with this LoRA and salt"),
+                hint,
+            )
+        };
+        Self {
+            detail,
+            reason: "no-candidates",
+            hint,
+            status: StatusCode::BAD_REQUEST,
+        }
+    }
+
+    pub(crate) fn duplicate_candidate(instance: &str, rank: i64) -> Self {
+        Self {
+            detail: format!("{} rank {rank} is named twice", quoted(instance)),
+            reason: "duplicate-candidate",
+            hint: "name each worker once",
+            status: StatusCode::BAD_REQUEST,
+        }
+    }
+
+    pub(crate) fn no_such_reservation(id: &str) -> Self {
+        Self {
+            detail: format!("no reservation {} is open", quoted(id)),
+            reason: "no-such-reservation",
+            hint: "it was finished or has expired; extend those that take long",
+            status: StatusCode::NOT_FOUND,
+        }
+    }
+
+    pub(crate) fn too_many_reservations(limit: usize) -> Self {
+        Self {
+            detail: format!("{limit} reservations are open"),
+            reason: "too-many-reservations",
+            hint: "finish those of requests that have ended, or raise limits.max_reservations",
+            status: StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// No candidate has these labels.
+    pub(crate) fn no_such_labels(labels: &Labels) -> Self {
+        let labels: Vec<String> = labels
+            .iter()
+            .take(MAX_LISTED)
+            .map(|(name, value)| quoted(&format!("{name}={value}")))
+            .collect();
+        Self {
+            detail: format!("no candidate has the labels {}", labels.join(", ")),
+            reason: "no-candidates",
+            hint: "see the labels in /v1/sources, or leave `labels` out",
+            status: StatusCode::BAD_REQUEST,
         }
     }
 

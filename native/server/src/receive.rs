@@ -12,14 +12,14 @@ use crate::settings::Limits;
 
 /// Why a body was not received.
 pub(crate) enum Unreceived {
-    /// It exceeds the size limit of a body.
+    /// The body exceeds the size limit.
     TooLarge,
     Refused(Problem),
     /// The client has left.
     Gone,
 }
 
-/// Receives a whole body, within the time that its request has and the memory that all requests have together.
+/// Receives a whole body, within the time limit of its request and the memory limit of all requests.
 pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &Limits) -> Result<Bytes, Unreceived> {
     let mut first = Bytes::new();
     let mut all: Option<BytesMut> = None;

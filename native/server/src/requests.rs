@@ -1,19 +1,26 @@
 //! Bodies of requests that are answered here. A body that these types do not read, or that their checks do not admit, is forwarded;
 //! the control plane then answers it or returns an error.
 
+use std::time::Duration;
+
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
-use kvevents_routing::{State, Tie, Tier, Weights};
+use kvevents_routing::{Labels, State, Tie, Tier, Update, Wanted, Weights};
 
 use crate::fleet::{Lora, Scope, is_short};
 
 const MAX_MEDIA: usize = 1_024;
 const MAX_PROMPTS: usize = 1_024;
+const MAX_LABELS: usize = 32;
+/// Maximum length of the name of a reservation.
+const MAX_ID: usize = 128;
+/// Range of the seconds after which a reservation expires.
+const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
 const DEFAULT: &str = "default";
 
-/// An object, which serde would otherwise also read from an array of its fields.
+/// An object; serde alone would also read an array of its fields.
 pub(crate) struct Object<T>(pub(crate) T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -51,24 +58,24 @@ macro_rules! question {
             #[serde(deserialize_with = "present")]
             pub(crate) model_name: Option<String>,
             #[serde(deserialize_with = "present")]
-            modelname: Option<String>,
+            pub(crate) modelname: Option<String>,
             #[serde(deserialize_with = "present")]
-            model: Option<String>,
+            pub(crate) model: Option<String>,
             #[serde(deserialize_with = "present")]
-            tenant_id: Option<String>,
+            pub(crate) tenant_id: Option<String>,
             #[serde(deserialize_with = "present")]
-            tenant: Option<String>,
+            pub(crate) tenant: Option<String>,
             #[serde(deserialize_with = "present")]
-            routing_group: Option<String>,
+            pub(crate) routing_group: Option<String>,
             #[serde(deserialize_with = "present")]
-            group: Option<String>,
-            lora_name: Option<String>,
-            lora: Option<String>,
-            lora_id: Option<i64>,
-            cache_salt: Option<String>,
-            salt: Option<String>,
-            additionalsalt: Option<String>,
-            additional_salt: Option<String>,
+            pub(crate) group: Option<String>,
+            pub(crate) lora_name: Option<String>,
+            pub(crate) lora: Option<String>,
+            pub(crate) lora_id: Option<i64>,
+            pub(crate) cache_salt: Option<String>,
+            pub(crate) salt: Option<String>,
+            pub(crate) additionalsalt: Option<String>,
+            pub(crate) additional_salt: Option<String>,
             pub(crate) whole_prompt: bool,
             $($(#[$field_meta])* pub(crate) $field: $kind,)*
         }
@@ -116,7 +123,7 @@ pub(crate) trait Names {
     }
 }
 
-/// The one value given under several names; an empty value counts as absent if `is_optional`. None if two are given.
+/// The value that one of several names has; an empty value counts as absent if `is_optional`. None if two names have values.
 fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));
@@ -172,7 +179,7 @@ impl Id {
         }
     }
 
-    /// The hash. None for text that is not one.
+    /// Returns the hash. None for text that is not a hash.
     pub(crate) fn hash(&self) -> Option<u64> {
         match self {
             Self::Unsigned(number) => Some(*number),
@@ -295,10 +302,77 @@ question! {
         expect_seconds: f64,
         explain: bool,
         ignores_cache: bool,
+        labels: Labels,
+        session: Option<String>,
+        reserve: Reserve,
+    }
+}
+
+/// The reservation that a request asks for, if any.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Reserve {
+    Asked(bool),
+    As(Object<ReserveAs>),
+}
+
+impl Default for Reserve {
+    fn default() -> Self {
+        Self::Asked(false)
+    }
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct ReserveAs {
+    id: Option<String>,
+    seconds: Option<f64>,
+}
+
+/// Whether this can be the name of a reservation: it is part of a path.
+pub(crate) fn is_id(id: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
+    (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain)
+}
+
+fn is_expiry(seconds: &f64) -> bool {
+    RESERVATION_SECONDS.contains(seconds)
+}
+
+/// Changes of a reservation.
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct ReservationUpdate {
+    first_token: bool,
+    output_tokens: Option<u64>,
+    seconds: Option<f64>,
+}
+
+impl ReservationUpdate {
+    /// Returns the changes. None if a number is out of its range.
+    pub(crate) fn checked(&self) -> Option<Update> {
+        self.seconds.iter().all(is_expiry).then(|| Update {
+            first_token: self.first_token,
+            output_tokens: self.output_tokens,
+            time: self.seconds.map(Duration::from_secs_f64),
+        })
     }
 }
 
 impl Select {
+    /// The requested reservation, which expires after `seconds` unless the request names another time.
+    pub(crate) fn wanted(&self, seconds: f64) -> Option<Wanted<'_>> {
+        let (id, given) = match &self.reserve {
+            Reserve::Asked(false) => return None,
+            Reserve::Asked(true) => (None, None),
+            Reserve::As(Object(reserve)) => (reserve.id.as_deref(), reserve.seconds),
+        };
+        Some(Wanted {
+            id,
+            time: Duration::from_secs_f64(given.unwrap_or(seconds)),
+        })
+    }
+
     /// Whether all numbers are within their bounds.
     pub(crate) fn is_sound(&self) -> bool {
         let is_weight = |weight: &f64| (0.0..=1.0).contains(weight);
@@ -307,20 +381,31 @@ impl Select {
             && self.trust.0.iter().all(|(_, weight)| is_weight(weight))
             && ([self.wait_weight, self.load_weight].iter().flatten()).all(|weight| (0.0..=1000.0).contains(weight))
             && (0.0..=60.0).contains(&self.expect_seconds)
+            && self.labels.len() <= MAX_LABELS
+            && self
+                .labels
+                .iter()
+                .flat_map(|(name, value)| [name, value])
+                .chain(&self.session)
+                .all(|text| is_name(text))
+            && match &self.reserve {
+                Reserve::Asked(_) => true,
+                Reserve::As(Object(reserve)) => reserve.id.iter().all(|id| is_id(id)) && reserve.seconds.iter().all(is_expiry),
+            }
             && candidates
                 .iter()
                 .all(|Object(one)| is_name(&one.instance) && one.load.is_none_or(|load| load >= 0.0 && load.is_finite()))
     }
 }
 
-/// A worker that a choice can be made from.
+/// A candidate of a choice.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Candidate {
     pub(crate) instance: String,
     #[serde(default)]
     rank: u32,
-    /// None if the load that its engine reports is to count.
+    /// Load of the candidate; None to use the load that its engine reports.
     #[serde(default)]
     pub(crate) load: Option<f64>,
 }
@@ -339,7 +424,7 @@ impl Candidate {
     }
 }
 
-/// Returns the query in the query string of a raw prompt. None if anything about it is unusual.
+/// Returns the query in the query string of a raw prompt. None if any part of it is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
     let mut request = Match::default();
     let mut seen: Vec<&str> = Vec::new();

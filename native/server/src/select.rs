@@ -1,13 +1,14 @@
-//! `/v1/select`: from a fleet and what its workers hold of a prompt to a choice.
+//! `/v1/select`: chooses a worker by the fleet and by the blocks of a prompt that each worker holds.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::answers::Row;
 use crate::fleet::{Candidates, Table};
+use crate::problems::{Declined, Problem};
 use crate::requests::{Candidate, Select};
-use kvevents_routing::{Contender, EngineLoads, Question, Selected, State, Terms, Tiers, Ties, Trust, choose};
+use kvevents_routing::{Contender, Labels, Loads, Question, Selected, State, Terms, Tiers, Ties, Trust, choose};
 
-/// The trust in a worker that is not followed, and how far it is from taking a request: a worker that is followed goes first.
+/// The trust in a worker that is not followed, and its distance from taking a request: followed workers go first.
 pub(crate) fn unfollowed() -> (Trust, u8) {
     let trust = Trust {
         state: State::Stale,
@@ -21,19 +22,22 @@ pub(crate) fn unfollowed() -> (Trust, u8) {
 /// The distance of a worker that has had no connection yet.
 const NOT_CONNECTED: u8 = 1;
 
+/// The labels of a worker that is not followed.
+static NO_LABELS: Labels = Labels::new();
+
 /// A choice, and the position of the chosen worker in the table if it is followed.
 pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
 
-/// Chooses among the workers of a table, or among those that `named` names. None if none of these can be chosen.
+/// Chooses among `named` workers, which need not be in the table.
 pub(crate) fn select<'a>(
     table: &'a Table,
     found: &Candidates,
     request: &Select,
     named: &'a [Candidate],
     rows: &[Row],
-    whole: usize,
-    (unfollowed, terms, ties, loads): (&'a (Trust, u8), &Terms, &Ties, &EngineLoads),
-) -> Option<Choice<'a>> {
+    (whole, explain, reservation_seconds): (usize, bool, f64),
+    (unfollowed, terms, ties, loads): (&'a (Trust, u8), &Terms, &Ties, &Loads),
+) -> Result<Choice<'a>, Declined> {
     let worker = |place: u32| (table.worker(place).instance.as_str(), table.worker(place).rank);
     let places: HashMap<(&str, i64), u32> = found.workers.iter().map(|&place| (worker(place), place)).collect();
     let held: HashMap<u32, &Row> = rows.iter().map(|row| (row.place, row)).collect();
@@ -49,6 +53,8 @@ pub(crate) fn select<'a>(
         Contender {
             instance: &one.instance,
             rank: one.rank(),
+            url: worker.and_then(|worker| worker.url.as_deref()),
+            labels: worker.map_or(&NO_LABELS, |worker| &worker.labels),
             source: worker.map(|worker| worker.source.as_str()),
             load: one.load,
             stores_only: worker.map_or(&[], |worker| &worker.stores_only),
@@ -60,31 +66,38 @@ pub(crate) fn select<'a>(
             tiers: row.map_or(Tiers(None), Row::tiers),
         }
     };
-    let contenders: Vec<Contender<'a>> = reachable_by_scope(table, found, named, &places)?
+    let mut contenders: Vec<Contender<'a>> = reachable_by_scope(table, found, named, &places)?
         .iter()
         .map(contender)
         .collect();
+    contenders.retain(|one| request.labels.iter().all(|(name, value)| one.labels.get(name) == Some(value)));
+    if contenders.is_empty() {
+        return Err(Declined::Refused(Problem::no_such_labels(&request.labels)));
+    }
     let question = Question {
         scope: [&found.scope.tenant, &found.scope.group, &found.scope.model],
         prompt_tokens: whole,
         tie: request.tie,
-        explain: request.explain,
+        explain,
         ignores_cache: request.ignores_cache,
+        session: request.session.as_deref(),
+        reserve: request.wanted(reservation_seconds),
     };
     let terms = terms.updated(&request.tiers, &request.trust, request.wait_weight, request.load_weight);
-    let selected = choose(&contenders, &question, &terms, (ties, loads))?;
+    let selected = choose(&contenders, &question, &terms, (ties, loads));
+    let selected = selected.map_err(|refused| Declined::Refused(Problem::too_many_reservations(refused.limit)))?;
+    let selected = selected.ok_or(Declined::Unread)?;
     let place = places.get(&(selected.instance, selected.rank)).copied();
-    Some((selected, place))
+    Ok((selected, place))
 }
 
-/// Candidates, without those of the same tenant and group that serve another model, LoRA or salt. None if no candidate is left, or if one
-/// is given twice.
+/// Returns the candidates, except workers of the same tenant and group that serve another model, LoRA or salt.
 fn reachable_by_scope<'a>(
     table: &Table,
     found: &Candidates,
     named: &'a [Candidate],
     places: &HashMap<(&str, i64), u32>,
-) -> Option<Vec<&'a Candidate>> {
+) -> Result<Vec<&'a Candidate>, Declined> {
     let others: HashSet<(&str, i64)> = (table.workers.iter())
         .filter(|worker| worker.scope.tenant == found.scope.tenant && worker.scope.group == found.scope.group)
         .map(|worker| (worker.instance.as_str(), worker.rank))
@@ -93,6 +106,16 @@ fn reachable_by_scope<'a>(
     let is_other = |one: &&Candidate| others.contains(&(one.instance.as_str(), one.rank()));
     let candidates: Vec<&Candidate> = named.iter().filter(|one| !is_other(one)).collect();
     let mut seen = HashSet::new();
-    let is_once = candidates.iter().all(|one| seen.insert((one.instance.as_str(), one.rank())));
-    (is_once && !candidates.is_empty()).then_some(candidates)
+    if let Some(twice) = candidates
+        .iter()
+        .find(|one| !seen.insert((one.instance.as_str(), one.rank())))
+    {
+        let problem = Problem::duplicate_candidate(&twice.instance, twice.rank());
+        return Err(Declined::Refused(problem));
+    }
+    if candidates.is_empty() {
+        let problem = Problem::no_candidates(&found.scope.model, named.len());
+        return Err(Declined::Refused(problem));
+    }
+    Ok(candidates)
 }

@@ -1,8 +1,9 @@
 //! The listener, and the routing of each request to an answer.
 
+use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::net::TcpListener;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,26 +22,27 @@ use parking_lot::{Mutex, RwLock};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, watch};
+use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::body::{Body, InProgress, Sending};
 use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
-use crate::endpoints::{Endpoints, Format, Head, Question};
-use crate::forward::{Sent, Upstream, end_to_end};
+use crate::control_plane::{ControlPlane, Event, Sent};
+use crate::endpoints::{Endpoints, Format, Head, Question, RESERVATIONS, Verb};
 use crate::grpc;
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::problems::{CLOSE, JSON, Problem};
+use crate::problems::{CLOSE, Declined, JSON, Problem};
 use crate::receive::{Unreceived, receive};
 use crate::server_state::{MAX_SILENCE, Probes, Shared};
 use crate::settings::{Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
-use kvevents_index::Index;
-use kvevents_routing::EngineLoads;
+use kvevents_index::prefix_index::Index;
+use kvevents_routing::Loads;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
-/// Most concurrent streams of one HTTP/2 connection.
+/// Maximum number of concurrent streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
 /// The reason why a server does not start.
@@ -58,24 +60,19 @@ impl std::fmt::Display for Gone {
 
 impl std::error::Error for Gone {}
 
-/// The data plane, from its start to its end.
+/// The running data plane.
 pub struct Server {
     shared: Arc<Shared>,
     runtime: Mutex<Option<Runtime>>,
 }
 
 impl Server {
-    /// Serves at a listening socket, with settings as JSON. Requests are forwarded over connections whose other descriptors are sent to
-    /// `upstream` as numbers in native byte order; its reader owns them. Selections use `loads`.
+    /// Serves at a listening socket, with settings as JSON. `waker` receives a byte when there are events for the control plane.
+    /// Selections use `loads`.
     ///
     /// # Errors
     /// For settings of another shape, certificates that cannot be used, and if the system refuses threads.
-    pub fn start(
-        settings: &[u8],
-        listener: TcpListener,
-        upstream: UnixDatagram,
-        loads: Arc<EngineLoads>,
-    ) -> Result<Self, Failure> {
+    pub fn start(settings: &[u8], listener: TcpListener, waker: UnixStream, loads: Arc<Loads>) -> Result<Self, Failure> {
         let settings: Settings = serde_json::from_slice(settings)?;
         listener.set_nonblocking(true)?;
         let runtime = Builder::new_multi_thread()
@@ -83,9 +80,9 @@ impl Server {
             .thread_name("kvevents-http")
             .enable_all()
             .build()?;
-        let (listener, upstream) = {
+        let listener = {
             let _entered = runtime.enter();
-            (tokio::net::TcpListener::from_std(listener)?, Upstream::new(upstream)?)
+            tokio::net::TcpListener::from_std(listener)?
         };
         let shared = Arc::new(Shared {
             connections: Arc::new(Connections::new(settings.limits.clone())),
@@ -96,11 +93,12 @@ impl Server {
                 loads,
             ),
             policy: Policy::new(&settings)?,
-            upstream,
+            control_plane: Arc::new(ControlPlane::new(waker)?),
             probes: RwLock::default(),
             silence: AtomicU32::new(0),
             heavy: Semaphore::new(settings.threads),
             is_draining: Notify::new(),
+            watched_health: watch::Sender::new(Some(ServingStatus::NotServing)),
             tls: settings.tls.as_ref().map(tls::acceptor).transpose()?.map(RwLock::new),
             settings,
         });
@@ -112,8 +110,8 @@ impl Server {
         })
     }
 
-    /// Answers queries from another table from now on. `changes` is JSON: the order of all workers, and what is new of them. One thread at
-    /// a time may call this.
+    /// Answers queries from another table from now on. `changes` is JSON: the order of all workers, and the changed ones. One thread at a
+    /// time may call this.
     ///
     /// # Errors
     /// If the JSON has another shape, or lacks a worker that was never described.
@@ -121,7 +119,38 @@ impl Server {
         self.shared.endpoints.replace(changes, index)
     }
 
-    /// Answers probes with these from now on: status and body of `/livez` and `/readyz`.
+    /// Takes the requests that the control plane answers, and the changes of its answers in pieces.
+    pub fn take_events(&self) -> VecDeque<Event> {
+        self.shared.control_plane.take()
+    }
+
+    /// Answers a query that the control plane has read: `fields` are those of the body in msgpack, without the token ids of one prompt.
+    /// Returns the body of the answer, and the tokens that the best worker holds.
+    ///
+    /// # Errors
+    /// None for a query that cannot be answered now: no worker serves its model, or the index has failed.
+    pub fn answer(
+        &self,
+        method: &str,
+        path: &str,
+        fields: &[u8],
+        tokens: Vec<u32>,
+        wants_msgpack: bool,
+    ) -> Result<(Vec<u8>, u32), Option<Problem>> {
+        let method = Method::from_bytes(method.as_bytes()).map_err(|_| None)?;
+        let question = Question::of(&method, path).ok_or(None)?;
+        match self
+            .shared
+            .endpoints
+            .answer_fields(question, path, fields, tokens, wants_msgpack)
+        {
+            Ok(answered) => Ok((answered.body, answered.longest)),
+            Err(Declined::Unread) => Err(None),
+            Err(Declined::Refused(problem)) => Err(Some(problem)),
+        }
+    }
+
+    /// Sets the answers to probes: status and body of `/livez` and `/readyz`.
     pub fn replace_probes(&self, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
         let answer = |(status, body): (u16, Vec<u8>)| {
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -132,12 +161,12 @@ impl Server {
             ready: answer(ready),
         });
         self.shared.silence.store(0, Ordering::Relaxed);
+        self.shared.report_health();
     }
 
     /// Reads the certificate, the key and the authorities again, for connections from now on.
     ///
-    /// # Errors
-    /// If they cannot be used; those that were read before stay.
+    /// # Errors If they cannot be used; the former ones stay.
     pub fn reload_tls(&self) -> Result<(), Failure> {
         if let (Some(acceptor), Some(files)) = (&self.shared.tls, &self.shared.settings.tls) {
             *acceptor.write() = tls::acceptor(files)?;
@@ -157,8 +186,24 @@ impl Server {
             "refusals": *connections.refusals.lock(),
             "received": connections.received(),
             "unread": connections.unread(),
+            "reservations": self.shared.endpoints.loads.reservation_counts(),
         });
         all.to_string().into_bytes()
+    }
+
+    /// Returns a sample of the newest choices as JSON.
+    #[must_use]
+    pub fn decisions(&self) -> Vec<u8> {
+        self.shared.endpoints.decisions.json()
+    }
+
+    /// Returns the open reservations that expire first, at most `limit`, as JSON.
+    #[must_use]
+    pub fn reservations(&self, limit: usize) -> Vec<u8> {
+        let loads = &self.shared.endpoints.loads;
+        serde_json::json!({"open": loads.reservation_counts().open, "reservations": loads.reservations(limit)})
+            .to_string()
+            .into_bytes()
     }
 
     /// Accepts no more connections, and waits at most `time` until the open ones have ended.
@@ -166,6 +211,7 @@ impl Server {
         let guard = self.runtime.lock();
         let Some(runtime) = guard.as_ref() else { return };
         self.shared.is_draining.notify_one();
+        self.shared.watched_health.send_replace(None);
         let connections = &self.shared.connections;
         let end = Instant::now() + seconds(time);
         runtime.block_on(async {
@@ -181,6 +227,7 @@ impl Server {
 
     /// Ends all connections, and the threads.
     pub fn close(&self) {
+        self.shared.control_plane.close();
         self.shared.connections.abort_all();
         if let Some(runtime) = self.runtime.lock().take() {
             runtime.shutdown_timeout(Duration::from_secs(1));
@@ -193,6 +240,7 @@ async fn sweep(shared: Arc<Shared>) {
         tokio::time::sleep(SWEEP).await;
         shared.connections.sweep(Instant::now());
         shared.silence.fetch_add(1, Ordering::Relaxed);
+        shared.report_health();
     }
 }
 
@@ -218,7 +266,7 @@ async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
                     tokio::spawn(connected(shared.clone(), connection, stream, peer.to_string()));
                 }
             }
-            // No more files can be open, or the client has left already.
+            // The process has reached its limit of open files, or the client has left already.
             Some(Err(_)) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
@@ -318,18 +366,14 @@ async fn handle(
     let mut response = if is_reserved && !is_probe {
         let problem = Problem::too_many_clients(shared.settings.limits.max_clients);
         count(&shared.connections.refusals, problem.reason);
-        if shared.settings.paths.contains_key(path) {
+        if let Some(path) = shared.settings.endpoint(path) {
             shared
                 .endpoints
                 .metrics
                 .request(path, problem.status.as_u16(), Duration::ZERO);
         }
         progress.connection.linger();
-        if is_call {
-            grpc::Status::from(&problem).response()
-        } else {
-            problem.response()
-        }
+        if is_call { grpc::refuse(&problem) } else { problem.response() }
     } else if is_call {
         grpc::respond(&shared, &progress, &peer, (head, body), began).await
     } else {
@@ -374,7 +418,7 @@ async fn respond(
     let path = head.uri.path();
     let has_body = !body.is_end_stream();
     if shared.settings.probes.iter().any(|probe| probe == path) {
-        // The answer to a liveness probe waits for nothing.
+        // The answer to a liveness probe never waits.
         progress.is_answering();
         let mut response = match answer_probe(shared, &head) {
             Some(response) => {
@@ -392,8 +436,8 @@ async fn respond(
         }
         return Ok(response);
     }
-    let question = Question::from_path(path).filter(|_| shared.settings.answers_queries && head.method == Method::POST);
-    let query = question.and_then(|question| Some((question, parse_head(&head)?)));
+    let question = Question::of(&head.method, path).filter(|_| shared.settings.answers_queries);
+    let query = question.and_then(|question| Some((question, parse_head(&head, question)?)));
     let is_admitted = query.is_some()
         && body.size_hint().lower() <= shared.settings.limits.max_body_bytes as u64
         && shared.policy.admits(&head.headers);
@@ -402,11 +446,9 @@ async fn respond(
             Some(length) => length.to_owned(),
             None => "chunked".into(),
         };
-        let Some(answer) = shared.upstream.ask(&head, peer, Sent::Announced(announced)).await else {
-            return Ok(close_after(connection, Problem::ending().response()));
-        };
+        let answer = forward(shared, &head, peer, Sent::Announced(announced)).await;
         if answer.status() != StatusCode::NO_CONTENT {
-            return Ok(close_after(connection, relay_answer(answer)));
+            return Ok(close_after(connection, answer));
         }
     }
     let body = match receive(progress, body, &shared.settings.limits).await {
@@ -424,16 +466,27 @@ async fn respond(
     };
     if is_admitted
         && let Some((question, parsed)) = query
-        && let Some(found) = answer_query(shared, question, &parsed, &body).await
+        && let Some(answered) = answer_query(shared, question, &parsed, &body).await
     {
-        shared.endpoints.metrics.request(question.path(), 200, began.elapsed());
-        let mut response = Response::new(Body::full(found.into()));
-        let kind = if parsed.wants_msgpack && question.is_ours() {
-            MSGPACK
-        } else {
-            JSON
+        let response = match answered {
+            Ok(body) => {
+                let mut response = Response::new(Body::full(body.into()));
+                let kind = if parsed.wants_msgpack && question.is_ours() {
+                    MSGPACK
+                } else {
+                    JSON
+                };
+                response.headers_mut().insert(CONTENT_TYPE, kind);
+                response
+            }
+            Err(problem) => {
+                let mut response = problem.response();
+                response.headers_mut().remove(CONNECTION);
+                response
+            }
         };
-        response.headers_mut().insert(CONTENT_TYPE, kind);
+        let status = response.status().as_u16();
+        shared.endpoints.metrics.request(question.path(), status, began.elapsed());
         return Ok(response);
     }
     Ok(forward(shared, &head, peer, Sent::Whole(body)).await)
@@ -469,11 +522,13 @@ fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
 }
 
 /// Returns the parts of a query's head. None for a body that is not read here.
-fn parse_head(head: &Parts) -> Option<Head> {
-    let kind = head.headers.get(CONTENT_TYPE)?.as_bytes();
-    let kind = kind.split(|byte| *byte == b';').next()?.trim_ascii();
+fn parse_head(head: &Parts, question: Question) -> Option<Head> {
+    let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
+    let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let kind = kind.unwrap_or_default().split(|byte| *byte == b';').next()?.trim_ascii();
     let is = |name: &str| kind.eq_ignore_ascii_case(name.as_bytes());
     let format = match () {
+        () if !has_body => Format::Json,
         () if is("application/json") => Format::Json,
         () if is("application/msgpack") || is("application/x-msgpack") => Format::Msgpack,
         () if is("application/octet-stream") => Format::Raw,
@@ -483,25 +538,18 @@ fn parse_head(head: &Parts) -> Option<Head> {
         format,
         wants_msgpack: head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK),
         query_string: head.uri.query().map(str::to_owned),
+        reservation: head.uri.path().strip_prefix(RESERVATIONS).map(str::to_owned),
     })
 }
 
-/// The answer of the index.
-async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Vec<u8>> {
+/// The answer of the index, or the error that follows from the fleet. Returns None for a query that is forwarded.
+async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Result<Vec<u8>, Problem>> {
     let work = || shared.endpoints.answer(question, head, body);
     shared.run(question, body.len(), work).await?
 }
 
 /// Forwards a request to the control plane.
 async fn forward(shared: &Shared, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
-    match shared.upstream.ask(head, peer, sent).await {
-        Some(answer) => relay_answer(answer),
-        None => Problem::ending().response(),
-    }
-}
-
-fn relay_answer(answer: Response<Incoming>) -> Response<Body> {
-    let (mut head, body) = answer.into_parts();
-    head.headers = end_to_end(&head.headers);
-    Response::from_parts(head, Body::Forwarded(body))
+    let answer = shared.ask(head, peer, sent).await;
+    answer.unwrap_or_else(|| Problem::ending().response())
 }

@@ -2,16 +2,20 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
 
 use bytes::Bytes;
-use hyper::StatusCode;
+use hyper::http::request::Parts;
+use hyper::{Response, StatusCode};
 use parking_lot::RwLock;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
+use tonic_health::pb::health_check_response::ServingStatus;
 
+use crate::body::Body;
 use crate::connections::Connections;
+use crate::control_plane::{ControlPlane, Sent};
 use crate::endpoints::{Endpoints, Question};
-use crate::forward::Upstream;
 use crate::policy::Policy;
 use crate::settings::Settings;
 
@@ -34,33 +38,57 @@ pub(crate) struct Shared {
     pub(crate) connections: Arc<Connections>,
     pub(crate) endpoints: Endpoints,
     pub(crate) policy: Policy,
-    pub(crate) upstream: Upstream,
+    pub(crate) control_plane: Arc<ControlPlane>,
     pub(crate) probes: RwLock<Option<Probes>>,
     /// Number of sweeps since the control plane has set `probes`.
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
+    /// Health for clients that watch it. None when the service ends.
+    pub(crate) watched_health: watch::Sender<Option<ServingStatus>>,
     pub(crate) tls: Option<RwLock<TlsAcceptor>>,
 }
 
 impl Shared {
     /// Whether the service is ready, according to the last report of the control plane.
-    pub(crate) fn is_ready(&self) -> bool {
+    pub(crate) fn health(&self) -> ServingStatus {
         let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
-        is_alive
-            && self
-                .probes
-                .read()
-                .as_ref()
-                .is_some_and(|probes| probes.ready.0 == StatusCode::OK)
+        let probes = self.probes.read();
+        if is_alive && probes.as_ref().is_some_and(|probes| probes.ready.0 == StatusCode::OK) {
+            ServingStatus::Serving
+        } else {
+            ServingStatus::NotServing
+        }
     }
 
-    /// Runs work on a query of this many bytes, in a separate thread if they are many. None if the service ends.
+    /// Sends the health to clients that watch it, if it has changed.
+    pub(crate) fn report_health(&self) {
+        let health = self.health();
+        self.watched_health.send_if_modified(|watched| {
+            watched
+                .as_mut()
+                .is_some_and(|watched| std::mem::replace(watched, health) != health)
+        });
+    }
+
+    /// Returns the control plane's answer to a request, and counts it. None if the control plane ends before it answers.
+    pub(crate) async fn ask(&self, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Body>> {
+        let began = Instant::now();
+        let answer = self.control_plane.ask(head, peer, sent).await?;
+        let path = self.settings.endpoint(head.uri.path());
+        if let Some(path) = path.filter(|_| answer.status() != StatusCode::NO_CONTENT) {
+            let status = answer.status().as_u16();
+            self.endpoints.metrics.request(path, status, began.elapsed());
+        }
+        Some(answer)
+    }
+
+    /// Runs work on a query of this number of bytes, in a separate thread if it is large. None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let most = match question {
             Question::Query | Question::Match => MANY_PROMPT_BYTES,
-            Question::QueryByHash | Question::Select => MANY_BYTES,
-            // Six bytes can be a prompt that every worker holds, and each of them is a row of the answer.
+            Question::QueryByHash | Question::Select | Question::Reservation(_) => MANY_BYTES,
+            // Six bytes can be a prompt that every worker holds, and each worker is a row of the answer.
             Question::MatchMany => 0,
         };
         if size <= most {

@@ -15,6 +15,8 @@ pub(crate) struct Limits {
     pub(crate) max_tokens: usize,
     pub(crate) max_hashes: usize,
     pub(crate) max_candidates: usize,
+    pub(crate) max_rows: usize,
+    pub(crate) reservation_seconds: f64,
     pub(crate) max_clients: usize,
     pub(crate) reserved_clients: usize,
     pub(crate) max_received_bytes: usize,
@@ -45,6 +47,8 @@ impl Limits {
             max_tokens: 1 << 16,
             max_hashes: 1_024,
             max_candidates: 64,
+            max_rows: 1_024,
+            reservation_seconds: 300.0,
             max_clients: 16,
             reserved_clients: 2,
             max_received_bytes: 1 << 20,
@@ -56,7 +60,7 @@ impl Limits {
     }
 }
 
-/// Limits a duration to a century: the clock overflows above some hundreds of years.
+/// Limits a duration to a century, since the clock overflows above some hundreds of years.
 pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 3e9))
 }
@@ -68,6 +72,9 @@ pub(crate) struct Tls {
     pub(crate) key: String,
     pub(crate) client_ca: Option<String>,
 }
+
+/// Placeholder for a name in the path of an endpoint.
+const ITEM: &str = "{id}";
 
 /// All settings.
 #[derive(Clone, Debug, Deserialize)]
@@ -81,7 +88,7 @@ pub(crate) struct Settings {
     pub(crate) is_open: bool,
     /// Whether the `Host` of a request is checked.
     pub(crate) checks_host: bool,
-    /// The address that the service listens at, and names that it is reached by.
+    /// The address at which the service listens, and further names of the service.
     pub(crate) host: String,
     pub(crate) names: Vec<String>,
     /// Whether queries are answered here; if not, they are forwarded.
@@ -91,9 +98,25 @@ pub(crate) struct Settings {
     /// Methods by path, and paths of probes.
     pub(crate) paths: HashMap<String, Vec<String>>,
     pub(crate) probes: Vec<String>,
-    /// Bounds of the histograms' buckets: of durations, and of shares of a prompt.
+    /// Bounds of the buckets of both histograms: durations, and shares of a prompt.
     pub(crate) seconds: Vec<f64>,
     pub(crate) depths: Vec<f64>,
     pub(crate) threads: usize,
     pub(crate) tls: Option<Tls>,
+}
+
+impl Settings {
+    /// Returns the path of the endpoint of a request. None for an unknown path.
+    pub(crate) fn endpoint<'a>(&'a self, path: &'a str) -> Option<&'a str> {
+        if self.paths.contains_key(path) {
+            return Some(path);
+        }
+        let is_endpoint = |known: &&String| {
+            let item = known
+                .split_once(ITEM)
+                .and_then(|(prefix, suffix)| path.strip_prefix(prefix)?.strip_suffix(suffix));
+            item.is_some_and(|item| !item.is_empty() && !item.contains('/'))
+        };
+        self.paths.keys().find(is_endpoint).map(String::as_str)
+    }
 }

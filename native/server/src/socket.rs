@@ -1,7 +1,7 @@
 //! A client's socket. It reports the passing bytes, and writes error answers that hyper does not write.
 //!
-//! hyper answers a head that it cannot read with an empty 400 or 431. Here that becomes an error like all others. For a head that
-//! is not complete in time, hyper is given bytes that no head can have, so that it refuses the request, with 408 in the end.
+//! hyper answers a head that it cannot read with an empty 400 or 431. Here it becomes an error in the form of all others. If a head is not
+//! complete in time, hyper gets bytes that no head can have, so that it refuses the request, and the answer becomes 408.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -28,11 +28,11 @@ pub(crate) struct Socket<S> {
     connection: Arc<Connection>,
     limits: Limits,
     is_poisoned: bool,
-    /// Bytes that were read since bytes were last written: those of the head that is being received.
+    /// Number of bytes that were read since bytes were last written: the length of the head that is being received.
     received: usize,
     /// The answer that replaces hyper's refusal.
     refusal: Option<(Vec<u8>, usize)>,
-    /// Whether the client can be sending when the last answer is written. Closing at once would destroy the answer then.
+    /// Whether the client can still be sending when the last answer is written: then closing at once would destroy the answer.
     lingers: bool,
     has_shut_down: bool,
 }
@@ -52,7 +52,7 @@ impl<S> Socket<S> {
         }
     }
 
-    /// Returns the error that replaces hyper's answer to an unreadable head. None if `bytes` are not that answer.
+    /// Returns the error that replaces hyper's answer to an unreadable head. None if `bytes` are another answer.
     fn refusal(&self, bytes: &[u8]) -> Option<Problem> {
         let is_short = bytes.ends_with(b"\r\n\r\n") && bytes.starts_with(b"HTTP/1.1 4");
         if !is_short || !contains(bytes, b"content-length: 0\r\n") || contains(bytes, b"content-type") {
@@ -123,7 +123,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         if buf.filled().len() > before {
             this.connections.has_received(&this.connection, now);
         } else if this.connections.has_left(&this.connection, now) {
-            // hyper would drop the answer; it reads again after the answer.
+            // Without this, hyper would drop the answer; it reads again after the answer.
             return Poll::Pending;
         }
         Poll::Ready(Ok(()))

@@ -2,18 +2,10 @@
 
 use std::sync::Arc;
 
-use kvevents_index::limits::Limits;
-use kvevents_index::lookup::matching::Hit;
 use kvevents_index::wire::scan::{self, Kind, Schema, Scratch};
-use kvevents_index::{Index, Outcome, Scope};
+use kvevents_index::{Applied, Hit, Incarnation, Index, Limits, PayloadLimits, Position, Scope, Worker};
 
 use super::{Find, Scores, Script, Shared, Side};
-
-/// Payloads are read as `PrefixIndex` reads them.
-fn schema() -> Schema {
-    let schema = Schema::new(scan::Limits::default()).expect("the limits are high enough");
-    schema.joining()
-}
 
 /// kvevents' index.
 pub struct Ours {
@@ -25,38 +17,42 @@ pub struct Ours {
 #[derive(Clone)]
 pub struct Reader {
     index: Arc<Index>,
-    names: Arc<[String]>,
+    workers: Arc<[Worker]>,
     size: u64,
 }
 
 impl Ours {
     fn apply(&mut self, worker: u32, payload: &[u8]) {
-        let Reader { index, names, .. } = &self.reader;
+        let Reader { index, workers, .. } = &self.reader;
         self.seq += 1;
-        let outcome = index.batch(&names[worker as usize], 0, 0, self.seq, payload).outcome;
-        assert_eq!(outcome, Outcome::Applied(false));
+        let position = Position {
+            incarnation: Incarnation(0),
+            seq: self.seq,
+        };
+        let applied = index.batch(&workers[worker as usize], position, payload);
+        assert!(matches!(applied, Ok(Applied::Now(_))));
     }
 
     /// Puts a worker behind the wall of a model.
     pub fn label(&self, worker: u32, model: &str) {
-        let Reader { index, names, .. } = &self.reader;
-        index.label(&names[worker as usize], Some(model));
+        let Reader { index, workers, .. } = &self.reader;
+        index.set_model(&workers[worker as usize].source, Some(model));
     }
 }
 
 impl Find for Reader {
     fn find(&self, tokens: &[u32]) -> u64 {
         let found = self.index.match_prompt(tokens, &Scope::default());
-        found.hits.iter().map(|hit| u64::from(hit.tokens[0])).sum::<u64>() / self.size
+        found.iter().map(|hit| u64::from(hit.tokens.gpu)).sum::<u64>() / self.size
     }
 
     fn scores(&self, tokens: &[u32]) -> Scores {
         let found = self.index.match_prompt(tokens, &Scope::default());
-        let score = |hit: &Hit| {
-            let worker = self.names.iter().position(|name| *name == found.worker(hit).source);
-            (worker.expect("it was named here") as u32, hit.tokens[0] / self.size as u32)
+        let score = |hit: Hit<'_>| {
+            let worker = self.workers.iter().position(|worker| worker == hit.worker);
+            (worker.expect("it was named here") as u32, hit.tokens.gpu / self.size as u32)
         };
-        found.hits.iter().map(score).collect()
+        found.iter().map(score).collect()
     }
 }
 
@@ -74,10 +70,12 @@ impl Side for Ours {
     const NAME: &'static str = "kvevents";
 
     fn new(workers: u32, size: u32) -> Self {
-        let limits = Limits::default();
+        let index = Index::new(Limits::default()).expect("the limits are high enough");
         let reader = Reader {
-            index: Arc::new(Index::new(schema(), limits)),
-            names: (0..workers).map(|worker| format!("worker-{worker}")).collect(),
+            index: Arc::new(index),
+            workers: (0..workers)
+                .map(|worker| Worker::new(format!("worker-{worker}"), 0))
+                .collect(),
             size: u64::from(size),
         };
         Self { reader, seq: 0 }
@@ -124,7 +122,9 @@ impl Scanner {
     /// Reads as `Ours` does.
     pub fn new() -> Self {
         Self {
-            schema: schema(),
+            schema: Schema::new(PayloadLimits::default())
+                .expect("the limits are high enough")
+                .joining(),
             scratch: Scratch::default(),
         }
     }

@@ -7,11 +7,11 @@ use crate::blocks::{Blocks, ROOT, bits};
 /// Blocks without tokens that one event stores.
 const MAX_KEYED: usize = 4096;
 
-/// Blocks that share their hash with others, dead ones too, in the order in which they are to be exported.
+/// Blocks that share their hash with others, dead ones too, in the order of their export.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {
-    /// Creates it for all blocks.
+    /// Creates the order of all blocks.
     pub fn new(blocks: &Blocks) -> Self {
         let (mut all, mut depths): (HashMap<u64, Vec<u32>>, _) = (HashMap::new(), Depths::new(blocks));
         for number in blocks.iter_dead() {
@@ -32,7 +32,7 @@ impl Twins {
         Self(all)
     }
 
-    /// Whether it is empty.
+    /// Whether there are no shared hashes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -46,14 +46,14 @@ impl Twins {
 /// The order of the blocks of replaced LoRAs.
 #[derive(Default)]
 pub struct Phases {
-    /// Those LoRAs, each with an outdated block.
+    /// The replaced LoRAs, each with an outdated block.
     pub loras: BTreeMap<u64, u32>,
-    /// Blocks that come after the signs that LoRAs were replaced: those of the present weights, and the dead ancestors of these.
+    /// Blocks to store after the signs that LoRAs were replaced: blocks of the present weights, and their ancestors without copies.
     pub later: HashSet<u32>,
 }
 
 impl Phases {
-    /// Creates it for all blocks.
+    /// Creates the order of all blocks.
     pub fn new(blocks: &Blocks, loras: BTreeMap<u64, u32>) -> Self {
         let mut later = HashSet::new();
         let is_current = |number: u32| {
@@ -114,18 +114,18 @@ pub struct Runs<'a> {
     first_child: Vec<u32>,
     /// Next sibling of each block.
     next_sibling: Vec<u32>,
-    /// How many blocks must be exported before a twin, besides its parent.
+    /// Number of blocks that must be exported before each twin, besides its parent.
     blockers: HashMap<u32, usize>,
-    /// Twins that each block blocks.
+    /// Twins that wait for each block.
     blocked: HashMap<u32, Vec<u32>>,
-    /// Twins whose parents are exported, and that are blocked.
+    /// Twins that still wait although their parents are exported.
     held: Vec<u32>,
     /// Blocks that runs can begin with, the next one last.
     ready: Vec<u32>,
 }
 
 impl<'a> Runs<'a> {
-    /// Creates it for all blocks.
+    /// Creates the order of all blocks.
     pub fn new(blocks: &'a Blocks, twins: &'a Twins) -> Self {
         let mut runs = Self {
             blocks,
@@ -137,7 +137,7 @@ impl<'a> Runs<'a> {
             held: Vec::new(),
             ready: Vec::new(),
         };
-        // By their hashes, so that the order does not depend on how the state came about.
+        // Sorted by hash, so that the order does not depend on the history.
         let mut numbers: Vec<(u64, u64, u32)> = (blocks.numbers())
             .map(|number| (blocks.get(number).hash, blocks.get(number).key, number))
             .collect();
@@ -178,7 +178,7 @@ impl<'a> Runs<'a> {
         std::iter::successors(some(first), move |&at| some(self.next_sibling[at as usize]))
     }
 
-    /// Adds blocks whose parents are exported; the first one is to be the next.
+    /// Adds blocks whose parents are exported; the first one is exported next.
     fn add_heads(&mut self, heads: Vec<u32>) {
         for head in heads.into_iter().rev() {
             if self.blockers.get(&head).is_some_and(|&left| left > 0) {
@@ -189,7 +189,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Records that a block is exported. Only the first one of a run blocks twins.
+    /// Records that a block is exported. Twins wait only for the first block of a run.
     fn unblock(&mut self, head: u32) {
         for later in self.blocked.remove(&head).unwrap_or_default() {
             let Some(left) = self.blockers.get_mut(&later) else { continue };
@@ -203,7 +203,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// A block and the following ones that one event can store with it.
+    /// A block and the following blocks that one event can store with it.
     fn run_from(&mut self, head: u32) -> Vec<u32> {
         let mut run = vec![head];
         if self.twins.contain(self.blocks.get(head).hash) {
@@ -249,7 +249,7 @@ impl Iterator for Runs<'_> {
     type Item = Vec<u32>;
 
     fn next(&mut self) -> Option<Vec<u32>> {
-        // If all blocks that are left block each other no order is right: any is as good, and is verified later.
+        // If all remaining blocks wait for each other, no order is right: any order is taken, and verified later.
         let head = self.ready.pop().or_else(|| self.held.pop())?;
         let run = self.run_from(head);
         let next_in_run = run.iter().skip(1).map(Some).chain([None]);

@@ -1,13 +1,12 @@
 //! The keys of the blocks of a store, from its tokens and extra keys.
 
-use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use super::{Read, Work};
 use crate::groups::GroupKind;
 use crate::keys::{self, Scheme};
-use crate::wire::decode::normalise_whole;
-use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys, scan};
+use crate::wire::decode;
+use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys};
 
 /// A store with tokens, as far as its blocks can be keyed.
 pub(super) struct TokenStore<'a> {
@@ -16,7 +15,7 @@ pub(super) struct TokenStore<'a> {
     pub(super) pairs: bool,
     pub(super) scheme: Scheme,
     pub(super) lora: u64,
-    /// The salt of its first block; None if it has its parent's.
+    /// The salt of the first block; None if it has its parent's salt.
     pub(super) salt: Option<u64>,
     /// The salt that the event has as a field of its own.
     pub(super) own_salt: Option<u64>,
@@ -63,7 +62,7 @@ impl<'a> TokenStore<'a> {
         if is_whole { Ok(()) } else { Err("bad-token") }
     }
 
-    /// The same without the blocks from `end` on.
+    /// Returns these blocks without those from `end` on.
     pub(super) fn up_to(&self, end: usize) -> Self {
         let tokens = (end * self.scheme.size as usize) << u32::from(self.pairs);
         Self {
@@ -92,9 +91,9 @@ impl<'a> TokenStore<'a> {
 pub struct StoredKeys {
     /// Keys of the blocks before the first one that has no key.
     pub keys: Vec<u64>,
-    /// The event's own salt's part of the seed; 0 for a root without one, None if the parent's salt applies.
+    /// Part of the seed that the event's own salt contributes; 0 for a root without one, None if the parent's salt applies.
     pub salt: Option<u64>,
-    /// Why that one and those after it have no keys.
+    /// Why this block and the blocks after it have no keys.
     pub unkeyed: Option<&'static str>,
 }
 
@@ -103,17 +102,13 @@ pub struct StoredKeys {
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
     let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
-    let mut payload = Cow::Borrowed(payload);
-    if scan(&payload, schema, &mut scratch).is_none() {
-        payload = normalise_whole(&payload, schema)?.into();
-        scan(&payload, schema, &mut scratch)?;
-    }
+    let batch = decode::read(payload, schema, &mut scratch);
     let read = Read {
-        payload: &payload,
+        bytes: &batch.bytes,
         scratch: &scratch,
     };
     let [event] = &scratch.events[..] else { return None };
-    if event.kind != Kind::Stored {
+    if event.kind != Kind::Stored || !batch.rejected.is_empty() {
         return None;
     }
     let salt = salt_of(&read, event, &mut work.extras);

@@ -1,4 +1,4 @@
-//! What stores show about the groups of an engine, its hashes and the salts of its prompts.
+//! Learns the groups of an engine, its hashes and the salts of its prompts from stores.
 
 use super::Read;
 use super::block_keys::TokenStore;
@@ -8,7 +8,7 @@ use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::wire::scan::{Event, Extra, extra_keys, first_ints};
 
-/// Prompts with salts of one batch whose salts are learned.
+/// Maximum number of prompts of one batch whose salts are learned.
 const MAX_SALTED: usize = 1_024;
 
 impl Stream {
@@ -48,7 +48,7 @@ impl Stream {
         }
     }
 
-    /// Learns whether hashes are of pages alone, as those of SGLang 0.4.8 to 0.5.6 are. There `nil` as the parent proves nothing.
+    /// Learns whether hashes cover pages alone, as in SGLang 0.4.8 to 0.5.6. There `nil` as the parent proves nothing.
     #[inline]
     pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
         if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 && !store.pairs {

@@ -83,7 +83,7 @@ impl Ahead<'_> {
         }
     }
 
-    /// Returns the block `at`, which is to be placed next, and prefetches memory for later ones.
+    /// Returns the block `at`, which is placed next, and prefetches memory for later blocks.
     #[inline]
     pub(super) fn next(&mut self, stream: &Stream, shared: &SharedState, at: usize) -> Block {
         let count = self.chain.hashes.len();

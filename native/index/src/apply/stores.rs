@@ -17,15 +17,15 @@ use crate::stream::pending::{Content, Waiting};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::Event;
 
-/// Why stores of groups are rejected whose lookup is unknown.
+/// Reason for rejecting stores of groups whose lookup is unknown.
 const UNKNOWN_KIND: &str = "unknown-kind";
 /// SGLang's name of host memory, which its clear of everything empties too (`HiRadixCache.reset`).
 pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
 /// Number of blocks of an event that are prefetched before the event is hashed.
 const FIRST: usize = 4;
-/// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
+/// Maximum number of blocks of an event that is hashed while the lock is held, since taking it twice would cost more.
 const FEW_BLOCKS: usize = 8;
-/// Tokens of one block up to which an event is hashed while the lock is held.
+/// Maximum number of tokens per block of an event that is hashed while the lock is held.
 const FEW_TOKENS: usize = 1_024;
 
 /// Blocks of one event, each the parent of the next.
@@ -33,7 +33,7 @@ const FEW_TOKENS: usize = 1_024;
 pub(super) struct Chain<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) keys: &'a [u64],
-    /// None for blocks that were stored by their keys: those have no parents.
+    /// None for blocks that were stored by their keys, which have no parents.
     pub(super) locals: Option<&'a [u64]>,
     pub(super) context: u32,
     pub(super) placement: u16,
@@ -43,7 +43,7 @@ pub(super) struct Chain<'a> {
 enum Pause {
     /// All blocks were placed.
     Done,
-    /// This block was placed, and pending blocks wait for it.
+    /// The block was placed, and pending blocks wait for it.
     Awaited { next: usize, number: u32 },
     /// Too many blocks are equal to the next one in hash and placement.
     TooManyEqual,
@@ -181,7 +181,7 @@ impl Stream {
         if !self.is_on_device(store.placement) {
             return self.store_below_device(writer, store, parent, work);
         }
-        // Where their hashes belong is known before their keys are.
+        // The places of the hashes are known before the keys.
         for &hash in store.hashes.iter().take(FIRST) {
             self.prefetch(writer.mixed(hash), Stage::Bucket);
         }
@@ -400,7 +400,7 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Pause {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        // Whether the block before is new, so that no stream holds one after it, except across a hole.
+        // Whether the preceding block is new: then no stream holds a block after it, except across a hole.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
@@ -505,7 +505,7 @@ impl Stream {
         }
     }
 
-    /// Places the pending blocks whose parent is this block, then those whose parents they are, and so on.
+    /// Places the pending blocks whose parent is this block, then the pending blocks of these, and so on.
     fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {

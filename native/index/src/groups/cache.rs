@@ -23,7 +23,7 @@ pub struct GroupCache {
     groups: HashMap<i64, HashMap<u64, Held, Secret>, Secret>,
     /// Blocks that might be gone.
     uncertain: usize,
-    /// Salts by the part of a seed that they stand for.
+    /// Salts by the part of a seed that each contributes.
     salts: HashMap<u64, String, Secret>,
     /// Whether prompts have salts that `salts` does not contain.
     misses_salts: bool,
@@ -32,13 +32,13 @@ pub struct GroupCache {
 /// How lookups search the blocks of one stream whose groups need more than bitmaps.
 #[derive(Debug)]
 pub struct GroupLookup {
-    /// Its groups.
+    /// Groups of the engine.
     pub groups: Groups,
-    /// Its blocks by the engine's own hashes, if `Method::Hashes` is used.
+    /// The stream's blocks by the engine's own hashes, if `Method::Hashes` is used.
     pub cache: Option<Arc<RwLock<GroupCache>>>,
 }
 
-/// Salts that are kept of a stream.
+/// Maximum number of salts that are stored for a stream.
 pub const MAX_SALTS: usize = 1 << 16;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
@@ -48,7 +48,7 @@ const ENTRY_BYTES: usize = 18;
 pub struct Found {
     /// At most.
     pub tokens: [u32; LEVELS],
-    /// Without the blocks that might be gone.
+    /// Tokens without blocks that might be gone.
     pub certain: [u32; LEVELS],
 }
 
@@ -81,8 +81,8 @@ impl GroupCache {
         self.uncertain = 0;
     }
 
-    /// Keeps a salt, by the part of a seed that it stands for, if it reproduces the hash of the first block of a prompt. Returns whether it
-    /// is kept.
+    /// Stores a salt, by the part of a seed that it contributes, if it reproduces the hash of the first block of a prompt. Returns whether
+    /// it is kept.
     pub fn learn_salt(&mut self, part: u64, salt: &str, hashing: &EngineHash, sample: &Sample) -> bool {
         if self.salts.contains_key(&part) {
             return true;
@@ -104,7 +104,7 @@ impl GroupCache {
         self.misses_salts
     }
 
-    /// The salt that a part of a seed stands for, if the engine has announced a block with it.
+    /// The salt that contributes this part of a seed, if the engine has announced a block with it.
     pub fn salt(&self, part: u64) -> Option<&str> {
         self.salts.get(&part).map(String::as_str)
     }
@@ -125,7 +125,7 @@ impl GroupCache {
         held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
     }
 
-    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` are those of the whole prompt.
+    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` cover the whole prompt.
     pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize) -> Found {
         let unit = groups.unit() as usize;
         let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();
@@ -151,7 +151,7 @@ impl GroupCache {
     }
 }
 
-/// Returns the tokens by level, and whether all searches ended. A level finds at least what the ones before it find.
+/// Returns the tokens by level, and whether all searches ended. A level finds at least what the levels before it find.
 pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
     let mut is_exact = true;
     let mut find = |level| {

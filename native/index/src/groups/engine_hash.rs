@@ -7,16 +7,15 @@
 //!
 //! No setting is needed: a scheme counts as known when it reproduces a hash that the engine has announced together with its tokens.
 
-use ring::digest::{SHA256, digest};
 use xxhash_rust::xxh3::xxh3_128;
 
 /// The seed of vLLM's sha256 hashes when `PYTHONHASHSEED` is not set, and the value of that variable that deployments set most often.
 const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
-/// Most tokens after a block that a hash may cover; in vLLM their number is that of its multi-token predictor.
+/// Maximum number of tokens after a block that a hash may cover; in vLLM their number is that of its multi-token predictor.
 pub const MAX_LOOKAHEAD: usize = 64;
-/// Hash units of one block: 256 tokens in units of 4.
+/// Maximum number of hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
-/// Tokens of a sample; one frame of pickle protocol 5 holds so many.
+/// Maximum number of tokens of a sample: one frame of pickle protocol 5 holds that many.
 const MAX_SAMPLE: usize = 4_096;
 
 /// A function of vLLM's `prefix_caching_hash_algo`.
@@ -46,6 +45,20 @@ const ALGORITHMS: [Algorithm; 4] = [
     },
 ];
 
+/// The first algorithm that is available.
+const FIRST: usize = if cfg!(feature = "sha256") { 0 } else { 2 };
+
+#[cfg(feature = "sha256")]
+fn sha256(bytes: &[u8]) -> [u8; 32] {
+    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
+    digest.as_ref().try_into().expect("SHA-256 has 32 bytes")
+}
+
+#[cfg(not(feature = "sha256"))]
+fn sha256(_: &[u8]) -> [u8; 32] {
+    unreachable!("algorithms before the first available one are not used")
+}
+
 /// A digest: 32 bytes of SHA-256, or 16 of XXH3-128.
 #[derive(Clone, Copy, Debug)]
 struct Digest {
@@ -58,7 +71,7 @@ impl Digest {
         let mut bytes = [0; 32];
         let length = if algorithm.is_sha { 32 } else { 16 };
         if algorithm.is_sha {
-            bytes.copy_from_slice(digest(&SHA256, encoded).as_ref());
+            bytes = sha256(encoded);
         } else {
             bytes[..16].copy_from_slice(&xxh3_128(encoded).to_be_bytes());
         }
@@ -69,7 +82,7 @@ impl Digest {
         &self.bytes[..usize::from(self.length)]
     }
 
-    /// As events carry it.
+    /// The hash as events carry it.
     fn external(&self) -> u64 {
         let last = self.as_slice().last_chunk().copied();
         u64::from_be_bytes(last.unwrap_or_default())
@@ -82,7 +95,7 @@ struct Encoder {
     is_cbor: bool,
 }
 
-/// Bytes before what a frame of pickle protocol 5 holds.
+/// Bytes before the contents of a frame of pickle protocol 5.
 const FRAME_HEAD: usize = 11;
 
 impl Encoder {
@@ -172,7 +185,7 @@ impl Encoder {
         }
     }
 
-    /// A tuple of so many values, which `items` writes.
+    /// Writes a tuple with this number of values, which `items` writes.
     fn tuple(&mut self, length: usize, items: impl FnOnce(&mut Self)) {
         if self.is_cbor {
             self.cbor_head(0x80, length as u64);
@@ -218,7 +231,7 @@ pub struct EngineHash {
 }
 
 impl EngineHash {
-    /// Hashes at every multiple of `unit` tokens of a prompt, into `out`.
+    /// Writes the hashes at every multiple of `unit` tokens of a prompt into `out`.
     pub fn hash(&self, tokens: &[u32], salt: Option<&str>, out: &mut Vec<u64>) {
         out.clear();
         let algorithm = ALGORITHMS[self.algorithm];
@@ -264,7 +277,7 @@ impl EngineHash {
 
     /// The inverse of `parts`; None if no such scheme exists.
     pub fn of_parts([algorithm, seed, unit, lookahead]: [u64; 4]) -> Option<Self> {
-        let is_known = algorithm < ALGORITHMS.len() as u64 && seed < SEEDS.len() as u64;
+        let is_known = (FIRST as u64..ALGORITHMS.len() as u64).contains(&algorithm) && seed < SEEDS.len() as u64;
         let is_valid = is_known && (1..=MAX_SAMPLE as u64).contains(&unit) && lookahead <= MAX_LOOKAHEAD as u64;
         is_valid.then_some(Self {
             algorithm: algorithm as usize,
@@ -278,7 +291,7 @@ impl EngineHash {
 /// The first block of a prompt as an engine announced it, without LoRA, salt and multimodal items.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// Its tokens, and those behind it that its hash covers.
+    /// Tokens of the block, and the tokens behind it that its hash covers.
     tokens: Box<[u32]>,
     size: u32,
     hash: u64,
@@ -307,14 +320,14 @@ impl Sample {
         self.size.is_multiple_of(hashing.unit) && hashes.get((self.size / hashing.unit) as usize - 1) == Some(&self.hash)
     }
 
-    /// The scheme that reproduces the hash; None if no known one does.
+    /// The scheme that reproduces the hash; None if no known scheme does.
     pub fn scheme(&self) -> Option<EngineHash> {
         let lookahead = self.tokens.len() as u32 - self.size;
         let units = (1..=self.size.min(MAX_UNITS)).filter(|count| self.size.is_multiple_of(*count));
         let mut hashes = Vec::new();
         for unit in units.map(|count| self.size / count) {
             for seed in 0..SEEDS.len() {
-                for algorithm in 0..ALGORITHMS.len() {
+                for algorithm in FIRST..ALGORITHMS.len() {
                     let scheme = EngineHash {
                         algorithm,
                         seed,

@@ -11,7 +11,7 @@ use crate::step_counter;
 /// A cached prefix of a prompt, as an engine finds it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CachedPrefix {
-    /// Its tokens.
+    /// Length of the prefix in tokens.
     pub tokens: usize,
     /// Whether the search ended. If not, `tokens` is an upper bound.
     pub is_exact: bool,
@@ -22,7 +22,7 @@ pub trait Blocks {
     /// Whether a group, by its index in `Groups::known`, holds the block that ends at a position.
     fn is_held(&self, group: usize, position: usize) -> bool;
 
-    /// The first and the last position of a range around this one, in which each group holds all blocks whose sizes it has, or none.
+    /// The bounds of a range around this position in which each group holds either all of its blocks or none.
     fn alike(&self, position: usize) -> (usize, usize) {
         (position, position)
     }
@@ -45,27 +45,27 @@ pub fn find(groups: &Groups, end: usize, longest: usize, blocks: impl Blocks) ->
     }
 }
 
-/// Looks of a search, each at one block of one group, for each position at which a block can end. Engines need a few for each of their
-/// groups; a peer could cause thousands.
+/// Examined blocks of a search, counted for each group, per position at which a block can end. Engines need a few for each of their groups;
+/// a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 16;
-/// Maximum number of looks for a long prompt, of which each position has four in any case.
+/// Maximum number of examined blocks for a long prompt; each position has four in any case.
 const MAX_LOOKS: usize = 1 << 17;
 
 /// Groups of one kind and block size, which are searched together.
 struct Spec {
     kind: GroupKind,
     size: usize,
-    /// Their places in `Groups::known`.
+    /// Positions of its groups in `Groups::known`.
     groups: Vec<usize>,
     /// Whether the last block of a hit is dropped, since a draft model needs it computed again.
     drops: bool,
 }
 
-/// One lookup.
+/// The state of one lookup.
 struct Search<F> {
     specs: Vec<Spec>,
     blocks: F,
-    /// Blocks that it may still look at. After the last one it ends.
+    /// Number of blocks that the lookup may still examine. After the last one it ends.
     looks_left: Cell<usize>,
     end: usize,
     unit: usize,
@@ -150,7 +150,7 @@ impl<F: Blocks> Search<F> {
         }
     }
 
-    /// Tokens after a candidate that a draft group matches before it drops them. States of a draft model do not exist.
+    /// Number of tokens after a candidate that a draft group matches and then drops. States of a draft model do not exist.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,
@@ -166,7 +166,7 @@ impl<F: Blocks> Search<F> {
             .all(|&group| self.looks(1) && self.blocks.is_held(group, position))
     }
 
-    /// Counts looks. Returns whether any are left.
+    /// Counts examined blocks. Returns whether any are left.
     fn looks(&self, count: usize) -> bool {
         let left = self.looks_left.get().saturating_sub(count);
         self.looks_left.set(left);
@@ -216,7 +216,7 @@ impl<F: Blocks> Search<F> {
                 continue;
             }
             if run == 0 {
-                // A hit ends at the last of these blocks at which one can.
+                // A hit ends at the last of these blocks that can end one.
                 let last = (first..=at).rev().find(|last| last >= &dropped && is_aligned(last - dropped));
                 let Some(last) = last.filter(|last| self.looks(at - last + 1)) else {
                     at = first - 1;
@@ -281,7 +281,7 @@ mod tests {
 
     use super::*;
 
-    /// Consecutive blocks, each row with the number of one more than its last block, and which groups hold them.
+    /// Rows of consecutive blocks, each with the position after its last block and the groups that hold it.
     struct Rows<'a> {
         rows: &'a [(usize, Vec<bool>)],
         size: usize,
@@ -314,7 +314,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-        /// A search over rows of blocks finds what one block by block finds.
+        /// A search over rows of blocks has the result of a search block by block.
         #[test]
         fn rows_are_searched_as_their_blocks(
             kinds in vec((0_u32..4, 1_u32..3, 1_u32..40), 1..4),

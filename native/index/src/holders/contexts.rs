@@ -12,9 +12,9 @@ pub const MAX_CONTEXTS: u32 = 1 << 30;
 pub struct Context {
     /// The rule by which its tokens were divided into blocks.
     pub scheme: Scheme,
-    /// Its LoRA's part of the seed; 0 for none.
+    /// Part of the seed that the LoRA contributes; 0 for none.
     pub lora: u64,
-    /// Its salt's part of the seed; 0 for none.
+    /// Part of the seed that the salt contributes; 0 for none.
     pub salt: u64,
 }
 
@@ -31,13 +31,13 @@ impl Context {
         }
     }
 
-    /// Whether its blocks were stored by their keys.
+    /// Whether the blocks of this context were stored by their keys.
     #[inline]
     pub fn is_keyed(&self) -> bool {
         self.lora == KEYED
     }
 
-    /// Seed of its local hashes.
+    /// Seed of the local hashes in this context.
     pub fn seed(&self) -> u64 {
         keys::seed(self.lora, self.salt)
     }
@@ -54,7 +54,7 @@ fn place_of(secret: Secret, context: &Context) -> u64 {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     context: Context,
-    /// Blocks, and others that use it for a while.
+    /// Number of uses by blocks, and of temporary uses.
     users: u32,
 }
 
@@ -69,7 +69,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Creates it empty.
+    /// Creates an empty table.
     pub fn new(secret: Secret) -> Self {
         Self {
             contexts: Vec::new(),
@@ -79,7 +79,7 @@ impl Known {
         }
     }
 
-    /// The context of a number.
+    /// The context with this number.
     #[inline]
     pub fn get(&self, number: u32) -> Option<&Context> {
         self.contexts.get(number as usize)?.as_ref()
@@ -92,7 +92,7 @@ impl Known {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// The number of the context of blocks that were stored by their keys, which are of any namespace.
+    /// The number of the context of blocks that were stored by their keys, which can belong to any namespace.
     #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
         if self.keyed == 0 || scheme.eagle {
@@ -132,7 +132,7 @@ pub struct Contexts {
 }
 
 impl Contexts {
-    /// Creates it empty.
+    /// Creates an empty table.
     pub fn new(secret: Secret) -> Self {
         Self {
             entries: Vec::new(),
@@ -195,13 +195,13 @@ impl Contexts {
         self.entries[number as usize].users += count;
     }
 
-    /// Counts one use of a context less.
+    /// Decrements the use count of a context.
     #[inline]
     pub fn release(&mut self, number: u32) {
         self.release_all(number, 1);
     }
 
-    /// Counts some uses of a context less.
+    /// Decrements the use count of a context by some.
     #[inline]
     pub fn release_all(&mut self, number: u32, count: u32) {
         let entry = &mut self.entries[number as usize];
@@ -250,7 +250,7 @@ impl Contexts {
         self.lookup.len()
     }
 
-    /// Whether it has no contexts.
+    /// Whether there are no contexts.
     pub fn is_empty(&self) -> bool {
         self.lookup.is_empty()
     }

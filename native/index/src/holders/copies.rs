@@ -19,7 +19,7 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Exactly one copy, as of each block that the table does not list.
+    /// Exactly one copy: the value of each block that the table does not list.
     pub const ONE: Self = Self { least: 1, most: 1 };
 
     /// Bounds after one more store.
@@ -47,7 +47,7 @@ impl Copies {
         self.least == self.most
     }
 
-    /// Whether it is possible that no copy is left.
+    /// Whether there may be no copy left.
     pub fn is_uncertain(self) -> bool {
         self.least == 0
     }
@@ -60,7 +60,7 @@ pub enum Change {
     Same,
     /// The block might be gone from now on.
     BecameUncertain,
-    /// It is certainly there again.
+    /// The block is certainly there again.
     BecameCertain,
 }
 
@@ -177,7 +177,7 @@ impl CopyTable {
         inexact.chain([(self.entries.len(), self.entries.capacity())])
     }
 
-    /// Makes room for more.
+    /// Reserves room for more entries.
     pub fn reserve(&mut self, more: usize) {
         self.entries.reserve(more);
         self.inexact.values_mut().for_each(|numbers| numbers.reserve(more));
@@ -235,7 +235,7 @@ mod tests {
     enum Step {
         /// A store of another physical copy.
         Copy,
-        /// The same, when each store is a copy.
+        /// A store of another physical copy, when each store is a copy.
         StatedCopy,
         /// A store of what is resident already.
         Report,
@@ -244,7 +244,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever an engine does, its true number of copies stays between the bounds, a block that it holds is listed as held, and one
+        /// For any actions of an engine, the true number of copies stays between the bounds, a held block is listed as held, and a block
         /// that is listed as gone is gone.
         #[test]
         fn the_true_number_is_between_the_bounds(

@@ -11,7 +11,7 @@ use crate::memory::sharded_table::ShardedTable;
 pub struct Word {
     /// `placement << 16 | stream / 64`.
     pub at: u32,
-    /// One bit a stream.
+    /// One bit per stream.
     pub bits: u64,
 }
 
@@ -31,14 +31,14 @@ impl Word {
 
 /// The set without holders.
 pub const EMPTY: u32 = 0;
-/// The most streams of an index.
+/// Maximum number of streams of an index.
 pub const MAX_STREAMS: usize = 64 << 16;
 
 #[derive(Debug)]
 struct Entry {
     words: Box<[Word]>,
     refs: u32,
-    /// Differs between sets that had the same number one after the other.
+    /// A value that differs between successive sets with the same number.
     created: u64,
 }
 
@@ -59,7 +59,7 @@ pub struct Holders {
     many: Box<[Word]>,
 }
 
-/// Words of a set that most do not exceed: 256 streams on one placement.
+/// Number of words that most sets do not exceed: 256 streams on one placement.
 const FEW: usize = 4;
 
 impl Holders {
@@ -83,7 +83,7 @@ impl Holders {
     }
 }
 
-/// Words of a set in memory: lookups have a copy of its own of a set of many.
+/// Words of a set in memory; lookups have a separate copy of a large set.
 fn resident_words(words: &[Word]) -> usize {
     words.len() * if words.len() > FEW { 2 } else { 1 }
 }
@@ -95,7 +95,7 @@ pub struct Sets {
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
     scratch: Vec<Word>,
-    /// Their words, as `resident_words` counts them.
+    /// Words of all sets, as `resident_words` counts them.
     words: usize,
     births: u64,
     secret: Secret,
@@ -111,7 +111,7 @@ fn hash_of(secret: Secret, words: &[Word]) -> u64 {
 }
 
 impl Sets {
-    /// Creates it with the empty set only.
+    /// Creates the collection with the empty set only.
     pub fn new(secret: Secret) -> Self {
         let empty = Entry {
             words: Box::default(),
@@ -172,7 +172,7 @@ impl Sets {
         self.placements(set, stream).next().is_some()
     }
 
-    /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
+    /// Moves one block from `set` to the set with or without a holder; `last` stores the move for the next call.
     #[inline]
     pub fn moved(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         if self.matches_move(set, placement, stream, last) {
@@ -182,7 +182,7 @@ impl Sets {
         self.searched_move(set, placement, stream, last)
     }
 
-    /// Whether a move is the one that is remembered.
+    /// Whether a move is the stored one.
     #[inline]
     fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
         last.known
@@ -192,7 +192,7 @@ impl Sets {
             && self.is_current(last.to)
     }
 
-    /// Returns the set that a move leads to by a search, and remembers the move.
+    /// Searches for the set that a move leads to, stores the move, and returns the set.
     #[cold]
     fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         let target = self.toggled(set, placement, stream);
@@ -207,7 +207,7 @@ impl Sets {
         target
     }
 
-    /// Whether a set is still the one that had the number at the time of the move.
+    /// Whether the number still means the set that had it at the time of the move.
     #[inline]
     fn is_current(&self, (number, created): (u32, u64)) -> bool {
         self.entries
@@ -215,7 +215,7 @@ impl Sets {
             .is_some_and(|entry| entry.created == created)
     }
 
-    /// Counts one block less of one set and one more of the other.
+    /// Moves one block from the count of one set to that of the other.
     #[inline]
     fn change(&mut self, from: u32, to: u32) {
         if to != EMPTY {
@@ -272,7 +272,7 @@ impl Sets {
         target
     }
 
-    /// The set that differs in one holder.
+    /// The set with one holder more or less.
     fn toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
         let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
         let mut words = std::mem::take(&mut self.scratch);

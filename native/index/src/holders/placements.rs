@@ -27,18 +27,17 @@ const MEDIA: [&[&str]; TIERS.len()] = [
     ],
 ];
 
-/// Levels of tiers: the places of `TIERS`, and a last one for media that are not known. A prefix at one level may use every level before
-/// it.
+/// Levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can use all earlier levels.
 pub const LEVELS: usize = TIERS.len() + 1;
 
-/// A place that copies of blocks are counted in.
+/// A place for which copies of blocks are counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
     pub tier: String,
-    /// As announced by the engine.
+    /// The text as the engine announces it.
     pub locality: Option<String>,
-    /// As announced by the engine.
+    /// The text as the engine announces it.
     pub ownership: Option<String>,
     /// KV cache group.
     pub group: i64,
@@ -55,7 +54,7 @@ impl Placement {
         }
     }
 
-    /// The contribution of its copies to an attestation.
+    /// The contribution of this placement's copies to an attestation.
     pub fn attestation(&self) -> AttestedGroup {
         AttestedGroup::new(self.group, self.level() == 0)
     }
@@ -76,7 +75,7 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// Creates it for the blocks of a group that are on the device, or elsewhere.
+    /// Creates the group for its blocks on the device, or for those elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -124,13 +123,13 @@ pub fn tier(medium: &str) -> String {
     known.map_or(upper, |level| TIERS[level].into())
 }
 
-/// Most placements of one index. Engines have a handful, but a peer chooses names and groups.
+/// Maximum number of placements of one index. Engines have a handful, but a peer chooses names and groups.
 pub const MAX_PLACEMENTS: usize = 4096;
 
 #[derive(Debug)]
 struct Entry {
     placement: Placement,
-    /// Streams that name it.
+    /// Number of streams that name the placement.
     users: u32,
 }
 
@@ -155,7 +154,7 @@ impl Placements {
         &self.levels
     }
 
-    /// How many levels a prefix may use: one more than the highest of any placement.
+    /// Number of levels that a prefix may use: one more than the highest level of any placement.
     #[inline]
     pub fn depth(&self) -> usize {
         self.depth.max(1)
@@ -194,7 +193,7 @@ impl Placements {
         Some((self.entries.len() - 1) as u16)
     }
 
-    /// Counts one stream less of a placement, on which the stream holds nothing any more.
+    /// Decrements the number of streams of a placement, after one has removed its last block there.
     pub fn release(&mut self, number: u16) {
         self.entries[number as usize].users -= 1;
         while self.entries.last().is_some_and(|entry| entry.users == 0) {

@@ -21,7 +21,7 @@ use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
-/// Blocks of a prompt that are looked up before the others are hashed, and their tokens: of many prompts not even the beginning is known.
+/// Number of blocks, and of tokens, of a prompt that are looked up before the others are hashed: often not even the beginning is known.
 const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
 /// Factor by which the number of hashed blocks grows with each step.
@@ -34,16 +34,16 @@ const TRIES: usize = 4;
 pub struct Scope {
     /// The model that workers are labelled with.
     pub model: Option<String>,
-    /// The LoRA's part of the seed.
+    /// Part of the seed that the LoRA contributes.
     pub lora: u64,
-    /// The salt's part of the seed.
+    /// Part of the seed that the salt contributes.
     pub salt: u64,
     /// Multimodal items.
     pub items: Vec<Item>,
 }
 
 impl Scope {
-    /// Its context in one scheme.
+    /// Context of the prompt in one scheme.
     fn context(&self, scheme: Scheme) -> Context {
         Context {
             scheme,
@@ -52,7 +52,7 @@ impl Scope {
         }
     }
 
-    /// The prompt as engines announce it: with the prompt's own tokens, or with placeholders for those of its items (TensorRT-LLM).
+    /// The prompt as engines announce it: with the prompt's own tokens, or with placeholders for the tokens of its items (TensorRT-LLM).
     fn variants<'a>(&self, tokens: &'a [u32]) -> Vec<Cow<'a, [u32]>> {
         let replaced = (!self.items.is_empty()).then(|| keys::with_placeholders(tokens, &self.items).into());
         std::iter::once(tokens.into()).chain(replaced).collect()
@@ -68,7 +68,7 @@ impl Scope {
     }
 }
 
-/// Workers that hold a beginning of a prompt.
+/// The workers that hold a prefix of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
     /// The match of each worker.
@@ -87,7 +87,7 @@ impl Matches {
         name.expect("a match has the names of its streams")
     }
 
-    /// Tokens that the worker of a hit certainly holds, by level: fewer than those of the hit if some of its blocks might be gone.
+    /// Tokens that the worker of a hit certainly holds, by level: fewer than the hit has if some blocks might be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
         found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
@@ -130,9 +130,9 @@ pub struct Speculated {
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
-    /// Number of its variant.
+    /// Number of the prompt's variant.
     variant: usize,
-    /// The numbers of its contexts at its last lookup.
+    /// The numbers of the contexts at the last lookup.
     context: Option<u32>,
     keyed: Option<u32>,
     locals: Vec<u64>,
@@ -210,15 +210,16 @@ impl Room {
 }
 
 impl Index {
-    /// Workers that hold a beginning of a prompt.
+    /// The workers that hold a prefix of a prompt.
     ///
-    /// Hashes are made without the lock, first a few of them, since of many prompts not even the beginning is known. The answer describes
-    /// one moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
+    /// Hashes are computed without the lock, and only a few at first, since often not even the beginning is known. The answer describes one
+    /// moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.match_prefix(tokens, tokens.len(), scope)
     }
 
-    /// Workers that hold a beginning of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
+    /// The workers that hold a prefix of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover
+    /// it.
     pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let length = PromptLength {
             tokens: tokens.len(),
@@ -303,7 +304,7 @@ impl Index {
         })
     }
 
-    /// Workers that hold blocks with keys that the caller has computed. None if block sizes differ and none is given.
+    /// Workers that hold blocks with keys that the caller has computed. None if block sizes differ and `size` is None.
     pub fn match_rolling_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
@@ -344,7 +345,7 @@ impl Index {
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
-                // Keys are not the hashes that some engines find blocks by.
+                // Some engines find blocks by hashes that differ from keys.
                 let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
                 let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(Hit::without_certainty).collect();
                 certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
@@ -389,7 +390,7 @@ impl Index {
             let ends = shared.ends_of(keys);
             let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
-            // Most decisions that expire unconfirmed have stored none of these blocks: then there is no worker to look for.
+            // Most decisions that expire unconfirmed have stored none of these blocks: then no worker has to be found.
             !ends.is_empty()
                 && shared
                     .view
@@ -483,15 +484,15 @@ fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
     (lookup.groups.method() == Method::Hashes).then_some(lookup)
 }
 
-/// What a lookup has found.
+/// The result of a lookup.
 struct Answer<'a> {
     hits: &'a mut Vec<Hit>,
     certain: &'a mut Vec<Hit>,
     unknown: &'a mut Vec<u32>,
 }
 
-/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made,
-/// the hit is the most that the engine can find, and none of it is certain. If the prompt must be hashed first, returns the scheme for that.
+/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be
+/// computed, the hit is an upper bound, and none of it is certain. If the prompt must be hashed first, returns the scheme for that.
 fn find_by_hashes(
     view: &View,
     hashed: &[HashedPrompt],
@@ -542,8 +543,8 @@ fn find_by_hashes(
                     };
                     Some(cache.find(&lookup.groups, &prompt.hashes, longest))
                 }
-                // The engine has announced no prompt with this salt, or none with a LoRA or an item. Without full attention it need not
-                // announce the first blocks of a prompt.
+                // The engine has announced no prompt with this salt, or none with a LoRA or an item. An engine without full attention need
+                // not announce the first blocks of a prompt.
                 (Some(_), None) if has_full && !cache.misses_salts() => Some(Found::default()),
                 _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
                 _ => None,

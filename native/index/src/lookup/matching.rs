@@ -1,7 +1,7 @@
 //! How long a prefix each worker holds.
 //!
-//! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
-//! then matched 64 at a time, by bitmaps; those with several by the rules of their groups, in one search for all that hold the same.
+//! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Streams with one group are
+//! then matched 64 at a time, by bitmaps; others by the rules of their groups, in one search for all that hold the same.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ use crate::store::shared_state::set_bit;
 /// One worker's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// The number of its stream.
+    /// The number of the hit's stream.
     pub stream: u32,
     /// Tokens held by level, each with the levels before it.
     pub tokens: [u32; LEVELS],
@@ -41,7 +41,7 @@ impl Hit {
 pub struct PromptLength {
     /// All.
     pub tokens: usize,
-    /// Those of the longest prefix that is an answer: engines compute the last token of a prompt in any case.
+    /// Tokens of the longest possible answer: engines compute the last token of a prompt in any case.
     pub longest: usize,
 }
 
@@ -55,7 +55,7 @@ enum Holders {
 /// Consecutive blocks with the same holders.
 #[derive(Clone, Copy, Debug)]
 struct Step {
-    /// One more than the position of the last block.
+    /// Position after the last block.
     end: usize,
     holders: Holders,
 }
@@ -65,9 +65,9 @@ struct Step {
 struct BlockRow {
     /// The place of the first block.
     start: usize,
-    /// One more than the position of the last block.
+    /// Position after the last block.
     end: usize,
-    /// The record of the first one.
+    /// The record of the first block.
     number: u32,
 }
 
@@ -80,7 +80,7 @@ impl BlockRow {
     }
 }
 
-/// Places of blocks that might be gone which are looked at for one stream; all behind them counts as not certain.
+/// Maximum number of possibly removed blocks that are examined for one stream; all blocks behind them count as not certain.
 const MAX_UNCERTAIN: usize = 64;
 
 /// Buffers that are kept from one match to the next.
@@ -93,7 +93,7 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
-    /// Positions of blocks of which some stream holds several on one placement, under different hashes, and these streams as bits.
+    /// Positions at which a stream holds several blocks on one placement, under different hashes, and these streams as bits.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
     /// Streams whose searches did not end: their hits are upper bounds.
@@ -117,7 +117,7 @@ struct ReadVersions {
 }
 
 impl ReadVersions {
-    /// The chunk of a record, to be read.
+    /// Returns the chunk of a record for reading.
     #[inline]
     fn chunk<'a>(&mut self, view: &'a View, number: u32) -> Option<&'a Memory> {
         let memory = view.chunk(number);
@@ -132,7 +132,7 @@ impl ReadVersions {
 }
 
 impl Walk {
-    /// Drops what was read before. If no writer can run meanwhile, as a caller may know, all reads see one state.
+    /// Drops all earlier readings. With `is_alone` no writer runs before the reads, which then see one state.
     pub fn begin(&mut self, is_alone: bool) {
         self.seen.chunks.clear();
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
@@ -144,8 +144,8 @@ impl Walk {
         !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
     }
 
-    /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of
-    /// its blocks. Returns the number of records before the first missing one.
+    /// Reads the records of a chain in a context, and the records that were stored by their keys in the context `keyed`, by the local
+    /// hashes of its blocks. Returns the number of records before the first missing one.
     pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
             Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
@@ -215,9 +215,8 @@ impl Walk {
         });
     }
 
-    /// Reads the records of a chain by its keys, in the contexts that `meant` accepts, and those that were stored by their keys in the
-    /// context
-    /// `keyed`. Returns the number of records before the first missing one.
+    /// Reads the records of a chain by its keys, in the contexts that `meant` accepts, and the records that were stored by their keys in
+    /// the context `keyed`. Returns the number of records before the first missing one.
     pub fn read_keys(&mut self, view: &View, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
         self.clear();
         let mut before: Option<u32> = None;
@@ -369,7 +368,7 @@ impl Walk {
         }
     }
 
-    /// Returns the certain part of each of these hits whose stream has blocks that might be gone, or that might not be those of the prompt.
+    /// Returns the certain part of each of these hits whose stream has blocks that might be gone, or might not belong to the prompt.
     pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
         if !view.has_uncertain_copies && self.twins.is_empty() && self.unfinished.is_empty() {
             return;
@@ -418,7 +417,7 @@ impl Walk {
         found.first().map_or([0; LEVELS], |found| found.tokens)
     }
 
-    /// Positions, among the first blocks, of those that a stream might not hold.
+    /// Positions, among the first blocks, of blocks that a stream might not hold.
     fn doubtful_places(&self, view: &View, member: &Member, blocks: usize) -> BTreeSet<usize> {
         let mut places: BTreeSet<usize> = self.twins.iter().copied().filter(|&place| place < blocks).collect();
         for row in self.rows.iter().filter(|row| row.start < blocks) {
@@ -435,7 +434,7 @@ impl Walk {
         places
     }
 
-    /// Steps in which a stream holds nothing of blocks at these places but the copies that are certain.
+    /// Steps in which a stream holds only the certain copies of the blocks at these positions.
     fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
         let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_UNCERTAIN)), 0);
         let mut doubtful = 0;
@@ -468,7 +467,7 @@ impl Walk {
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Option<Vec<Word>> {
         let member = view.members[stream as usize].as_ref()?;
         let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
-        // A row of one block is there for each of several records; only the last one can go on.
+        // Each of several records has a row of one block; only the last row can continue.
         let end = self.rows.partition_point(|row| row.start <= place);
         let first = self.rows[..end].last().map_or(place, |row| row.start);
         let rows = self.rows[..end].iter().rev().take_while(|row| row.start == first);
@@ -485,7 +484,7 @@ impl Walk {
                 if !is_uncertain {
                     certain.push(Word { at: word.at, bits: bit });
                 }
-                // Of twins without a LoRA no one is known to be the block of the prompt.
+                // If several blocks without a LoRA share a key, none of them is known to be the block of the prompt.
                 let context = if lora.is_some() { u32::MAX } else { chunk.context(number) };
                 possible.push((*word, context));
             }
@@ -617,8 +616,8 @@ impl Walk {
             .all(|step| Self::words(view, &self.together, step.holders).iter().all(is_shared))
     }
 
-    /// Tokens of a stream whose groups are searched. Of one that is looked up by hashes these are an estimate: the blocks of its groups with
-    /// full attention.
+    /// Tokens of a stream whose groups are searched. For a stream that is looked up by hashes they are an estimate: the blocks of its
+    /// groups with full attention.
     fn search_groups(&self, groups: &Groups, steps: &GroupSteps, scheme: Scheme, prompt: PromptLength) -> SearchedLevels {
         let size = scheme.size as usize;
         // No group holds a block after the last step.
@@ -677,14 +676,14 @@ type SearchedLevels = ([u32; LEVELS], bool);
 #[derive(Debug, Default, PartialEq)]
 struct GroupSteps {
     groups: usize,
-    /// One more than the position of the last block of each step.
+    /// Position after the last block of each step.
     ends: Vec<usize>,
     /// By step and group, the lowest level; above all levels if the group does not hold the blocks.
     lowest: Vec<u8>,
 }
 
 impl GroupSteps {
-    /// Ends a step whose levels have been added. If they are those of the step before, both are one.
+    /// Ends a step whose levels have been added. If the streams are equal to those of the step before, both steps become one.
     fn add(&mut self, end: usize) {
         let last = self.lowest.len() - self.groups;
         match self.ends.last_mut() {
@@ -702,7 +701,7 @@ impl GroupSteps {
     }
 }
 
-/// What one stream holds on the levels up to one.
+/// The prefix that one stream holds, on each level and the levels before it.
 struct OnLevel<'a> {
     steps: &'a GroupSteps,
     /// Tokens of a block.

@@ -1,8 +1,8 @@
 //! Memory for tables and records: pieces of a few sizes, allocated from huge pages.
 //!
-//! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB most of them also miss
-//! the processor's cache of page addresses, which costs as much as the access itself; pieces of huge pages share one entry there. The
-//! pool also gives whole regions back to the system, which a general allocator rarely can.
+//! Everything in an index is found by hashes, so nearly every access reaches another page. With pages of 4 KiB most of them also miss the
+//! processor's cache of page addresses, which costs as much as the access itself; pieces of huge pages share one entry there. The pool also
+//! gives whole regions back to the system, which a general allocator rarely can.
 //!
 //! A region is one huge page, cut into spans, and a span into pieces of one size. All sizes share the regions, so that at most one region
 //! is partly used while an index grows, and huge pages can be requested early.
@@ -21,9 +21,9 @@ use std::sync::{Mutex, MutexGuard, Once};
 const REGION: usize = 2 << 20;
 /// Bytes of a span: records of a chunk, or 12 or 8 segments of a table.
 const SPAN: usize = 24 << 10;
-/// Spans of a region. After them is room for its header.
+/// Number of spans of a region. They are followed by its header.
 const SPANS: usize = REGION / SPAN;
-/// The most pieces of a span.
+/// Maximum number of pieces of a span.
 const MOST: usize = 16;
 /// Empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
 const SPARE: usize = 1;
@@ -32,7 +32,7 @@ const HUGE_FROM: usize = 8;
 /// Free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
 const SHORT: usize = 3;
 
-/// At the end of each region.
+/// The header at the end of each region.
 struct Header {
     /// A bit for each free span.
     free: [u64; SPANS.div_ceil(64)],
@@ -40,7 +40,7 @@ struct Header {
     listed: bool,
     /// By span, a bit for each free piece.
     pieces: [u16; SPANS],
-    /// By span, its place in the list of those with free pieces of the same size.
+    /// By span, its place in the list of spans with free pieces of the same size.
     places: [u32; SPANS],
 }
 
@@ -86,7 +86,7 @@ struct Pool {
 // SAFETY: a pool owns its regions, and they are memory like any other.
 unsafe impl Send for Pool {}
 
-/// Of the standard library, whose locks have nothing in common with each other that a forked child could find locked.
+/// A lock of the standard library: its locks share no state that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
 /// Number of mapped regions, and of free spans, as of the last change; readable without the lock.
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
@@ -98,8 +98,8 @@ pub fn are_short() -> bool {
     FREE.load(Ordering::Relaxed) < SHORT && MAPPED.load(Ordering::Relaxed) >= HUGE_FROM
 }
 
-/// Gets memory from the system before it is needed. Clearing a huge page takes as long as thousands of blocks do, so that is not
-/// left to threads that have to be quick, since they hold a lock.
+/// Gets memory from the system before it is needed. Clearing a huge page takes as long as storing thousands of blocks, so threads that hold
+/// a lock do not do it.
 pub fn prepare() {
     if are_short() {
         let region = map(true);
@@ -108,7 +108,7 @@ pub fn prepare() {
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
-    // The sanitizer does not see how the standard library waits, which was built without it.
+    // The standard library was built without the sanitizer, which therefore does not see its waits.
     #[cfg(thread_sanitizer)]
     loop {
         match POOL.try_lock() {
@@ -301,7 +301,7 @@ fn map(huge: bool) -> NonNull<Header> {
             libc::munmap(found, before);
         }
         libc::munmap(base.byte_add(REGION), REGION - before);
-        // Only a wish: where huge pages are switched off, or not known, everything works, slower.
+        // This is only advice: where huge pages are switched off or unknown, everything works, but slower.
         if huge && cfg!(target_os = "linux") {
             libc::madvise(base, REGION, HUGE_PAGES);
         }
@@ -311,7 +311,7 @@ fn map(huge: bool) -> NonNull<Header> {
     for number in 0..SPANS {
         free[number / 64] |= 1 << (number % 64);
     }
-    // SAFETY: the header is inside of the new region, which no other thread knows. Writing it also makes a huge page real.
+    // SAFETY: the header is inside of the new region, which no other thread knows. The write also makes a huge page real.
     unsafe {
         let header = base.byte_add(SPANS * SPAN).cast::<Header>();
         header.write(Header {
@@ -406,7 +406,7 @@ impl<T, const COUNT: usize> Drop for Piece<T, COUNT> {
 mod tests {
     use super::*;
 
-    /// Pieces never overlap, and come back.
+    /// Pieces never overlap, and freed pieces are used again.
     #[test]
     fn pieces_are_apart() {
         let mut pieces: Vec<Piece<[u64; 512], 2>> = (0..700).map(|number| Piece::filled([number; 512])).collect();
@@ -436,7 +436,7 @@ mod tests {
         assert!(pool().cut[3].is_empty());
     }
 
-    /// Pieces of all sizes share regions, in any order of coming and going.
+    /// Pieces of all sizes share regions, in any order of allocation and release.
     #[test]
     fn sizes_share_regions() {
         fn turn<const COUNT: usize>(live: &mut Vec<(u64, Piece<u64, COUNT>)>, number: u64, random: usize) {

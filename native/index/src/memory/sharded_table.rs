@@ -34,7 +34,7 @@ impl<T> ShardedTable<T> {
         self.length
     }
 
-    /// Whether it has no entries.
+    /// Whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }

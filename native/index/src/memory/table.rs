@@ -2,12 +2,12 @@
 //!
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts these entries, so
 //! that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first bits of the hash
-//! (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the table would be half
-//! empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to twice as fast as those of
-//! the other: at any size some have just been split and others are about to be, and the table takes about 10.5 bytes an entry always. A
-//! dense table also has segments of an intermediate size, and takes about 8.5. Tags are the bits of the hash after those that a segment was
-//! found by, so four splits of five need no hashes from the records, which would be a cache miss each. No single operation moves more than
-//! a segment, apart from the doubling of the directory.
+//! (extendible hashing); a full segment splits in two. If all segments were equally full, all would split at once and leave the table half
+//! empty. So hashes are first skewed, which makes the segments of one end of the directory fill up to twice as fast as those of the other:
+//! at any size some have just been split and others are about to be, and the table takes about 10.5 bytes an entry always. A dense table
+//! also has segments of an intermediate size, and takes about 8.5. Tags are the bits of the hash after those that a segment was found by,
+//! so four splits of five need no hashes from the records, which would be a cache miss each. No single operation moves more than a segment,
+//! apart from the doubling of the directory.
 
 mod segment;
 
@@ -122,20 +122,20 @@ pub enum Stage {
     Bucket,
 }
 
-/// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
+/// Part of a table that is always in a near cache: prefetching it costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheLevel {
     /// All of the table is in a near cache.
     Near,
     /// The directory and the segments' headers are in a near cache.
     Middle,
-    /// Nothing is in a near cache.
+    /// No data is in a near cache.
     Far,
 }
 
-/// Most buckets of a table in a near cache: 64 KiB, about 8,000 entries.
+/// Maximum number of buckets of a table in a near cache: 64 KiB, about 8,000 entries.
 const NEAR_BUCKETS: usize = 1 << 10;
-/// Most segments of a table whose directory and segment headers are in a near cache: 32 KiB, about 300,000 entries.
+/// Maximum number of segments of a table with directory and segment headers in a near cache: 32 KiB, about 300,000 entries.
 const MIDDLE_SEGMENTS: usize = 1 << 10;
 
 /// See the module.
@@ -164,7 +164,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// Creates it empty, without memory.
+    /// Creates an empty table, without memory.
     pub const fn new() -> Self {
         Self {
             directory: Vec::new(),
@@ -177,7 +177,7 @@ impl Table {
         }
     }
 
-    /// Creates it empty; it takes about 8.5 bytes an entry instead of 10.5, and moves each entry once more.
+    /// Creates an empty dense table; it takes about 8.5 bytes an entry instead of 10.5, and moves each entry once more.
     pub fn dense() -> Self {
         Self {
             dense: true,
@@ -190,7 +190,7 @@ impl Table {
         self.len
     }
 
-    /// Whether it has no entries.
+    /// Whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -468,7 +468,7 @@ impl Table {
         if !same || !Segment::may_shrink(self.segments[pair[0]].used() + self.segments[pair[1]].used(), SEGMENT) {
             return;
         }
-        // Both need the same tags, with the bit in them that is no longer shared.
+        // Both halves need tags of the same bits, including the bit that the halves no longer share.
         let [base, other] = pair.map(|half| self.segments[half].base());
         let base = if base == other { base.min(depth - 1) } else { depth - 1 };
         let mut merged = [Segment::new(SEGMENT, depth - 1, base)];
@@ -491,7 +491,7 @@ impl Table {
         let last = self.segments.len() - 1;
         self.segments.swap_remove(gone);
         if gone != last {
-            // Segments hold at least one entry, unless nothing was ever put there; then the directory is searched.
+            // A segment has at least one entry, except if none was ever added; then the directory is searched.
             let moved = &self.segments[gone];
             let depth = moved.depth();
             match moved.records().next() {

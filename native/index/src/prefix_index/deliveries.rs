@@ -11,16 +11,16 @@ use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
 use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::sync::yielding_lock::Writer;
-use crate::wire::decode::{Heartbeat, Rejected, normalise, normalise_whole};
-use crate::wire::scan::{Event, Schema, Scratch, scan};
+use crate::wire::decode::{Heartbeat, ReadPayload, Rejected, read};
+use crate::wire::scan::{Event, Scratch};
 
 /// The outcome of a batch, and its report if it has one.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ApplyResult {
-    /// Its outcome.
+    /// Outcome of the delivery.
     pub outcome: Outcome,
-    /// What the tolerant decoder found; None, as nearly always, if it found nothing.
+    /// The findings of the tolerant decoder; None, as nearly always, without any.
     pub report: Option<Box<BatchReport>>,
 }
 
@@ -30,7 +30,7 @@ pub struct ApplyResult {
 pub struct BatchReport {
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat: its digest is of everything up to the end of the batch.
+    /// The last heartbeat: its digest covers everything up to the end of the batch.
     pub heartbeat: Option<Heartbeat>,
     /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and if
     /// blocks that were refused at the memory limit can explain the difference.
@@ -38,18 +38,18 @@ pub struct BatchReport {
     /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
     /// attestation.
     pub attested: Option<bool>,
-    /// Why answers about the stream are estimates from this batch on, or that they no longer are; None if that has not changed.
+    /// Why answers about the stream are estimates from this batch on, or are exact again; None if that has not changed.
     pub estimate: Option<Option<Estimate>>,
 }
 
 /// The outcome of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It was applied, and cleared the whole stream or did not.
+    /// The batch was applied; the value says whether it cleared the whole stream.
     Applied(bool),
-    /// It was applied before.
+    /// The batch was applied before.
     Duplicate,
-    /// It belongs to an incarnation that has ended.
+    /// The batch belongs to an incarnation that has ended.
     Void,
     /// The limit of streams of an index is reached.
     Full,
@@ -67,36 +67,26 @@ impl ApplyResult {
 /// Buffers that are kept from one batch to the next, to avoid allocations.
 #[derive(Default)]
 pub(super) struct Room {
-    scratch: Scratch,
+    pub(super) scratch: Scratch,
     work: Work,
 }
 
 thread_local! {
-    static ROOM: RefCell<Room> = RefCell::default();
-}
-
-/// What was read of a batch besides its events.
-#[derive(Default)]
-pub(super) struct Beside {
-    /// See `Scratch::stated_rank`.
-    pub(super) stated: Option<i64>,
-    /// Whether it stores or removes blocks.
-    pub(super) has_blocks: bool,
-    /// Whether it has events that cannot be read.
-    pub(super) loses_events: bool,
-    heartbeat: Option<Heartbeat>,
+    pub(super) static ROOM: RefCell<Room> = RefCell::default();
 }
 
 impl Index {
-    /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
+    /// Applies a batch in any form that a peer may send. No lock is held while the payload is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
-        let stream = (source, rank);
-        let applied = self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut Beside::default());
-        applied.unwrap_or_else(|| self.apply_decoded(stream, incarnation, seq, payload))
+        ROOM.with_borrow_mut(|room| {
+            let batch = read(payload, &self.schema, &mut room.scratch);
+            let loses_events = batch.rejected.iter().any(Rejected::loses_events);
+            self.apply_read(room, (source, rank), (incarnation, seq), batch, loses_events)
+        })
     }
 
-    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read. `loses_events` is whether
-    /// its batch has others, which could not be read before.
+    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read. `loses_events` says
+    /// whether the batch has further events, which could not be read before.
     pub fn events(
         &self,
         stream: (&str, i64),
@@ -105,74 +95,58 @@ impl Index {
         payload: &[u8],
         loses_events: bool,
     ) -> Option<ApplyResult> {
-        let apply = |payload: &[u8]| {
-            let mut beside = Beside {
-                loses_events,
-                ..Beside::default()
-            };
-            self.apply_scanned(&self.normalised, stream, incarnation, seq, payload, &mut beside)
-        };
-        apply(payload).or_else(|| apply(&normalise_whole(payload, &self.normalised)?))
-    }
-
-    #[cold]
-    fn apply_decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
-        let read = normalise(payload, self.schema.limits());
-        let mut beside = Beside {
-            heartbeat: read.heartbeat,
-            loses_events: read.rejected.iter().any(Rejected::loses_events),
-            ..Beside::default()
-        };
-        let applied = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut beside);
-        let ApplyResult { outcome, report } = applied.expect("normalised events are what the scanner reads");
-        let found = BatchReport {
-            heartbeat: beside.heartbeat,
-            rejected: read.rejected,
-            ..report.map_or_else(BatchReport::default, |report| *report)
-        };
-        ApplyResult::new(outcome, found)
-    }
-
-    /// Applies a payload that the scanner reads by a schema. Returns None and changes nothing for other payloads.
-    fn apply_scanned(
-        &self,
-        schema: &Schema,
-        (source, rank): (&str, i64),
-        incarnation: i64,
-        seq: i64,
-        payload: &[u8],
-        beside: &mut Beside,
-    ) -> Option<ApplyResult> {
         ROOM.with_borrow_mut(|room| {
-            if scan(payload, schema, &mut room.scratch).is_none() {
-                room.scratch.shrink();
+            let mut batch = read(payload, &self.unlimited_schema, &mut room.scratch);
+            if !batch.rejected.is_empty() {
+                room.shrink();
                 return None;
             }
-            (beside.stated, beside.has_blocks) = (room.scratch.stated_rank(), !room.scratch.hashes.is_empty());
-            let (mut found, mut is_of_stream) = (BatchReport::default(), false);
-            let mut outcome = self.delivery(source, rank, incarnation, |stream, writer| {
-                is_of_stream = stream.stated_ranks.admit(beside.stated);
-                if !is_of_stream {
-                    return Outcome::Applied(false);
-                }
-                let outcome = room.apply(payload, stream, writer, seq, |_| true);
-                if matches!(outcome, Outcome::Applied(_)) {
-                    stream.evidence.is_whole &= !beside.loses_events;
-                    found.estimate = stream.take_new_estimate();
-                }
-                outcome
-            });
-            if outcome == Outcome::Applied(false) && !is_of_stream {
-                let position = (incarnation, seq);
-                (outcome, found.estimate) = self.apply_by_rank(room, (source, rank), position, payload, beside);
-            }
-            room.shrink();
-            if let (Outcome::Applied(_), Some(beat)) = (outcome, &beside.heartbeat) {
-                let (digest, attestation) = (beat.digest.as_deref(), beat.attestation);
-                (found.agrees, found.attested) = self.compare(source, rank, beside.stated, digest, attestation);
-            }
-            Some(ApplyResult::new(outcome, found))
+            batch.heartbeat = None;
+            Some(self.apply_read(room, stream, (incarnation, seq), batch, loses_events))
         })
+    }
+
+    /// Applies the events in the scratch of a room. `loses_events` says whether the batch has further events, which cannot be read.
+    fn apply_read(
+        &self,
+        room: &mut Room,
+        (source, rank): (&str, i64),
+        (incarnation, seq): (i64, i64),
+        batch: ReadPayload<'_>,
+        loses_events: bool,
+    ) -> ApplyResult {
+        let stated = room.scratch.stated_rank();
+        let (mut estimate, mut is_of_stream) = (None, false);
+        let mut outcome = self.delivery(source, rank, incarnation, |stream, writer| {
+            is_of_stream = stream.stated_ranks.admit(stated);
+            if !is_of_stream {
+                return Outcome::Applied(false);
+            }
+            let outcome = room.apply(&batch.bytes, stream, writer, seq, |_| true);
+            if matches!(outcome, Outcome::Applied(_)) {
+                stream.evidence.is_whole &= !loses_events;
+                estimate = stream.take_new_estimate();
+            }
+            outcome
+        });
+        if outcome == Outcome::Applied(false) && !is_of_stream {
+            let position = (incarnation, seq);
+            (outcome, estimate) = self.apply_by_rank(room, (source, rank), position, &batch.bytes, loses_events);
+        }
+        room.shrink();
+        let mut found = BatchReport {
+            rejected: batch.rejected,
+            estimate,
+            ..BatchReport::default()
+        };
+        if let Some(beat) = batch.heartbeat {
+            if matches!(outcome, Outcome::Applied(_)) {
+                let (digest, attestation) = (beat.digest.as_deref(), beat.attestation);
+                (found.agrees, found.attested) = self.compare(source, rank, stated, digest, attestation);
+            }
+            found.heartbeat = Some(*beat);
+        }
+        ApplyResult::new(outcome, found)
     }
 
     /// Records that batches up to `last` are lost.
@@ -206,7 +180,7 @@ impl Index {
         outcome
     }
 
-    fn delivery(
+    pub(super) fn delivery(
         &self,
         source: &str,
         rank: i64,
@@ -221,7 +195,7 @@ impl Index {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // Another stream carries the rank, which has a stream of its own now.
+                // Another stream carried the rank, which has its own stream now.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;
@@ -289,10 +263,10 @@ impl Index {
 }
 
 impl Room {
-    /// Applies the events that are meant.
+    /// Applies the events that are meant. `bytes` are those of `ReadPayload`.
     pub(super) fn apply(
         &mut self,
-        payload: &[u8],
+        bytes: &[u8],
         stream: &mut Stream,
         writer: &mut Writer<'_, SharedState>,
         seq: i64,
@@ -306,8 +280,8 @@ impl Room {
             stream.evidence.is_whole = false;
         }
         let Self { scratch, work } = self;
-        let read = Read { payload, scratch };
-        stream.grant(payload.len());
+        let read = Read { bytes, scratch };
+        stream.grant(scratch.payload_bytes);
         let mut cleared = false;
         for event in scratch.events.iter().filter(|event| is_meant(event)) {
             cleared |= stream.apply_event(writer, &read, event, work);
@@ -318,7 +292,7 @@ impl Room {
         Outcome::Applied(cleared)
     }
 
-    fn shrink(&mut self) {
+    pub(super) fn shrink(&mut self) {
         self.scratch.shrink();
         self.work.shrink();
     }

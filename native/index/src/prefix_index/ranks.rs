@@ -1,5 +1,5 @@
-//! Streams whose payloads state several ranks, such as that of a relay. Each rank has a stream of its own here: that of the first one is
-//! known by the rank of the stream as delivered, its carrier, until a second one is stated; from then on each is known by its own rank.
+//! Streams whose payloads state several ranks, such as that of a relay. Each rank has a stream of its own here. The first one is known by
+//! the rank of the delivered stream, its carrier, until a second rank is stated; then each is known by its own rank.
 //!
 //! A batch with a rank concerns that rank alone, one without a rank all ranks.
 
@@ -8,13 +8,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Index;
-use super::deliveries::{Beside, Outcome, Room};
+use super::deliveries::{Outcome, Room};
 use super::registry::{Rank, Registry, register};
 use crate::store::members::Worker;
 use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::wire::scan::{Event, Kind};
 
-/// Ranks that a stream can carry, as a service can register them.
+/// Maximum number of ranks that a stream can carry, as a service can register them.
 const RANGE: std::ops::Range<i64> = 0..1 << 32;
 
 /// Why the blocks of a batch are refused.
@@ -38,12 +38,12 @@ impl Index {
         ranks.filter(|&rank| rank != worker.rank).collect()
     }
 
-    /// The rank of the stream in which the batches of a worker arrive, if it is another one.
+    /// The rank of the stream in which the batches of a worker arrive, if it differs from its own.
     pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
         self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
     }
 
-    /// A stream and those of the other ranks that it carries.
+    /// A stream, and the streams of the other ranks that it carries.
     pub(super) fn streams_of(&self, source: &str, rank: i64) -> Vec<(i64, Arc<Mutex<Stream>>)> {
         let registry = self.registry.read();
         let ranks = registry.ranks_of(source, rank);
@@ -58,7 +58,7 @@ impl Index {
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
-    /// None as well if the stream is unknown, or if the heartbeat has no such value. A digest is of all ranks, an attestation of the rank
+    /// None as well if the stream is unknown, or if the heartbeat has no such value. A digest covers all ranks, an attestation the rank
     /// that its batch has `stated`.
     pub fn compare(
         &self,
@@ -104,8 +104,8 @@ impl Index {
         room: &mut Room,
         (source, rank): (&str, i64),
         (incarnation, seq): (i64, i64),
-        payload: &[u8],
-        beside: &Beside,
+        bytes: &[u8],
+        loses_events: bool,
     ) -> (Outcome, Option<Option<Estimate>>) {
         if let Err(outcome) = self.separate(source, rank) {
             return (outcome, None);
@@ -113,6 +113,7 @@ impl Index {
         let Some(own) = self.stream(source, rank) else {
             return (Outcome::Void, None);
         };
+        let (stated, has_blocks) = (room.scratch.stated_rank(), !room.scratch.hashes.is_empty());
         let mut has_new_estimate = false;
         let mut apply_to = |rank: i64, stream: &Arc<Mutex<Stream>>, is_meant: fn(&Event) -> bool| {
             let mut stream = stream.lock();
@@ -120,16 +121,16 @@ impl Index {
                 return Outcome::Void;
             }
             let outcome = self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
-                let outcome = room.apply(payload, stream, writer, seq, is_meant);
-                stream.evidence.is_whole &= !(beside.loses_events && matches!(outcome, Outcome::Applied(_)));
+                let outcome = room.apply(bytes, stream, writer, seq, is_meant);
+                stream.evidence.is_whole &= !(loses_events && matches!(outcome, Outcome::Applied(_)));
                 outcome
             });
             has_new_estimate |= stream.take_new_estimate().is_some();
             outcome
         };
-        let outcome = match beside.stated {
+        let outcome = match stated {
             Some(stated) => match self.stream_of_rank(source, rank, stated, (incarnation, seq)) {
-                // What is cleared is this rank alone.
+                // Only this rank is cleared.
                 Ok(stream) => match apply_to(stated, &stream, |_| true) {
                     Outcome::Applied(_) => Outcome::Applied(false),
                     other => other,
@@ -146,8 +147,8 @@ impl Index {
                     .iter()
                     .map(|(rank, stream)| apply_to(*rank, stream, is_clear))
                     .collect();
-                if beside.has_blocks {
-                    // They can be of any rank, so each of them is doubtful until it is cleared.
+                if has_blocks {
+                    // The blocks can belong to any rank, so each rank is doubtful until it is cleared.
                     for (_, stream) in &streams {
                         let mut stream = stream.lock();
                         stream.set_aside(NO_RANK);
@@ -165,7 +166,7 @@ impl Index {
         (outcome, has_new_estimate.then(|| self.reported_estimate(source, rank)))
     }
 
-    /// Gives each rank of a stream a stream of its own: the blocks so far are of the rank that it has stated.
+    /// Gives each rank of a stream a stream of its own: the blocks so far belong to the rank that it has stated.
     fn separate(&self, source: &str, rank: i64) -> Result<(), Outcome> {
         let _whole = self.replacing.read_recursive();
         let found = self.stream(source, rank).ok_or(Outcome::Void)?;
@@ -180,7 +181,7 @@ impl Index {
             stream.stated_ranks = StatedRanks::Several;
             return Ok(());
         }
-        // As in `remove`, the registry is locked after a stream: `replacing` excludes who locks a stream after the registry.
+        // As in `remove`, the registry is locked after a stream: `replacing` excludes a thread that locks a stream after the registry.
         let mut registry = self.registry.write();
         if registry.find(source, stated).is_some() || !RANGE.contains(&stated) {
             drop(registry);

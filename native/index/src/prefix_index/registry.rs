@@ -24,7 +24,7 @@ pub(crate) struct Rank {
     /// The rank of the stream in which its batches arrive; None for its own. See `ranks`.
     pub(crate) carrier: Option<i64>,
     number: u32,
-    /// Its incarnation.
+    /// Incarnation of the rank.
     incarnation: Arc<AtomicI64>,
 }
 
@@ -42,7 +42,7 @@ impl Rank {
         }
     }
 
-    /// Whether its batches arrive in the stream of this rank.
+    /// Whether the batches of this rank arrive in the stream.
     pub(crate) fn is_of(&self, stream: i64) -> bool {
         self.rank == stream || self.carrier == Some(stream)
     }
@@ -51,9 +51,9 @@ impl Rank {
 /// A stream from a snapshot. It has a number in a shared part, where lookups do not see its blocks before all of them are there.
 #[derive(Clone, Debug)]
 pub struct ImportedStream {
-    /// Its engine and rank.
+    /// Engine and rank of the stream.
     pub worker: Arc<Worker>,
-    /// Its number.
+    /// Number of the stream.
     pub number: u32,
     /// Itself.
     pub stream: Arc<Mutex<Stream>>,
@@ -82,7 +82,7 @@ impl ImportedStream {
         }
     }
 
-    /// Removes it with all of its blocks.
+    /// Removes the stream with all of its blocks.
     pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
         let mut stream = self.stream.lock();
         stream.gone = true;
@@ -202,8 +202,8 @@ impl Index {
         self.shared_lock.write().relabel(model_of);
     }
 
-    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): of a hit in these the engine computes the last block
-    /// again. An empty list means all groups, None an engine without a draft model. Applies to all ranks, also to later ones.
+    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): in these groups the engine computes the last block
+    /// of a hit again. An empty list means all groups, None an engine without a draft model. Applies to all ranks, also to later ones.
     pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
         let groups: Option<Arc<[i64]>> = groups.map(Into::into);
         let mut registry = self.registry.write();
@@ -281,7 +281,7 @@ impl Index {
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
-        // Streams may be busy for long, as when a snapshot is written: they are waited for while no lock is held that others need.
+        // Streams may be busy for long, as when a snapshot is written: this thread waits for them without a lock that others need.
         let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
@@ -294,7 +294,7 @@ impl Index {
                 continue;
             }
             stream.gone = true;
-            // It may have begun another incarnation meanwhile.
+            // The rank may have begun another incarnation meanwhile.
             if rank.carrier.is_none()
                 && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
             {

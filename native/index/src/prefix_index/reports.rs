@@ -18,15 +18,15 @@ const BLOCKS_AT_ONCE: usize = 512;
 /// One stream as an operator sees it.
 #[derive(Clone, Debug)]
 pub struct Info {
-    /// Its engine and rank.
+    /// Engine and rank of the worker.
     pub worker: Arc<Worker>,
-    /// Its model.
+    /// Model of the worker.
     pub model: Option<String>,
-    /// Number of its blocks.
+    /// Number of blocks of the worker.
     pub blocks: usize,
-    /// Its incarnation.
+    /// Incarnation of the worker.
     pub incarnation: i64,
-    /// Number of its last batch.
+    /// Number of the worker's last batch.
     pub last: i64,
     /// Blocks that wait.
     pub orphans: usize,
@@ -34,7 +34,7 @@ pub struct Info {
     pub copies: usize,
     /// Blocks that might be gone, once for each placement.
     pub uncertain: usize,
-    /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
+    /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
@@ -42,7 +42,7 @@ pub struct Info {
     pub estimate: Option<Estimate>,
     /// The other ranks whose batches arrive in its stream.
     pub carried_ranks: Vec<i64>,
-    /// Blocks by tier; a block counts on each that holds it.
+    /// Blocks by tier; a block counts on each tier that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
     pub counters: Counters,
@@ -51,13 +51,13 @@ pub struct Info {
 /// A block on one placement.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// Its key.
+    /// Key of the block.
     pub key: u64,
     /// The engine's hash.
     pub hash: u64,
-    /// Number of its placement.
+    /// Number of the block's placement.
     pub placement: u16,
-    /// Number of its copies.
+    /// Number of the block's copies.
     pub copies: Copies,
 }
 

@@ -1,4 +1,4 @@
-//! What threads do to each other, and what a panic does to an index.
+//! Effects of threads on each other, and of a panic on an index.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,7 @@ fn payload(kind: &str) -> Vec<u8> {
     batch(&[map(kind, fields)])
 }
 
-/// Of MessagePack: an array of numbers of up to 64 bits.
+/// MessagePack: an array of numbers of up to 64 bits.
 fn array(numbers: impl ExactSizeIterator<Item = u64>) -> Vec<u8> {
     let mut out = vec![0xDC];
     out.extend((numbers.len() as u16).to_be_bytes());
@@ -66,7 +66,7 @@ fn tokens_of(index: &Index, tokens: &[u32]) -> Vec<u32> {
     found.hits.iter().map(|hit| hit.tokens[0]).collect()
 }
 
-/// Lookups wait for no writer, but for one that is changing what they read.
+/// Lookups wait only for a writer that is changing what they read.
 #[test]
 fn a_lookup_passes_writers() {
     let (index, stored) = (index(), payload("BlockStored"));
@@ -87,7 +87,7 @@ fn a_lookup_passes_writers() {
     });
 }
 
-/// Chains come and go, and take each other's slots: a lookup meanwhile finds what was there at one moment, and never credits one with the
+/// Chains are added and removed, and reuse slots: a concurrent lookup finds the state of one moment, and never credits a chain with the
 /// blocks of another.
 #[test]
 fn what_a_lookup_finds_was_true_at_one_moment() {

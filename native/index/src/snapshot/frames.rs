@@ -16,7 +16,7 @@ const HEADER: usize = 12;
 pub enum Failure {
     /// The bytes could not be read.
     Io(io::Error),
-    /// They are not a usable snapshot; the text says why.
+    /// The bytes are not a usable snapshot; the text says why.
     Bad(String),
 }
 

@@ -82,7 +82,7 @@ impl Index {
         fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
         let mut shared = self.shared_lock.write();
         std::mem::swap(&mut *shared, &mut *old);
-        // Lookups keep the owner that they know: what it owns changes.
+        // Lookups keep the same owner; only its contents change.
         std::mem::swap(&mut shared.view, &mut old.view);
         std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
         self.shared_lock.heal();
@@ -96,7 +96,7 @@ impl Index {
 
     // --- absorbing
 
-    /// Adds the contents of a snapshot, or nothing if it fails. Returns the added workers that have streams of their own.
+    /// Adds the contents of a snapshot; changes nothing if it fails. Returns the added workers that have streams of their own.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
         // Replacing the shared part now would leave these streams in one that is dropped.
         let _whole = self.replacing.read_recursive();
@@ -138,7 +138,7 @@ impl Index {
     /// Registers complete streams that have joined.
     fn register_imported(&self, part: &Part) -> Result<(), Failure> {
         let mut registry = self.registry.write();
-        // What was delivered while the snapshot was read may have brought one of them in.
+        // Deliveries during the reading of the snapshot may have added one of them.
         let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
         if let Some(imported) = part.streams.iter().find(known) {
             return Err(held(&imported.worker));

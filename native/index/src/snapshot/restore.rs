@@ -34,7 +34,7 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Blocks that are read, and then placed under one lock of the shared part: about a tenth of a millisecond, and readers can run in between.
+/// Number of blocks that are placed under one lock of the shared part: about a tenth of a millisecond; readers can run in between.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything except the overlay, or nothing if it fails.
@@ -57,7 +57,7 @@ fn unexpected(item: u8) -> Failure {
 
 struct Restoring<'a, R> {
     from: FrameReader<R>,
-    /// Where the blocks go.
+    /// The destination of the blocks.
     shared_lock: &'a YieldingRwLock<SharedState>,
     /// The index that has this shared part; None if no index has it yet.
     index: Option<&'a Index>,
@@ -532,14 +532,14 @@ fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
 #[derive(Default)]
 struct RunRoom {
     placements: Vec<(u16, Copies)>,
-    /// Hashes and words, and whether a block is linked to the one before it.
+    /// Hashes and words, and whether a block is linked to its predecessor.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,
-    /// The key of the block before, if there is one.
+    /// The key of the preceding block, if there is one.
     before: Option<u64>,
-    /// Number of its record.
+    /// Number of the block's record.
     parent: Option<u32>,
-    /// Whether they might be of weights of a LoRA that were replaced.
+    /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
     /// Whether the memory limit has no room for more blocks of the stream.
     is_refused: bool,

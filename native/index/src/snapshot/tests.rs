@@ -1,4 +1,4 @@
-//! Parts of an index that come into another which others use meanwhile.
+//! Merges parts of one index into another that other threads use.
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -77,14 +77,14 @@ fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
     hits.hits.iter().map(held).collect()
 }
 
-/// What the shared part counts of what is in it.
+/// The counts that the shared part has of its contents.
 fn counts(index: &Index) -> (usize, usize, usize, usize) {
     let shared = index.shared_lock.read();
     let members = shared.view.members.iter().flatten().count();
     (shared.records.len(), shared.view.heads.len(), shared.contexts.len(), members)
 }
 
-/// Reads by `size`, and calls `before` before each time.
+/// Reads `size` bytes at a time, and calls `before` each time.
 struct Watched<'a, F> {
     bytes: &'a [u8],
     size: usize,

@@ -24,7 +24,7 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Bytes for which the shared part is locked at once: some 4,000 blocks.
+/// Number of bytes that are written under one lock of the shared part: some 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
 /// Blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
 const LEAST_WINDOW: usize = 1 << 16;
@@ -67,7 +67,7 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
         }
         saving.stream(&worker, carrier, &locked)?;
     }
-    // After the streams: a worker that is removed from now on is not known to be, one that was removed meanwhile is.
+    // The fences are read after the streams: a worker that was removed during the writing is known as removed.
     for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
@@ -105,14 +105,14 @@ struct Saving<'a, W> {
 /// Blocks that differ in hash and word only.
 #[derive(Default)]
 struct Run {
-    /// Position in the buffer at which their number is filled in, followed by their kind.
+    /// Position in the buffer at which the number of blocks is filled in, followed by their kind.
     at: usize,
     blocks: u16,
     /// None while one block is not enough to know it.
     kind: Option<u8>,
     context: u32,
     set: u32,
-    /// Whether they might be of weights of a LoRA that were replaced.
+    /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
     /// Placements, and the copies on each.
     placements: Vec<(u16, Copies)>,

@@ -1,4 +1,4 @@
-//! The streams of an index as lookups see them.
+//! The streams of an index in the form that lookups read.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,19 +23,19 @@ pub type Names = Vec<Option<Arc<Worker>>>;
 /// A stream as lookups see it.
 #[derive(Debug)]
 pub struct Member {
-    /// Its engine and rank.
+    /// Engine and rank of the stream.
     pub worker: Arc<Worker>,
-    /// The model that it was labelled with.
+    /// The model with which the stream was labelled.
     pub model: Option<String>,
-    /// How its groups are searched, if bitmaps are not enough.
+    /// The search of the stream's groups, if bitmaps are not enough.
     pub lookup: Option<Arc<GroupLookup>>,
     /// Block sizes and seeds by which its present incarnation divides prompts.
     pub schemes: Vec<Scheme>,
-    /// Its blocks, as of its last batch.
+    /// The stream's blocks, as of its last batch.
     pub blocks: AtomicUsize,
-    /// Records that it holds on a placement, but which might be gone there (`crate::holders::copies`).
+    /// Records that the stream holds on a placement, although they might be gone there (`crate::holders::copies`).
     pub uncertain: BTreeSet<(u32, u16)>,
-    /// LoRAs of which it holds blocks that might be of other weights than those that are loaded.
+    /// LoRAs with blocks that might have been computed with other weights than the loaded ones.
     pub loras: ReplacedLoras,
 }
 

@@ -1,7 +1,8 @@
 //! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
 //!
-//! Decisions end when their worker announces the last block of the prompt, by time, or the oldest ones at the limit; the cost of a decision does not depend on the number of others. The decisions
-//! that expect a block are counted, so that the end of one does not affect another one with the same prefix.
+//! A decision ends when its worker announces the last block of the prompt, by time, or as the oldest one at the limit; the cost of a
+//! decision does not depend on the number of others. The decisions that expect a block are counted, so that the end of one does not affect
+//! another one with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -12,7 +13,7 @@ use crate::store::members::Worker;
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
-    /// Its keys, in each scheme by which engines divide prompts.
+    /// Keys of the prompt, in each scheme by which engines divide prompts.
     prompts: Vec<Vec<u64>>,
     end: i64,
 }
@@ -32,9 +33,9 @@ impl Decision {
 pub struct Overlay {
     /// By number, in the order in which they came.
     decisions: BTreeMap<u64, Decision>,
-    /// Their numbers, by the time at which they end.
+    /// Numbers of decisions by the time at which they end.
     ends: BTreeSet<(i64, u64)>,
-    /// Their numbers, by the keys of the last blocks of their prompts.
+    /// Numbers of decisions by the keys of the last blocks of their prompts.
     by_end: HashMap<u64, BTreeSet<u64>>,
     /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
@@ -59,7 +60,7 @@ fn order(moment: f64) -> i64 {
 }
 
 impl Overlay {
-    /// Creates it for at most `limit` blocks; beyond that the oldest decisions end.
+    /// Creates an overlay of at most `limit` blocks; above that the oldest decisions end.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -219,7 +220,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// A prompt of this many keys of a chain, for a worker, and how long it is believed.
+        /// A prompt with this number of keys of a chain, for a worker, and the time for which it counts.
         Add(i64, u64, usize, u8),
         Pass(u8),
         Forget(Option<i64>),
@@ -290,7 +291,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever ends, by time, by the limit or because its worker is forgotten: what the other decisions expect stays.
+        /// After any end, by time, by the limit or with its worker, the blocks that other decisions expect stay.
         #[test]
         fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
             let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);

@@ -28,13 +28,13 @@ pub struct View {
     pub keyed: Table,
     /// Number of streams that are being restored from snapshots; meanwhile heads can have the keys of linked blocks.
     pub strangers: usize,
-    /// Where copies can be.
+    /// The placements where copies can be.
     pub placements: Placements,
     /// Streams by number.
     pub members: Vec<Option<Member>>,
     /// Their workers.
     pub names: Arc<Names>,
-    /// Streams whose blocks count: not those that are being cleared.
+    /// Streams whose blocks count: all except streams that are being cleared.
     pub visible: Vec<u64>,
     /// Streams by their model.
     pub models: HashMap<Option<String>, Model, Secret>,
@@ -42,7 +42,7 @@ pub struct View {
     pub hybrid: Vec<u64>,
     /// Streams with uncertain copies: blocks that might be gone.
     pub uncertain: Vec<u64>,
-    /// Whether there are any.
+    /// Whether any stream has uncertain copies.
     pub has_uncertain_copies: bool,
     /// Chunks of records that are in use, as of the last time that a writer published them.
     pub chunks: Vec<Option<Arc<Memory>>>,
@@ -55,7 +55,7 @@ pub struct View {
 }
 
 impl View {
-    /// Creates it empty.
+    /// Creates an empty view.
     pub fn new(secret: Secret) -> Self {
         Self {
             heads: Table::new(),
@@ -110,7 +110,7 @@ unsafe impl<T: Send + Sync> Sync for Inner<T> {}
 /// A value that its one owner reads without a lock, and changes under one; others read it under that lock.
 pub struct Owner<T>(Arc<Inner<T>>);
 
-/// Reads the value of an owner.
+/// A handle that reads the value of an owner.
 pub struct Reader<T>(Arc<Inner<T>>);
 
 impl<T> Owner<T> {
@@ -127,7 +127,7 @@ impl<T> Owner<T> {
         Reader(self.0.clone())
     }
 
-    /// Changes it, while no reader reads it.
+    /// Changes the value while no reader reads it.
     #[inline]
     pub fn change(&mut self) -> Change<'_, T> {
         Change {
@@ -154,7 +154,7 @@ impl<T: std::fmt::Debug> std::fmt::Debug for Owner<T> {
 }
 
 impl<T> Reader<T> {
-    /// Reads it, when no writer changes it.
+    /// Reads the value while no writer changes it.
     #[inline]
     pub fn read(&self) -> Reading<'_, T> {
         Reading {

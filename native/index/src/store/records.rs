@@ -104,7 +104,7 @@ impl Memory {
         }
     }
 
-    /// Its version before anything is read; None while it is being changed.
+    /// Version of the chunk before anything is read; None while it is being changed.
     #[inline]
     pub fn version(&self) -> Option<u32> {
         Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
@@ -139,13 +139,13 @@ impl Memory {
         self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
     }
 
-    /// The set of its holders.
+    /// The set of the block's holders.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
         set_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
     }
 
-    /// The number of its context.
+    /// The number of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
         self.flags(number) & !(TWIN | LINKED)
@@ -157,7 +157,7 @@ impl Memory {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slots after one.
+    /// The slots after a slot.
     #[inline]
     pub fn run_after(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
@@ -205,11 +205,11 @@ struct Chunk {
     used: u32,
     /// Words of `free` before this one are zero.
     hint: u32,
-    /// Whether it was found to have no long stretches, since slots of it were given back.
+    /// Whether a search has found no long stretches since slots were last released.
     is_scattered: bool,
-    /// Whether it is in `Records::partial`.
+    /// Whether the chunk is in `Records::partial`.
     listed: bool,
-    /// Whether it is in `Records::changed`.
+    /// Whether the chunk is in `Records::changed`.
     is_changed: bool,
 }
 
@@ -228,7 +228,7 @@ impl Chunk {
         self.free[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Number of free slots from one on, at most `most`.
+    /// Number of consecutive free slots from a slot on, at most `most`.
     fn stretch(&self, at: usize, most: usize) -> usize {
         let (end, mut length) = (CHUNK.min(at + most), 0);
         while at + length < end {
@@ -276,7 +276,7 @@ impl Chunk {
         }
         for word in self.hint as usize..self.free.len() {
             let mut whole = self.free[word];
-            // A byte is all ones if, and only if, the lowest bit of its conjunction with its shifts is.
+            // A byte has only ones if and only if the lowest bit of its conjunction with its shifts is one.
             whole &= whole >> 4;
             whole &= whole >> 2;
             whole &= whole >> 1;
@@ -308,7 +308,7 @@ impl Chunk {
 /// Slots of one chunk side by side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Row {
-    /// The number of the first.
+    /// The number of the first slot.
     pub first: u32,
     /// Number of slots.
     pub length: u32,
@@ -323,7 +323,7 @@ impl Row {
         }
     }
 
-    /// Adds a slot that is adjacent to them; false if it is not adjacent.
+    /// Adds a slot if it is adjacent to the row; false otherwise.
     #[inline]
     pub fn extend(&mut self, number: u32) -> bool {
         if number + 1 == self.first && self.first & MASK != 0 {
@@ -377,7 +377,7 @@ impl Run<'_> {
         if flags_in(first) != context | LINKED {
             return (0, EMPTY);
         }
-        // Loads of atomic numbers are not made vectors of; two branches a block, which are not taken, are quicker than sums of eight.
+        // Compilers do not vectorise atomic loads; two untaken branches per block are quicker than sums of eight.
         let same =
             |at: &usize| words[*at].load(Ordering::Relaxed) == locals[*at] && states[*at].load(Ordering::Relaxed) == first;
         let count = (0..length).take_while(same).count();
@@ -392,7 +392,7 @@ impl Records {
         self.used
     }
 
-    /// Whether it has no records.
+    /// Whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.used == 0
     }
@@ -404,14 +404,14 @@ impl Records {
             + self.partial.capacity() * 4
     }
 
-    /// Most bytes that this many additional records take.
+    /// Maximum number of bytes that this many additional records take.
     pub fn growth(&self, records: usize) -> usize {
         let free = self.held * CHUNK - self.used;
         let chunks = records.saturating_sub(free).div_ceil(CHUNK);
         chunks * (size_of::<Slots>() + CHUNK / GROUP * 8 + 2 * size_of::<Chunk>())
     }
 
-    /// One more than the highest number that was ever given.
+    /// An upper bound of the numbers: every number that was ever given is below it.
     pub fn bound(&self) -> u32 {
         (self.chunks.len() << BITS) as u32
     }
@@ -426,7 +426,7 @@ impl Records {
         self.memory(number).map(|memory| &memory.slots[0])
     }
 
-    /// The memory of a slot in use, to be changed.
+    /// Returns the memory of a slot in use for writing.
     #[inline]
     fn memory_to_change(&mut self, number: u32) -> &Memory {
         let at = number >> BITS;
@@ -440,7 +440,7 @@ impl Records {
         memory
     }
 
-    /// Whether a number is of a record in use.
+    /// Whether the record with this number is in use.
     #[inline]
     pub fn is_used(&self, number: u32) -> bool {
         self.set(number) != FREE
@@ -460,7 +460,7 @@ impl Records {
         self.slots(number).map_or(0, load)
     }
 
-    /// The set of its holders.
+    /// The set of the block's holders.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
         set_in(self.state(number))
@@ -489,7 +489,7 @@ impl Records {
         flags_in(self.state(number))
     }
 
-    /// The number of its context.
+    /// The number of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
         self.flags(number) & !(TWIN | LINKED)
@@ -512,7 +512,7 @@ impl Records {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slot after one, in the same chunk.
+    /// The slot after a slot, in the same chunk.
     #[inline]
     pub fn next(number: u32) -> Option<u32> {
         (number & MASK != MASK).then(|| number + 1)
@@ -584,7 +584,7 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // It may grow by a block at a time, in turn with others.
+                    // The run may grow by one block at a time, in turn with other runs.
                     (1, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP)),
                 };
@@ -751,7 +751,7 @@ const _: () = assert!(EMPTY != FREE);
 mod tests {
     use super::*;
 
-    /// A chain of blocks in a row.
+    /// A chain of consecutive blocks.
     fn chain(records: &mut Records, after: Option<u32>, first: u64, count: usize) -> Vec<(u32, u64)> {
         let mut made: Vec<(u32, u64)> = Vec::new();
         while made.len() < count {
@@ -822,7 +822,7 @@ mod tests {
         let stretch = records.take(None, 100).unwrap();
         assert_eq!((stretch.first, stretch.length), (made[200].0, 100));
         records.give(stretch.first, stretch.length);
-        // Too few for this one.
+        // This gap is too short.
         assert_eq!(records.take(None, 500).unwrap().first, made[200].0);
         assert_eq!(records.len(), 600);
     }

@@ -49,7 +49,7 @@ impl ReplacedLoras {
         self.current.contains_key(&lora)
     }
 
-    /// Whether a block of a LoRA might be of weights that were replaced.
+    /// Whether a block of a LoRA might have been computed with replaced weights.
     #[inline]
     pub fn is_outdated(&self, lora: u64, record: u32) -> bool {
         self.current

@@ -52,24 +52,24 @@ impl Hashes for ByHash<'_> {
 pub struct Block {
     /// The engine's hash.
     pub hash: u64,
-    /// Its rolling key.
+    /// Rolling key of the block.
     pub key: u64,
-    /// Its local hash; not used if it is `keyed`.
+    /// Local hash of the block; not used if it is `keyed`.
     pub local: u64,
-    /// Number of its context.
+    /// Number of the block's context.
     pub context: u32,
-    /// Whether it was stored by its key.
+    /// Whether the block was stored by its key.
     pub keyed: bool,
-    /// Its key, mixed for the tables of records.
+    /// Key of the block, mixed for the tables of records.
     pub mixed_key: TableHash,
-    /// Its hash, mixed for the table of a stream.
+    /// Hash of the block, mixed for the table of a stream.
     pub mixed_hash: TableHash,
 }
 
 /// The record by which a stream holds a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Holding {
-    /// Its number.
+    /// Number of the record.
     pub number: u32,
     /// Whether no stream held it before.
     pub is_new: bool,
@@ -77,7 +77,7 @@ pub struct Holding {
     pub has_twin: bool,
 }
 
-/// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
+/// The shared part of an index, for one writer at a time. Lookups read its `view` and slots of records while a writer changes it.
 #[derive(Debug)]
 pub struct SharedState {
     /// The part that lookups search.
@@ -88,7 +88,7 @@ pub struct SharedState {
     pub sets: Sets,
     /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
-    /// Records that lookups do not find since too many have their key and context, by these, each once for each of its holders.
+    /// Records that lookups do not find since too many share their key and context, by key and context, once for each holder.
     unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
     /// Number of these holders.
     unlisted_holders: usize,
@@ -96,17 +96,17 @@ pub struct SharedState {
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
     pub secret: Secret,
-    /// Its bounds.
+    /// Bounds of the index.
     pub limits: Limits,
 }
 
 impl SharedState {
-    /// Creates it empty.
+    /// Creates the empty state of an index.
     pub fn new(limits: Limits) -> Self {
         Self::with_secret(limits, Secret::new())
     }
 
-    /// Creates it empty, with tables that are keyed by this secret.
+    /// Creates an empty state, with tables that are keyed by this secret.
     pub(crate) fn with_secret(limits: Limits, secret: Secret) -> Self {
         Self {
             view: Owner::new(View::new(secret)),
@@ -160,7 +160,7 @@ impl SharedState {
         self.table(block.keyed).find(block.mixed_key, same).is_some()
     }
 
-    /// Whether a number is of a head with this key and context.
+    /// Whether the record with this number is a head with this key and context.
     pub fn is_head(&self, number: u32, key: u64, context: u32) -> bool {
         let records = &self.records;
         records.is_used(number)
@@ -229,8 +229,8 @@ impl SharedState {
         })
     }
 
-    /// Hides one of the records that equal a block in key and context from lookups, if there is one of which each holder keeps two others that
-    /// lookups find, and that is of no holder's present LoRA. So a stream keeps a few of them, whatever their number.
+    /// Hides one of the records that equal a block in key and context from lookups: one whose holders each have two other records that
+    /// lookups find, and that no holder stored with its present LoRA. So a stream holds a few of them, independent of their number.
     #[cold]
     fn unlist_twin(&mut self, block: &Block) {
         let listed = self.twins_of(block.keyed, block.key, block.context);
@@ -262,14 +262,14 @@ impl SharedState {
         found
     }
 
-    /// How many of some records a stream holds.
+    /// Number of these records that a stream holds.
     fn count_held(&self, records: &[u32], stream: u32) -> usize {
         step_counter::count(records.len());
         let is_held = |&&number: &&u32| self.sets.knows(self.records.set(number), stream);
         records.iter().filter(is_held).count()
     }
 
-    /// Notes that a stream does not hold a block any more: lookups find others with its key instead that they did not find before.
+    /// Notes that a stream no longer holds a block: lookups then find hidden records with its key.
     #[inline]
     pub fn leave_twin(&mut self, stream: u32, number: u32) {
         if self.has_unlisted_twins(number) {
@@ -455,7 +455,7 @@ impl SharedState {
         let mut found = Vec::new();
         let Some(&end) = keys.last() else { return found };
         self.for_each_twin(true, end, |number| found.push(number));
-        // The last head on the way there; a block that is linked to one of several is not a head.
+        // The last head on the way there, since a block that is linked to one of several is not a head.
         let mut heads = Vec::new();
         for (at, &key) in keys.iter().enumerate().rev() {
             self.for_each_twin(false, key, |number| heads.push((at, number)));
@@ -533,7 +533,7 @@ impl SharedState {
         let is_certain = |member: &Member| member.uncertain.is_empty() && member.loras.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
             let uncertain = self.view.change().mark_all_certain(stream);
-            drop(uncertain); // readers do not wait for that
+            drop(uncertain); // after the change, so that readers do not wait for it
         }
     }
 
@@ -740,7 +740,7 @@ impl Model {
     }
 }
 
-/// Records with a key of which lookups find at least so many of each holder, if it holds as many: two show that they differ by their hashes alone.
+/// Minimum number of records with one key that lookups find of each holder: two show that they differ by their hashes alone.
 const LEAST_LISTED: usize = 2;
 /// Approximate bytes of a holder of an unlisted record, with the key.
 const UNLISTED_BYTES: usize = 96;

@@ -1,15 +1,15 @@
-//! The hashes of a stream that mean several blocks, and the work that these may cause.
+//! The hashes of a stream that mean several blocks, with a bound on the work that they cause.
 
 use std::collections::HashMap;
 
 use crate::step_counter;
 
 /// Examinations of blocks that share a hash, per byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
-/// bytes for each page that comes or goes, so a page may share its hash with as many others as the limit allows.
+/// bytes for each stored or removed page, so a page may share its hash with as many others as the limit allows.
 const EXAMINATIONS_PER_BYTE: usize = 16;
-/// Most of these examinations that are saved for later payloads.
+/// Maximum number of these examinations that are saved for later payloads.
 const MOST_EXAMINATIONS: usize = 1 << 20;
-/// Blocks of one hash that are examined even without any budget left.
+/// Number of blocks of one hash that are examined even if the budget is used up.
 const FEW_BLOCKS: usize = 8;
 
 /// The blocks of hashes with several blocks.
@@ -141,7 +141,7 @@ impl Collisions {
         std::mem::take(&mut self.has_skipped)
     }
 
-    /// Hashes, and those for which there is room.
+    /// Number of hashes, and number of hashes for which memory is allocated.
     #[inline]
     pub fn room(&self) -> (usize, usize) {
         (self.lists.len(), self.lists.capacity())

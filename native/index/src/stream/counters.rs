@@ -21,7 +21,7 @@ pub struct Counters {
     pub gaps: u64,
 }
 
-/// Most kinds of groups that are counted under their own name, since a peer chooses names.
+/// Maximum number of kinds of groups that are counted under their own name, since a peer chooses names.
 const MAX_KINDS: usize = 64;
 
 impl Counters {

@@ -3,14 +3,14 @@
 use super::Stream;
 use crate::holders::placements::LEVELS;
 
-/// One reason. `kvevents.index` has a sentence for each code.
+/// A reason why answers are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Estimate {
-    /// This many stores could not be used.
+    /// Some stores could not be used; the value is their number.
     SetAside(u64),
-    /// This many blocks on the device have parents or tokens that were never announced.
+    /// Some blocks on the device have parents or tokens that were never announced; the value is their number.
     UnknownParents(u64),
-    /// Hashes are of pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
+    /// Hashes cover pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
     PageHashes,
     /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or not
     /// all blocks of these tiers were known when the cache was cleared, which might not have emptied them.
@@ -31,7 +31,7 @@ impl Estimate {
         }
     }
 
-    /// How many stores or blocks it is about; 0 if they are not counted.
+    /// Number of affected stores or blocks; 0 if they are not counted.
     pub fn count(self) -> u64 {
         match self {
             Self::SetAside(count) | Self::UnknownParents(count) => count,
@@ -39,7 +39,7 @@ impl Estimate {
         }
     }
 
-    /// The same with a count that is rounded down to a power of two, so that it does not change with each batch.
+    /// Rounds the count down to a power of two, so that the reason does not change with each batch.
     fn rounded(self) -> Self {
         let round = |count: u64| 1 << count.ilog2();
         match self {
@@ -61,19 +61,19 @@ pub struct Evidence {
     pub has_page_hashes: bool,
     /// Whether blocks on the device had extra keys.
     pub has_extra_keys: bool,
-    /// Whether a first block of unknown hash on another tier had none.
+    /// Whether a first block of unknown hash on another tier had no extra keys.
     pub has_unkeyed_root: bool,
     /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
     pub unknown_levels: u8,
     /// Whether a clear without a tier empties host memory too.
     pub has_host_clears: bool,
-    /// Number of further first blocks whose hash is compared with that.
+    /// Number of further first blocks whose hash is compared with the hash of their tokens.
     pub pages_left: u8,
 }
 
-/// First blocks whose hash is compared with that of their tokens alone.
+/// Number of first blocks whose hash is compared with the hash of their tokens alone.
 const PAGES: u8 = 8;
-/// All levels, as bits.
+/// Bit mask with a bit for each level.
 const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
 
 impl Evidence {
@@ -87,7 +87,7 @@ impl Evidence {
         ]
     }
 
-    /// Its flags as bits, for a snapshot.
+    /// The flags as bits, for a snapshot.
     pub fn to_bits(mut self) -> u8 {
         self.flags()
             .into_iter()
@@ -112,7 +112,7 @@ impl Evidence {
         if self.has_host_clears { 0b11 } else { 0b1 }
     }
 
-    /// Forgets what was known of tiers that are empty now, all of them.
+    /// Drops the evidence about all tiers, which are empty now.
     pub fn empty_all(&mut self) {
         (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
     }
@@ -184,7 +184,7 @@ impl Stream {
         }
     }
 
-    /// Levels that it has named, as bits.
+    /// Levels that the stream has named, as bits.
     fn named_levels(&self) -> u8 {
         self.named.iter().fold(0, |bits, named| bits | 1 << named.level)
     }
@@ -208,7 +208,7 @@ impl Stream {
         there.map(|named| self.waiting.untied_on(named.placement)).sum()
     }
 
-    /// Whether pending blocks show that something was never announced. Not if something is known to be missing, nor if there are several
+    /// Whether pending blocks show that something was never announced. False if something is known to be missing, and if there are several
     /// groups: vLLM hashes inside of blocks where their sizes differ, and then names parents that it never announces.
     fn are_pending_certain(&self) -> bool {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1

@@ -1,4 +1,4 @@
-//! What lookups need of a stream whose model has several groups of layers.
+//! The data that lookups need from a stream whose model has several groups of layers.
 
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ impl Stream {
         }
     }
 
-    /// Notes that copies have changed that cannot be placed yet.
+    /// Notes changes of copies that cannot be placed yet.
     pub(super) fn note_waiting(&mut self, shared: &SharedState, meant: impl Fn(u16) -> bool) {
         if self.group_cache.is_some() {
             step_counter::count(self.waiting.len());
@@ -118,7 +118,7 @@ impl Stream {
         self.learn_salts();
     }
 
-    /// Keeps the salts of the batch, if lookups need those.
+    /// Stores the salts of the batch, if lookups need them.
     fn learn_salts(&mut self) {
         let salted = std::mem::take(&mut self.salted);
         match (&self.group_cache, &self.groups.hashing) {

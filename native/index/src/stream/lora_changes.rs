@@ -7,12 +7,12 @@ use crate::step_counter;
 use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::SharedState;
 
-/// Most replaced LoRAs of one stream: an engine has some dozens of adapters.
+/// Maximum number of replaced LoRAs of one stream: an engine has some dozens of adapters.
 pub const MAX_LORAS: usize = 4_096;
 
 impl Stream {
-    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now. It shows that they were replaced if it is on
-    /// the device, and
+    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now. A block on the device shows that they
+    /// were replaced if
     ///
     /// - the stream holds the same block of the present weights under another hash on the same placement, or
     /// - it follows an outdated block, or is an outdated first block that is announced again: the name has returned to a former path, or a
@@ -64,7 +64,7 @@ impl Stream {
         is_held
     }
 
-    /// Whether blocks might be of weights of a LoRA that were replaced.
+    /// Whether blocks might have been computed with former weights of a LoRA.
     #[inline]
     pub fn has_replaced_loras(&self) -> bool {
         self.lora_bytes > 0
@@ -103,7 +103,7 @@ impl Stream {
         shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
     }
 
-    /// Applies that the engine lists another path for a LoRA. Does nothing if blocks have shown it since the last call, or if too many LoRAs
+    /// Notes that the engine lists another path for a LoRA. Does nothing if blocks have shown it since the last call, or if too many LoRAs
     /// were replaced.
     pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
         let has_room = |loras: &ReplacedLoras| loras.contains(lora) || loras.len() < MAX_LORAS;
@@ -112,7 +112,7 @@ impl Stream {
         }
     }
 
-    /// Restores that a LoRA was replaced.
+    /// Restores the record that a LoRA was replaced.
     pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
         self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));
     }
@@ -124,7 +124,7 @@ impl Stream {
         }
     }
 
-    /// Whether a block might be of weights that were replaced.
+    /// Whether a block might have been computed with replaced weights.
     pub fn is_outdated(&self, shared: &SharedState, number: u32) -> bool {
         self.has_replaced_loras()
             && lora_of(shared, number)

@@ -1,7 +1,7 @@
 //! Pending entries of a stream, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
 //!
-//! Entries are in lists of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the
-//! same hash, and copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
+//! Entries are in lists of three kinds, each a doubly linked list: all entries in order of arrival, entries that wait for the same hash,
+//! and copies of one hash on one placement. So each entry is added and removed in constant time.
 
 use std::collections::HashMap;
 
@@ -12,21 +12,21 @@ use crate::step_counter;
 /// The data that is needed to place an orphan.
 #[derive(Clone, Debug)]
 pub struct Content {
-    /// Tokens that its hash covers.
+    /// Tokens that the block's hash covers.
     pub tokens: Box<[u32]>,
-    /// Hashes of its extra keys.
+    /// Hashes of the block's extra keys.
     pub extras: Box<[u64]>,
-    /// The rule by which its tokens were divided into blocks.
+    /// The rule by which the prompt's tokens were divided into blocks.
     pub scheme: Scheme,
-    /// Its LoRA's part of the seed.
+    /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Its own salt's part of the seed; None if it has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if it has its parent's salt.
     pub salt: Option<u64>,
 }
 
 /// The contents of an entry besides its hashes.
 pub trait Weight {
-    /// Its heap bytes.
+    /// Heap bytes of the value.
     fn bytes(&self) -> usize;
 }
 
@@ -39,11 +39,11 @@ impl Weight for Content {
 /// One copy of a block that waits.
 #[derive(Clone, Debug)]
 pub struct Waiting<C = Content> {
-    /// Its hash.
+    /// Hash of the block.
     pub hash: u64,
-    /// Where it is.
+    /// Number of the placement of the block.
     pub placement: u16,
-    /// The hash that it waits for.
+    /// The hash for which the block waits.
     pub awaited: u64,
     /// None for a hash without tokens.
     pub content: Option<C>,
@@ -99,7 +99,7 @@ struct Entry<C> {
     links: [Links; 3],
 }
 
-/// Copies of one hash on one placement, those with tokens apart.
+/// Copies of one hash on one placement; copies with tokens are listed separately.
 #[derive(Clone, Copy, Debug)]
 struct Copies {
     placement: u16,
@@ -117,7 +117,7 @@ impl Copies {
 #[derive(Clone, Copy, Debug, Default)]
 struct PlacementCount {
     entries: usize,
-    /// Those with tokens.
+    /// Copies with tokens.
     orphans: usize,
 }
 
@@ -195,7 +195,7 @@ impl<C: Weight> Queue<C> {
         self.length
     }
 
-    /// Whether it has no entries.
+    /// Whether there are no entries.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.length == 0
@@ -233,7 +233,7 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
-    /// Whether the last entry with the hash and the placement of another one also waits for the same.
+    /// Whether the last entry with the same hash and placement waits for the same hash.
     pub fn is_last(&self, other: &Waiting<C>) -> bool {
         let copies = self.by_hash.get(&other.hash).into_iter().flatten();
         let last = copies

@@ -1,4 +1,4 @@
-//! Stores of a stream: blocks that it holds from now on, and further copies of those that it holds already.
+//! Stores of a stream: new blocks, and further copies of blocks that it holds.
 
 use super::{Foreign, Stream, is_block};
 use crate::holders::copies::Copies;
@@ -15,15 +15,15 @@ const EXAMINATIONS_PER_KEY: usize = 8;
 /// The outcome of placing a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
-    /// Its record.
+    /// Record of the block.
     pub number: u32,
     /// Whether the stream had no block of this hash.
     pub is_unknown: bool,
-    /// Whether no stream held it before.
+    /// Whether no stream held the block before.
     pub is_new: bool,
-    /// Whether the stream held it before.
+    /// Whether the stream held the block before.
     pub is_known: bool,
-    /// Whether the stream holds another block with its key, under another hash.
+    /// Whether the stream holds another block with the same key, under another hash.
     pub has_twin: bool,
 }
 
@@ -101,7 +101,7 @@ impl Stream {
         self.groups.copied_levels >> self.named(placement).level & 1 != 0
     }
 
-    /// Applies a store to a block that the stream has: perhaps one more copy, if copies are physical.
+    /// Applies a store to a block that the stream has: if copies are physical, perhaps a further copy.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
@@ -138,8 +138,8 @@ impl Stream {
         self.copy(shared, hash, number, placement);
     }
 
-    /// Ends a batch: a block of a window that it has made resident, and whose block with full attention it has announced again, might not
-    /// be there; nor one that might have been gone before.
+    /// Ends a batch. A block of a window might not exist if the batch has made it resident and announced its block with full attention
+    /// again, or if it might have been gone before.
     ///
     /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
     /// group does not hold. A request that is computed again is announced in the same way.
@@ -148,7 +148,7 @@ impl Stream {
         if !fresh.is_empty() && !repeated.is_empty() {
             repeated.sort_unstable();
             for &(number, placement) in &fresh {
-                // Its slot might be free again, or another block's.
+                // The slot of the block might be free again, or hold another block.
                 let is_held =
                     || shared.records.is_used(number) && shared.sets.holds(shared.records.set(number), placement, self.number);
                 if repeated.binary_search(&number).is_ok() && is_held() {

@@ -1,4 +1,4 @@
-//! Removals of a stream: of copies by their hashes, of what clears name, and of everything.
+//! Removals of a stream: copies by their hashes, the scopes of clears, and everything.
 
 use hashbrown::HashTable;
 
@@ -252,7 +252,7 @@ impl Stream {
         true
     }
 
-    /// Applies a clear that names no tier: the device is empty. What lower tiers hold might be gone, since engines do not say whether they
+    /// Applies a clear that names no tier: the device is empty. Blocks on lower tiers might be gone, since engines do not say whether these
     /// were emptied too.
     pub fn clear_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let emptied = self.evidence.emptied_levels();
@@ -387,7 +387,7 @@ struct PendingRemovals {
     /// The sets of the last block, before and after its removal.
     from: u32,
     to: u32,
-    /// Whether the stream is no longer in that set.
+    /// Whether the stream is missing in the set after the removal.
     leaves: bool,
     /// Number of blocks that have moved from the first set to the second.
     moved: u32,
@@ -417,13 +417,13 @@ impl PendingRemovals {
     }
 }
 
-/// Number of slots whose keys are cached together.
+/// Number of adjacent slots whose keys are cached at once.
 const REMEMBERED: usize = 8;
 
 /// Keys that were computed for a block and can be used for the blocks before it, as long as no slot gets another block.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
-    /// One more than the number of the group.
+    /// Number of the group plus one.
     group: u32,
     known: u8,
     keys: [u64; REMEMBERED],

@@ -7,7 +7,7 @@ use crate::memory::hasher::Secret;
 use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Entries of a table from which on it is not moved while other threads wait.
+/// Number of entries from which on a table is not moved while other threads wait.
 pub(super) const LARGE: usize = 1 << 14;
 /// Growth of the index's tables while some blocks are placed.
 const TABLE_GROWTH: usize = 16 << 10;
@@ -25,7 +25,7 @@ impl Stream {
             || self.foreign.capacity() > LARGE && self.must_shrink()
     }
 
-    /// Moves those tables, while no thread waits for the shared part.
+    /// Moves these tables while no thread waits for the shared part.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
         if self.foreign.capacity() > LARGE && self.must_shrink() {
             self.foreign
@@ -51,7 +51,7 @@ impl Stream {
         self.foreign.len() * 4 < self.foreign.capacity()
     }
 
-    /// Updates its bytes in the total of the shared part.
+    /// Updates the stream's bytes in the total of the shared part.
     pub fn recount(&mut self, shared: &mut SharedState) {
         let bytes = self.bytes();
         shared.streams_bytes = shared.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));

@@ -3,10 +3,10 @@
 /// The ranks that the payloads of a stream have stated since its incarnation began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StatedRanks {
-    /// None so far.
+    /// No rank so far.
     #[default]
     None,
-    /// One, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
+    /// One rank, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
     One(i64),
     /// Several, each of which has a stream of its own.
     Several,

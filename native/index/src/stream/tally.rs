@@ -7,9 +7,9 @@ use crate::holders::placements::{AttestedGroup, Placement};
 /// The two sums of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Of what is resident on all placements, as a sender announces it.
+    /// Sum over the blocks on all placements, as a sender announces it.
     pub digest: u128,
-    /// Of the copies on the device, as an engine attests them.
+    /// Sum over the copies on the device, as an engine attests it.
     pub attestation: u64,
 }
 

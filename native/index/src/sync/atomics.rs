@@ -42,8 +42,8 @@ mod checked {
                     Self(atomic::$name::new(value))
                 }
 
-                /// Loads a value that the writer itself has stored. Loom, which keeps the last access to a number and not the
-                /// last one of each thread, would take that for its last access, and not try the store that follows before a lookup's load.
+                /// Loads a value that the writer itself has stored. Loom stores only the last access to a number: it would take this load
+                /// for the last one, and would not try the following store before a lookup's load.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
                         // SAFETY: no other thread stores; loom checks that.

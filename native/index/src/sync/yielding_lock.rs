@@ -17,19 +17,19 @@ pub trait Publish {
     /// Publishes the current state. Called before a writer yields.
     fn publish(&mut self);
 
-    /// Whether so much is unpublished that the writer should publish and yield now.
+    /// Whether enough changes are unpublished that the writer should publish and yield now.
     fn is_due(&self) -> bool;
 }
 
-/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves it poisoned: what it
-/// protects may be half changed.
+/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves it poisoned: the
+/// protected value may be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
     /// Number of waiting readers and writers.
     waiting: AtomicUsize,
     poisoned: AtomicBool,
-    /// How often it was locked for writing.
+    /// Number of times that the lock was taken for writing.
     #[cfg(test)]
     pub holds: AtomicUsize,
 }
@@ -57,7 +57,7 @@ impl<T: Publish> YieldingRwLock<T> {
         self.poisoned.store(false, Ordering::Relaxed);
     }
 
-    /// Locks it for reading.
+    /// Locks the value for reading.
     #[inline]
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         match self.lock.try_read() {
@@ -66,7 +66,7 @@ impl<T: Publish> YieldingRwLock<T> {
         }
     }
 
-    /// Locks it for writing.
+    /// Locks the value for writing.
     pub fn write(&self) -> Writer<'_, T> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
@@ -147,7 +147,7 @@ impl<T: Publish> Writer<'_, T> {
         self.release();
         let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
-            // One of them is enough: it lets the others in, as this one does.
+            // Waking one thread is enough: it will yield to the other waiting threads in the same way.
             if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }

@@ -1,5 +1,5 @@
-//! No payload takes more than so many steps for each of its bytes, whatever came before it, and none lets other streams wait for more than
-//! so many: a search for one that does.
+//! Searches for a payload that takes more steps per byte than the bound, after any earlier payloads, or that lets other streams wait for
+//! too many steps.
 
 use proptest::prelude::*;
 
@@ -14,9 +14,9 @@ use crate::wire::scan::{Limits as ScanLimits, Schema};
 
 /// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const PER_BYTE: usize = 40;
-/// Budget that can be saved up before, for partial clears and for blocks that share a hash.
+/// Maximum budget saved from earlier payloads, for partial clears and for blocks that share a hash.
 const SAVED: usize = 3 << 20;
-/// For each block that was stored before: partial clears may look at it so often.
+/// Number of times that partial clears may examine each stored block.
 const PER_BLOCK: usize = 20;
 
 /// Steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without uncertain blocks.
@@ -25,12 +25,12 @@ const PER_TOKEN: usize = 200;
 /// Steps for which other streams may have to wait, and lookups of the same blocks: at 5 to 20 nanoseconds each at most 5 milliseconds.
 const PER_HOLD: usize = 250_000;
 
-/// An event, and how often it comes.
+/// An event, and the number of times that it is repeated.
 #[derive(Clone, Debug)]
 struct RepeatedEvent {
     kind: u8,
     times: u16,
-    /// The first hash, how many there are, and whether they are all the same.
+    /// The first hash, the number of hashes, and whether all are equal.
     first: u8,
     count: u16,
     has_equal_hashes: bool,
@@ -90,7 +90,7 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
 }
 
 impl RepeatedEvent {
-    /// In the fewest bytes: fields after the last one that is set are left out.
+    /// The shortest encoding: fields after the last set one are left out.
     fn encoded(&self) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
@@ -144,7 +144,7 @@ impl RepeatedEvent {
     }
 }
 
-/// The events one after the other, again and again, as many as fit.
+/// The events in order, repeated as often as they fit.
 fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
@@ -254,7 +254,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
     }
 }
 
-/// Blocks of one hash that come again, of which all are looked at to find each.
+/// Blocks of one hash that are stored again: finding each requires examining all.
 #[test]
 fn blocks_of_one_hash_that_are_stored_again() {
     check(
@@ -263,7 +263,7 @@ fn blocks_of_one_hash_that_are_stored_again() {
     );
 }
 
-/// Copies of the newest of many blocks of one hash, which is looked for from the oldest on.
+/// Copies of the newest of many blocks of one hash, for which the search begins at the oldest.
 #[test]
 fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     let copies = repeated(2, 1, 60_000, Some(1));
@@ -277,7 +277,7 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     );
 }
 
-/// Blocks of one hash that come and go.
+/// Blocks of one hash that are stored and removed.
 #[test]
 fn blocks_of_one_hash_that_come_and_go() {
     check(&[vec![repeated(0, 1, 1_000, None), repeated(3, 1, 1_000, None)]], 1 << 20);
@@ -303,14 +303,14 @@ fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
 
 const MANY: u32 = 150_000;
 
-/// A chain of so many blocks of one token; `part` distinguishes chains of equal length.
+/// A chain of this number of blocks of one token; `part` distinguishes chains of equal length.
 fn chain(part: u32, first: u32) -> Vec<u8> {
     let tokens = hashes(part * MANY..(part + 1) * MANY);
     let fields = [hashes(first..first + MANY), vec![0xC0], tokens, vec![1]];
     [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
 }
 
-/// Copies of those blocks, without tokens.
+/// Copies of these blocks, without tokens.
 fn copies(first: u32, medium: &[u8]) -> Vec<u8> {
     let fields = [hashes(first..first + MANY), b"\xC0\x90\x00\xC0".to_vec(), medium.to_vec()];
     [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat()
@@ -386,7 +386,7 @@ fn many_namespaces() {
     assert_eq!(index.info("bad", 0).unwrap().blocks, 600_000);
 }
 
-/// Each block on placements that no other block is on together.
+/// Blocks whose combinations of placements are all different.
 #[test]
 fn many_sets_of_placements() {
     let index = index();
@@ -405,7 +405,7 @@ fn many_sets_of_placements() {
     }
 }
 
-/// As many as may wait, each for another.
+/// The maximum number of waiting blocks, each of which waits for another one.
 #[test]
 fn many_orphans() {
     let index = index();
@@ -446,7 +446,7 @@ fn group(number: u8, kind: &str, window: u32, size: u8, numbers: impl ExactSizeI
     [b"\x9C\xABBlockStored".to_vec(), fields.concat(), spec.concat()].concat()
 }
 
-/// Windows that are searched again each time that one of two states shortens the prefix by a block.
+/// Windows that are searched again whenever one of two states shortens the prefix by a block.
 #[test]
 fn groups_that_disagree_at_every_block() {
     const TOKENS: u32 = 2_000;
@@ -601,7 +601,7 @@ fn named(name: &str, value: &[u8]) -> Vec<u8> {
     [&[0xA0 | name.len() as u8][..], name.as_bytes(), value].concat()
 }
 
-/// Arrays of one thing, as many as a megabyte has, and a payload with as many events as fit.
+/// Arrays of one element repeated up to a megabyte, and a payload with as many events as fit.
 fn full(thing: &[u8]) -> Vec<u8> {
     let count = (1 << 20) / thing.len() - 200;
     [&[0xDD][..], &(count as u32).to_be_bytes(), &thing.repeat(count)].concat()

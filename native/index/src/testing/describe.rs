@@ -1,6 +1,7 @@
 //! Scanned events with owned values, for tests that compare them with those of another decoder.
 
-use crate::wire::scan::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
+use crate::wire::decode::decode_into;
+use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
 
 /// `Id` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,17 +64,22 @@ pub struct Described {
 pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
     let mut scratch = Scratch::default();
     scan(payload, schema, &mut scratch)?;
-    Some(
-        scratch
-            .events
-            .iter()
-            .map(|event| described(event, payload, &scratch))
-            .collect(),
-    )
+    Some(all_described(payload, &scratch))
 }
 
-fn described(event: &Event, payload: &[u8], scratch: &Scratch) -> Described {
-    let text = |span: Option<Span>| span.map(|span| String::from_utf8_lossy(span.bytes(payload)).into_owned());
+/// Returns the events that the tolerant decoder writes for an index.
+pub fn describe_decoded(payload: &[u8], limits: &Limits) -> Vec<Described> {
+    let mut scratch = Scratch::default();
+    let batch = decode_into(payload, limits, &mut scratch);
+    all_described(&batch.bytes, &scratch)
+}
+
+fn all_described(bytes: &[u8], scratch: &Scratch) -> Vec<Described> {
+    scratch.events.iter().map(|event| described(event, bytes, scratch)).collect()
+}
+
+fn described(event: &Event, bytes: &[u8], scratch: &Scratch) -> Described {
+    let text = |span: Option<Span>| span.map(|span| String::from_utf8_lossy(span.bytes(bytes)).into_owned());
     Described {
         kind: event.kind,
         hashes: event.hashes.slice(&scratch.hashes).to_vec(),
@@ -94,7 +100,7 @@ fn described(event: &Event, payload: &[u8], scratch: &Scratch) -> Described {
         cache_salt: text(event.cache_salt),
         extra_keys: event.extra_keys.map(|span| {
             let mut found = Vec::new();
-            let _ = extra_keys(span.bytes(payload), |block, extra| found.push((block, extra.into())));
+            let _ = extra_keys(span.bytes(bytes), |block, extra| found.push((block, extra.into())));
             found
         }),
     }

@@ -1,7 +1,7 @@
 //! Models of lookups beside a writer, in every order that threads and memory allow; `make model` runs them with loom.
 //!
-//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that looks once. A sound
-//! look must find one of those states. The states are chosen so that slots of two of them, read together, form an answer that was never
+//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that reads once. A valid
+//! reading must find one of these states. The states are chosen so that slots of two of them, read together, form an answer that was never
 //! true.
 
 use std::collections::BTreeSet;
@@ -27,7 +27,7 @@ const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 /// The slot of the first block after those that `State::new` makes.
 const FIRST: u32 = 3;
 
-/// A `SharedState`, and what its streams need to store into it.
+/// A `SharedState`, with what its streams need to store blocks.
 struct State {
     shared: SharedState,
     context: u32,
@@ -37,7 +37,7 @@ struct State {
 impl State {
     /// Two streams without blocks.
     fn empty() -> Self {
-        // Not a secret: orders are tried again, and must lead to the same places.
+        // A fixed secret: orders are tried again, and must lead to the same places.
         let mut shared = SharedState::with_secret(Limits::default(), Secret(3, 5));
         for number in 0..2_u32 {
             let worker = Arc::new(Worker {
@@ -158,7 +158,7 @@ fn run_lookup_beside(
     (found, all.1.load(Ordering::Relaxed))
 }
 
-/// The slot of a block gets another one, of another stream: nothing has the words of one and the holders of the other.
+/// The slot of a block is reused for a block of another stream: no lookup sees the words of one and the holders of the other.
 #[test]
 fn a_slot_is_read_as_a_whole() {
     let make = || {
@@ -213,7 +213,7 @@ fn chunks_are_read_at_one_moment() {
     assert_eq!(lookup_of_two_chunks(false), BTreeSet::from([never, first]));
 }
 
-/// A block gets a set of holders that is new: a lookup knows it as soon as a slot has its number.
+/// A block gets a new set of holders: a lookup knows the set as soon as a slot has its number.
 #[test]
 fn holders_are_known_before_slots_name_them() {
     let make = || {
@@ -230,7 +230,7 @@ fn holders_are_known_before_slots_name_them() {
     assert!(unsound > 0);
 }
 
-/// A chunk gives its memory back, and gets other memory: a lookup has the one or the other, and nothing in between.
+/// A chunk frees its memory, and gets other memory: a lookup sees the one or the other, and nothing in between.
 #[test]
 fn memory_that_is_given_back_is_not_read() {
     let make = || {

@@ -5,23 +5,22 @@
 
 mod fields;
 mod items;
-mod normalise;
 mod refusal;
+mod scratch_writer;
 mod value;
 
 use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
 use crate::wire::scan::layouts::{CLEARED_ARRAY, NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
-use crate::wire::scan::{Limits, SECONDS, Schema};
+use crate::wire::scan::{Limits, SECONDS, Schema, Scratch, scan};
 
 use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
 use value::{NIL, declared, elements, head_of, is_array, is_map, pairs};
 
-use normalise::Normaliser;
+use scratch_writer::ScratchWriter;
 
-pub use normalise::normalised;
 pub use value::Value;
 
 /// Why an event or another part of a batch is rejected.
@@ -40,7 +39,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// Too many parts were rejected; this entry represents those that are not listed.
+    /// Too many parts were rejected; this entry represents the unlisted ones.
     More,
 }
 
@@ -79,7 +78,7 @@ const RAW_KEPT: usize = 256;
 pub struct Rejected {
     /// Why.
     pub reason: Reason,
-    /// Why, as text for people. A peer can choose parts of it.
+    /// The reason as text for people. A peer can choose parts of it.
     pub detail: String,
     /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
     pub index: Option<usize>,
@@ -90,7 +89,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Whether events are missing because of it; a bad timestamp or rank costs none.
+    /// Whether events are missing because of this rejection; a bad timestamp or rank loses none.
     pub fn loses_events(&self) -> bool {
         self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
     }
@@ -109,20 +108,17 @@ pub enum Token {
 
 impl Token {
     /// A token that no prompt has.
-    pub const INVALID: Self = Self::Single(Int {
-        bits: u64::MAX,
-        negative: true,
-    });
+    pub const INVALID: Self = Self::Single(Int::INVALID);
 }
 
-/// The state of a sender. Only kvevents sends it, no engine does.
+/// The state of a sender. Only kvevents sends heartbeats, no engine does.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Heartbeat {
     /// State digest of the stream after its batch, 32 hexadecimal digits; None if the sender cannot compute it.
     pub digest: Option<String>,
-    /// Seconds until the next one at most.
+    /// Maximum number of seconds until the next heartbeat.
     pub every: f64,
     pub trust: String,
     pub reason: String,
@@ -131,7 +127,7 @@ pub struct Heartbeat {
     pub attestation: Option<u64>,
 }
 
-/// Hashes of blocks; and if all were sent as digests, these digests, whose last bytes are the hashes.
+/// Hashes of blocks, and their digests if all were sent as digests; a hash is the last bytes of its digest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Hashes {
@@ -152,7 +148,7 @@ pub struct BlockStored {
     pub lora_id: Option<i128>,
     pub medium: Option<String>,
     pub lora_name: Option<String>,
-    /// By block; None for nil.
+    /// Extra keys by block; None for nil.
     pub extra_keys: Option<Vec<Option<Vec<Value>>>>,
     pub group_idx: Option<i128>,
     pub kv_cache_spec_kind: Option<String>,
@@ -162,8 +158,7 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
-    /// The texts of engines that the index does not use, by name (`scan::layouts::unused_texts`); None for those that
-    /// the event does not have.
+    /// The texts of engines that the index does not use, by name (`scan::layouts::unused_texts`); None for a field that the event lacks.
     pub unused_texts: Vec<(&'static str, Option<String>)>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unknown_fields: Vec<(String, Value)>,
@@ -180,7 +175,7 @@ pub struct BlockRemoved {
     pub locality: Option<String>,
     pub ownership: Option<String>,
     pub heartbeat: Option<Heartbeat>,
-    /// As in `BlockStored`.
+    /// The field of the same name in `BlockStored`.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
@@ -192,17 +187,6 @@ pub enum Event {
     Removed(Box<BlockRemoved>),
     /// The cache was cleared: all of it, or the tier and group that `medium` and `group_idx` among these fields name.
     Cleared(Vec<(String, Value)>),
-}
-
-impl Event {
-    /// Whether some of its hashes were sent as digests.
-    fn has_digests(&self) -> bool {
-        match self {
-            Self::Stored(stored) => stored.block_hashes.digests.is_some() || stored.parent_block_digest.is_some(),
-            Self::Removed(removed) => removed.block_hashes.digests.is_some(),
-            Self::Cleared(_) => false,
-        }
-    }
 }
 
 /// A batch.
@@ -219,18 +203,16 @@ pub struct Batch {
     pub rejected: Vec<Rejected>,
 }
 
-/// The contents of a payload, in the one form that `scan` reads.
+/// The result of reading a payload, besides the contents of its scratch.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
-pub struct Normalised {
-    /// Its events, as `normalised` returns them.
-    pub payload: Vec<u8>,
+pub struct ReadPayload<'a> {
+    /// The bytes to which the spans of its events refer: the payload itself if the scanner has read it.
+    pub bytes: Cow<'a, [u8]>,
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat. Its digest covers everything up to the end of the batch, wherever the heartbeat is.
-    pub heartbeat: Option<Heartbeat>,
-    /// Whether any hashes were sent as digests.
-    pub has_digests: bool,
+    /// The last heartbeat. Its digest covers the whole batch and all batches before it.
+    pub heartbeat: Option<Box<Heartbeat>>,
 }
 
 /// Reads a batch in any form. A payload that is not a batch has no events.
@@ -240,29 +222,36 @@ pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
     Batch { events, ..batch }
 }
 
-/// Reads a batch for callers that scan its events: each event is encoded in the one form that `scan` reads, and dropped before the next is
-/// read.
-pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
-    let (mut normaliser, mut heartbeat, mut has_digests) = (Normaliser::default(), None, false);
+/// Reads a payload in any form into a scratch: by `scan` if that can read it, else by the tolerant decoder.
+#[inline]
+pub fn read<'a>(payload: &'a [u8], schema: &Schema, scratch: &mut Scratch) -> ReadPayload<'a> {
+    if scan(payload, schema, scratch).is_some() {
+        return ReadPayload {
+            bytes: Cow::Borrowed(payload),
+            ..ReadPayload::default()
+        };
+    }
+    decode_into(payload, schema.limits(), scratch)
+}
+
+/// Reads a batch in any form into a scratch. Each event is dropped before the next is read.
+#[cold]
+pub fn decode_into(payload: &[u8], limits: &Limits, scratch: &mut Scratch) -> ReadPayload<'static> {
+    let (mut writer, mut heartbeat) = (ScratchWriter::new(scratch), None);
     let batch = read_batch(payload, limits, |event| {
-        normaliser.add(&event);
-        has_digests |= event.has_digests();
+        writer.add(&event);
         if let Event::Removed(removed) = event {
             heartbeat = removed.heartbeat.or_else(|| heartbeat.take());
         }
     });
-    Normalised {
-        payload: normaliser.finish(batch.rank),
+    let bytes = writer.bytes.into();
+    scratch.payload_bytes = payload.len();
+    (scratch.ts, scratch.rank) = (batch.ts, batch.rank.map(|rank| rank as i64));
+    ReadPayload {
+        bytes,
         rejected: batch.rejected,
-        heartbeat,
-        has_digests,
+        heartbeat: heartbeat.map(Box::new),
     }
-}
-
-/// Normalises a payload; None if anything in it is rejected.
-pub fn normalise_whole(payload: &[u8], schema: &Schema) -> Option<Vec<u8>> {
-    let read = normalise(payload, schema.limits());
-    read.rejected.is_empty().then_some(read.payload)
 }
 
 /// Reads everything except the events, which it passes to `take`.
@@ -321,8 +310,11 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     batch
 }
 
+/// Maximum length of a payload for any limits: `ScratchWriter` writes up to 30 times as many bytes, with positions of 32 bits.
+const MAX_PAYLOAD_BYTES: usize = u32::MAX as usize / 32;
+
 fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
-    let (length, limit) = (payload.len(), limits.max_payload_bytes);
+    let (length, limit) = (payload.len(), limits.max_payload_bytes.min(MAX_PAYLOAD_BYTES));
     if length > limit {
         let unit = "bytes; the limit max_payload_bytes is";
         return Err(Refusal::exceeding(Reason::Oversized, "the payload", length, unit, limit));

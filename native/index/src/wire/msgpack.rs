@@ -11,7 +11,20 @@ pub struct Int {
     pub negative: bool,
 }
 
+impl From<u32> for Int {
+    #[inline]
+    fn from(value: u32) -> Self {
+        Self::unsigned(value.into())
+    }
+}
+
 impl Int {
+    /// A number that is not a token id.
+    pub const INVALID: Self = Self {
+        bits: u64::MAX,
+        negative: true,
+    };
+
     #[inline]
     fn unsigned(bits: u64) -> Self {
         Self { bits, negative: false }
@@ -25,7 +38,7 @@ impl Int {
         }
     }
 
-    /// The number, unless it is 2^63 or more.
+    /// Returns the number unless it is 2^63 or more.
     #[inline]
     pub fn as_i64(self) -> Option<i64> {
         let value = self.bits as i64;
@@ -42,7 +55,7 @@ impl Int {
         }
     }
 
-    /// Whether it is a token id that block keys are defined for.
+    /// Whether the number is a token id for which block keys are defined.
     #[inline]
     pub fn is_u32(self) -> bool {
         self.bits <= u64::from(u32::MAX)
@@ -110,7 +123,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Reads a nil, if that is the next value.
+    /// Reads the next value if it is nil.
     #[inline]
     pub fn nil(&mut self) -> bool {
         let found = self.peek() == Some(0xC0);
@@ -158,7 +171,7 @@ impl<'a> Reader<'a> {
         str::from_utf8(self.raw_text()?).ok()
     }
 
-    /// The bytes of a string of valid UTF-8, which takes less time.
+    /// The bytes of a string of valid UTF-8, without creating text.
     #[inline]
     pub fn text_bytes(&mut self) -> Option<&'a [u8]> {
         let bytes = self.raw_text()?;

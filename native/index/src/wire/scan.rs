@@ -40,9 +40,9 @@ pub enum Field {
     CacheSalt,
     BlockKeys,
     Lookahead,
-    /// Not used, but it must be text or nil.
+    /// The field is not used, but must be text or nil.
     IgnoredText,
-    /// A field that only Python's events use; any other value than nil is refused.
+    /// A field that only Python's events use; every value except nil is refused.
     IgnoredNil,
 }
 
@@ -64,14 +64,14 @@ pub struct Span {
 
 impl Span {
     #[inline]
-    fn new(start: usize, end: usize) -> Option<Self> {
+    pub(crate) fn new(start: usize, end: usize) -> Option<Self> {
         Some(Self {
             start: NonZeroU32::new(u32::try_from(start).ok()?)?,
             length: u32::try_from(end - start).ok()?,
         })
     }
 
-    /// The bytes of the range in the scanned payload.
+    /// The bytes of the range in the scanned payload, or in `decode::ReadPayload::bytes`.
     #[inline]
     pub fn bytes(self, payload: &[u8]) -> &[u8] {
         let start = self.start.get() as usize;
@@ -98,11 +98,12 @@ impl Run {
 /// One event; missing fields are zero, empty or None.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Its kind.
+    /// Kind of the event.
     pub kind: Kind,
     /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
     pub pairs: bool,
-    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits, of which `tokens` has the lowest 32 bits.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits; of that one `tokens` has the lowest 32
+    /// bits.
     pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,
@@ -122,7 +123,7 @@ pub struct Event {
     pub lora_id: Option<i64>,
     /// KV cache group.
     pub group: Option<i64>,
-    /// Tokens that a sliding window spans.
+    /// Number of tokens that a sliding window spans.
     pub window: Option<i64>,
     /// Storage medium, UTF-8 like all of the texts.
     pub medium: Option<Span>,
@@ -136,17 +137,17 @@ pub struct Event {
     pub spec_kind: Option<Span>,
     /// SGLang's salt.
     pub cache_salt: Option<Span>,
-    /// Msgpack, to be read with `extra_keys`.
+    /// Msgpack, which `extra_keys` reads.
     pub extra_keys: Option<Span>,
-    /// Msgpack, to be read with `first_ints`: for each block the tokens after it that its hash also covers.
+    /// Msgpack, which `first_ints` reads: for each block the number of tokens after it that its hash also covers.
     pub lookahead: Option<Span>,
 }
 
-/// Parts of a store's array, with the tag, in vLLM before 0.20. Those of six and seven are of SGLang before 0.5.20 too; longer ones have
-/// a place for a group.
+/// Parts of a store's array, with the tag, in vLLM before 0.20. SGLang before 0.5.20 sends six or seven parts too; longer arrays have a
+/// place for a group.
 const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
-/// The hash of an empty tuple in every CPython from 3.8 on: what SGLang 0.4.7 to 0.4.9 name as the parent of first blocks.
+/// The hash of an empty tuple in every CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send it as the parent of first blocks.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
 
 impl Event {
@@ -167,7 +168,7 @@ impl Event {
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
     }
 
-    /// The blocks of a store that have keys: all before the first token that cannot be keyed. None if its tokens or keys do not fit its
+    /// Number of blocks of a store that have keys: all before the first token without a key. None if its tokens or keys do not fit its
     /// hashes.
     #[inline]
     pub fn keyable_blocks(&self) -> Option<usize> {
@@ -181,7 +182,7 @@ impl Event {
     }
 
     #[inline]
-    fn new(kind: Kind) -> Self {
+    pub(crate) fn new(kind: Kind) -> Self {
         Self {
             kind,
             pairs: false,
@@ -208,7 +209,7 @@ impl Event {
     }
 }
 
-/// Most bytes of a scratch per byte of the largest payload that it has scanned. A hash can be one byte on the wire and is
+/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. A hash can be one byte on the wire and is
 /// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
@@ -224,6 +225,8 @@ pub struct Scratch {
     pub tokens: Vec<u32>,
     /// The events in their order.
     pub events: Vec<Event>,
+    /// Bytes of the payload.
+    pub payload_bytes: usize,
     /// Seconds since the epoch.
     pub ts: f64,
     /// Data-parallel rank.
@@ -245,7 +248,7 @@ impl Scratch {
         self.hashes.clear();
         self.tokens.clear();
         self.events.clear();
-        (self.ts, self.rank, self.digests) = (0.0, None, false);
+        (self.payload_bytes, self.ts, self.rank, self.digests) = (0, 0.0, None, false);
     }
 
     /// Bytes held.
@@ -264,7 +267,7 @@ impl Scratch {
     }
 }
 
-/// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.tolerant`.
+/// Largest timestamp in seconds: a larger one is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
 /// Levels of containers in elements of a batch that are not known yet.
@@ -277,6 +280,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
         return None;
     }
+    scratch.payload_bytes = payload.len();
     let mut scanner = Scanner {
         reader: Reader::new(payload, 0),
         schema,
@@ -287,7 +291,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// The integers of the first of several scanned lists, up to the first one that exceeds 32 bits.
+/// Returns the integers of the first of several scanned lists, up to the first integer that exceeds 32 bits.
 pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
@@ -350,7 +354,7 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// Joins up to `left` events to the one that was read from `start` on, if all are removals of one hash that differ in the hash only.
+    /// Joins at most `left` events to the event that was read from `start` on, if all are removals that differ only in their one hash.
     /// Returns the number of joined events.
     fn join(&mut self, start: usize, left: usize) -> usize {
         let single = self.hashes_at;
@@ -468,7 +472,7 @@ impl<'a> Scanner<'a> {
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
         if event.kind == Kind::Cleared {
-            // For `decode_batch` these are fields of free form.
+            // `decode_batch` reads these as fields of free form.
             self.free(self.reader.at - start)?;
         }
         Some(())

@@ -1,8 +1,8 @@
 //! Arrays of token ids.
 //!
 //! Token ids are integers of 1, 2, 3 or 5 bytes in no order, and a loop that branches on each first byte mispredicts every second one. So
-//! tables have, for every byte of a tile, the bytes that one, two or four tokens take if they begin there. Computing the tables takes a few
-//! vector instructions and no branch. The loop over tokens then depends on a token only through an address.
+//! tables have, for every byte of a tile, the length of one, two or four tokens that begin there. Computing the tables takes a few vector
+//! instructions and no branch. The loop over tokens then uses a token's length only in an address.
 
 use std::mem::MaybeUninit;
 
@@ -80,8 +80,8 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
     Some(keyable)
 }
 
-/// Reads tokens of three bytes, several at a time, up to the first other one. Returns their number. In a vocabulary of up to 65,536 nearly
-/// all tokens take three bytes, so branches are predicted; in others this costs little.
+/// Reads tokens of three bytes, several at a time, up to the first token of another length. Returns their number. In a vocabulary of up to
+/// 65,536 nearly all tokens take three bytes, so branches are predicted; in others this costs little.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -127,7 +127,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
 
     /// Bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
     const LOADED: usize = 28;
-    /// Bits of the bytes with which tokens begin.
+    /// Mask of the first bytes of tokens.
     const HEADS: i32 = 0x0249_0249;
 
     let mut done = 0;
@@ -168,7 +168,7 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
     };
     let mut done = 0;
     while done < count {
-        // A token is read as the four bytes up to its end.
+        // A token is read as four bytes that end with it.
         let Some(window) = reader.data().get(reader.at.wrapping_sub(4)..) else {
             break;
         };
@@ -195,28 +195,28 @@ const TILE: usize = 1024;
 /// Bytes that are classified in one step.
 const STEP: usize = 32;
 
-/// Bytes after a tile that four tokens that begin in it can extend to.
+/// Maximum number of bytes by which four tokens that begin in a tile extend behind it.
 const AHEAD: usize = 16;
 
 /// Bytes of the longest token in the tables.
 const LONGEST: usize = 5;
 
-/// The length of tokens that are not in the tables: so large that any sum with it shows it.
+/// The length of tokens that are not in the tables: so large that it is visible in any sum.
 const STRANGE: u8 = 0x40;
 
-/// Payloads, or rests of payloads, shorter than this are copied before they are classified.
+/// Payloads, or remainders of payloads, below this length are copied before they are classified.
 const SHORT: usize = 128;
 
 /// Mask of the bytes of a token of each length.
 const TOKEN_MASKS: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
-/// The bytes that one, two or four tokens take if they begin at a byte of a tile. One additional step is room for reads past the end.
+/// The length of one, two or four tokens that begin at a byte of a tile. One additional step is room for reads past the end.
 #[derive(Debug)]
 pub struct Lengths {
     one: [u8; TILE + 2 * STEP],
     two: [u8; TILE + 2 * STEP],
     four: [u8; TILE + 2 * STEP],
-    /// Whether not to use extensions of the processor.
+    /// Whether extensions of the processor are left out.
     portable: bool,
 }
 
@@ -242,7 +242,7 @@ impl Lengths {
             self.classify(&data[..steps * STEP]);
             return tile.min(steps * STEP - AHEAD);
         }
-        // Zeros for what is not there: reading them as tokens fails later.
+        // Zeros replace missing bytes: reading them as tokens fails later.
         let mut padded = [0; SHORT + STEP];
         padded[..data.len()].copy_from_slice(data);
         self.classify(&padded[..(data.len() + AHEAD).div_ceil(STEP) * STEP]);
@@ -256,7 +256,7 @@ impl Lengths {
         }
     }
 
-    /// Classifies bytes with instructions that not every processor has; false if this processor does not have them.
+    /// Classifies bytes with instructions that some processors lack; false if this processor lacks them.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     fn classify_at_best(&mut self, bytes: &[u8]) -> bool {
@@ -273,8 +273,8 @@ impl Lengths {
         false
     }
 
-    /// Does not fill `four`, whose computation takes longer without vector instructions than it saves. Compilers vectorise this, as long as
-    /// it has no branches.
+    /// Leaves `four` empty, since without vector instructions its computation takes longer than it saves. Compilers vectorise this, as long
+    /// as it has no branches.
     fn classify_portably(&mut self, bytes: &[u8]) {
         for (bytes, one) in bytes.chunks_exact(STEP).zip(self.one.chunks_exact_mut(STEP)) {
             for (&byte, one) in bytes.iter().zip(one) {
@@ -331,7 +331,7 @@ impl Lengths {
         for (bytes, one) in bytes.chunks_exact(STEP).zip(self.one.chunks_exact_mut(STEP)) {
             // SAFETY: both have `STEP` bytes.
             unsafe {
-                // By the first byte less 0xC0: more bytes than one. Below 0x80 the index is negative, and the shuffle gives 0.
+                // Number of bytes after the first, by the first byte minus 0xC0. Below 0x80 the index is negative, and the shuffle gives 0.
                 let more = _mm256_broadcastsi128_si256(_mm_setr_epi8(S, S, S, S, S, S, S, S, S, S, S, S, 1, 2, 4, S));
                 let bytes = _mm256_loadu_si256(bytes.as_ptr().cast());
                 let heads = _mm256_xor_si256(bytes, _mm256_set1_epi8(0xC0_u8 as i8));
@@ -435,7 +435,7 @@ mod tests {
 
     use super::*;
 
-    /// One integer as a decoder that takes its time reads it.
+    /// Reads one integer byte by byte, as the model of the fast decoder.
     fn slow_int(bytes: &[u8]) -> Option<(i128, usize)> {
         let (&head, rest) = bytes.split_first()?;
         let (width, signed) = match head {
@@ -472,7 +472,7 @@ mod tests {
             portable,
             ..Lengths::default()
         };
-        // What an earlier payload left must not matter.
+        // The remains of an earlier payload must not matter.
         (lengths.one, lengths.two, lengths.four) = ([1; TILE + 2 * STEP], [2; TILE + 2 * STEP], [4; TILE + 2 * STEP]);
         let mut reader = Reader::new(data, start);
         let mut out = Vec::new();
@@ -487,7 +487,7 @@ mod tests {
         assert_eq!(quick(data, start, count, true), expected);
     }
 
-    /// An integer in the shortest form that the wire has, or in a longer one.
+    /// An integer in the shortest form of msgpack, or in a longer one.
     fn encode(value: u64, longer: u8, out: &mut Vec<u8>) {
         let shortest = match value {
             0..=0x7F => 0,
@@ -537,7 +537,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-        /// Tokens of every form are read as the slow decoder reads them, whatever is around them.
+        /// Tokens of every form are read as the slow decoder reads them, in any surroundings.
         #[test]
         fn tokens_of_every_form(
             tokens in prop::collection::vec(prop_oneof![40 => usual_token(), 1 => rare_token()], 0..700),
@@ -557,7 +557,7 @@ mod tests {
             check(&[tokens.concat(), behind].concat(), 0, tokens.len());
         }
 
-        /// Of tokens below 32 bits none is left to the slow path, save at the end of the payload and the odd one.
+        /// The slow path reads few tokens below 32 bits: those at the end of the payload, and single ones.
         #[test]
         fn usual_tokens_are_read_quickly(mut tokens in prop::collection::vec(usual_token(), 1..700)) {
             tokens.retain(|token| token.len() <= LONGEST);
@@ -568,7 +568,7 @@ mod tests {
             prop_assert_eq!(done, tokens.len() / 2 * 2);
         }
 
-        /// Bytes of no meaning are refused or read as the slow decoder reads them.
+        /// Meaningless bytes are refused, or read as the slow decoder reads them.
         #[test]
         fn any_bytes(
             data in prop_oneof![
@@ -580,7 +580,7 @@ mod tests {
             count in 0..1500_usize,
         ) {
             let start = start.min(data.len());
-            // These begin an array of pairs, which the slow decoder here does not know.
+            // These bytes begin an array of pairs, which the slow decoder here does not know.
             prop_assume!(!matches!(data.get(start), Some(0x90..=0x9F | 0xDC | 0xDD)));
             check(&data, start, count);
         }
@@ -620,7 +620,7 @@ mod tests {
         }
     }
 
-    /// A count beyond what the bytes can hold costs no memory.
+    /// A count that is too large for the bytes allocates no memory.
     #[test]
     fn counts_allocate_nothing() {
         for data in [&[1, 2, 3][..], &[0x92, 1, 2]] {

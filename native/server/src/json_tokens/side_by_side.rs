@@ -8,13 +8,13 @@ use super::{digits, gap, of_digits};
 /// Number of positions.
 const STREAMS: usize = 3;
 
-/// Bytes from one of these positions to the next.
+/// Number of bytes from one of these positions to the next.
 const PART: usize = 1024;
 
-/// Bytes in which a comma is looked for.
+/// Number of bytes in which a comma is searched for.
 const NEAR: usize = 16;
 
-/// Smallest part for which this is faster.
+/// Smallest part for which several positions are faster.
 const SMALLEST: usize = 128;
 
 /// See `Quick`.
@@ -84,7 +84,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     Some(found)
 }
 
-/// Reads a number of up to eight digits. Returns it and the beginning of the next one after its separator.
+/// Reads a number of up to eight digits. Returns the number and the beginning of the next one.
 #[inline]
 fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let near: &[u8; 10] = text.get(at..)?.first_chunk()?;

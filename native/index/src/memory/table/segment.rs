@@ -19,12 +19,12 @@ const FULL: usize = 9;
 const SPARSE: usize = 6;
 /// Splits after which tags are computed again, since splits use up their bits.
 const SPLITS_BY_TAG: u8 = 4;
-/// Bits of a hash that identify a bucket in its segment: those of a tag that splits have not used.
+/// Bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
 /// Mask of those bits in a tag from which the bits of splits were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 
-/// One cache line.
+/// A bucket of one cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct Bucket {
@@ -164,9 +164,9 @@ impl DerefMut for Buckets {
 pub struct Segment {
     buckets: Buckets,
     used: u32,
-    /// Leading bits of skewed hashes that all of its entries share.
+    /// Number of leading bits of skewed hashes that all entries of the segment share.
     depth: u8,
-    /// The bits after this many are the tags.
+    /// Number of leading bits of a skewed hash before its tag.
     base: u8,
 }
 
@@ -209,7 +209,7 @@ impl Segment {
         Self::takes(self.used(), self.size())
     }
 
-    /// Whether this many entries are few enough to move to that smaller number of buckets.
+    /// Whether this number of entries fits in this smaller number of buckets.
     pub fn may_shrink(used: usize, buckets: usize) -> bool {
         used < buckets * SPARSE
     }
@@ -318,7 +318,7 @@ impl Segment {
         let sizes = halves.each_ref().map(|buckets| buckets.count);
         let half_of = |tag: u16| if N == 1 { 0 } else { usize::from(tag >> bit & 1) };
         for bucket in self.buckets.iter() {
-            // As `home`; compilers make a few vector instructions of it.
+            // The calculation of `home`, in a form that compilers vectorise.
             let homes = bucket.tags.map(|tag| {
                 let size = if half_of(tag) == 0 { sizes[0] } else { sizes[N - 1] };
                 ((u32::from(tag << passed & HOME_MASK) * size) >> 16) as usize

@@ -11,7 +11,7 @@ use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Most lists and maps of one batch in fields of free form, not counting extra keys in the form in which engines send them.
+/// Maximum number of lists and maps of one batch in fields of free form, without extra keys in the form in which engines send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
 /// The remaining budget of a batch for fields of free form.
@@ -85,7 +85,7 @@ fn is_usual(raw: &[u8]) -> bool {
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
 }
 
-/// Reads a token id. Any other value becomes -1, which no prompt has: it costs its own block and those behind it.
+/// Reads a token id. Any other value becomes -1, which no prompt has: its own block and all blocks behind it get no key.
 fn token(raw: &[u8]) -> Result<Token, Reason> {
     if let Some(value) = Reader::new(raw, 0).int() {
         return Ok(Token::Single(value));
@@ -175,7 +175,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.rest()
     }
 
-    /// The field unless it is missing or nil.
+    /// Returns a field unless it is missing or nil.
     fn get(&self, name: &str) -> Option<&'a [u8]> {
         step_counter::count(self.fields.len());
         let found = self.fields.iter().find(|(known, _)| known == name);
@@ -188,7 +188,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         Some(self.fields.remove(at).1).filter(|raw| head_of(raw) != 0xC0)
     }
 
-    /// The field, read by `read`, unless it is missing or nil.
+    /// Reads a field with `read`, unless it is missing or nil.
     fn read<T>(
         &mut self,
         name: &'static str,
@@ -295,7 +295,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         unused_texts().map(|name| Ok((name, self.text(name)?))).collect()
     }
 
-    /// The field, read by `read`; one that it cannot read stays in the event as an unknown field.
+    /// Reads a field with `read`; a field that it cannot read stays in the event as an unknown field.
     fn read_or_leave<T>(&mut self, name: &str, read: impl FnOnce(&'a [u8]) -> Option<T>) -> Option<T> {
         let found = self.get(name).map(read);
         if let None | Some(Some(_)) = found {
@@ -318,7 +318,7 @@ impl<'f, 'a> Fields<'f, 'a> {
 
     /// Returns the fields that no method has taken, within the limits.
     fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
-        // Names of Python's own events: nil says nothing.
+        // Names of Python's own events: nil means an absent field.
         for name in ["unknown_fields", "block_digests", "parent_block_digest"] {
             if self.get(name).is_none() {
                 self.take(name);

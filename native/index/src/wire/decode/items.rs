@@ -4,14 +4,14 @@
 //! plus its position in the item. V1 sends one placeholder token for all of them. For each consecutive part of an item in a block,
 //! `mm_keys` has the item and the number of its tokens before that part (`gen_multi_modal_tokens` and `KVCacheEventSerializer` there).
 //!
-//! Here each consecutive part, a run, becomes placeholders, and each block that it is in has the extra key that `keys::locals` makes for a
-//! prompt with an item in this place. A block with items whose tokens cannot be found has a key that no prompt has.
+//! Here each consecutive part, a run, becomes placeholders, and each of its blocks has the extra key that `keys::locals` makes for a prompt
+//! with an item in this place. A block with items whose tokens cannot be found has a key that no prompt has.
 
-use super::value::{Value, write};
+use super::value::Value;
 use super::{BlockStored, Token};
 use crate::keys;
 
-/// Size of the mark of blocks with items of no known form, in bytes. It is the beginning of the items, since it is written for each block.
+/// Size in bytes of the mark of blocks with items of unknown form: only the beginning of the items, since it is written for each block.
 const MARK: usize = 16;
 
 /// Consecutive tokens of an item.
@@ -20,7 +20,7 @@ pub(super) struct Run {
     pub start: usize,
     pub end: usize,
     id: Id,
-    /// Position of its first token, which can be before the first block of the event.
+    /// Position of the run's first token, which can be before the first block of the event.
     origin: i64,
 }
 
@@ -54,7 +54,7 @@ impl<'a> Part<'a> {
         };
         let Value::Int(offset) = offset else { return None };
         let offset = i64::try_from(*offset).ok().filter(|offset| *offset >= 0)?;
-        // A client knows the uuid that it gave, and not the digest that the engine computes from uuid and contents.
+        // A client knows the uuid that it sent, but not the digest that the engine computes from uuid and contents.
         let id = match (uuid, hash) {
             (Some(Value::Text(text)), _) | (_, Value::Text(text)) => Id::placed(keys::item_text(text)),
             (_, Value::Bytes(bytes)) => Id::placed(keys::item_bytes(bytes)),
@@ -78,7 +78,7 @@ impl Id {
 }
 
 impl Run {
-    /// Its extra key of a block that begins at `start`.
+    /// Extra key of the item for a block that begins at `start`.
     fn key(&self, start: usize) -> Value {
         let key = if self.id.is_placeless {
             self.id.hash
@@ -96,7 +96,7 @@ pub(super) struct Items {
     pub runs: Vec<Run>,
     /// Extra keys and the blocks that they belong to, in the order of blocks.
     pub keys: Vec<(usize, Value)>,
-    /// A key of every block if the items have no known form; else empty.
+    /// A key of every block if the form of the items is unknown; else empty.
     pub mark: Vec<u8>,
 }
 
@@ -112,7 +112,7 @@ impl Items {
         let (mut mark, mut lists) = (Vec::new(), Vec::new());
         if let Some(given) = given {
             lists = lists_of(given, blocks).unwrap_or_else(|| {
-                write(given, &mut mark);
+                mark = given.debug_text(MARK).into_bytes();
                 mark.truncate(MARK);
                 Vec::new()
             });
@@ -151,11 +151,11 @@ impl Items {
     }
 }
 
-/// The items of each block; none if no block has items. None if they have no known form.
+/// The items of each block; empty if no block has items. None if their form is unknown.
 fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
     let Value::List(all) = given else { return None };
     let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
-    // A list that is not per block belongs to the only block.
+    // A list that is not divided by block belongs to the only block.
     let lists = per_block.flatten().or_else(|| (blocks == 1).then(|| vec![&all[..]]))?;
     let has_items = lists.iter().any(|items| !items.is_empty());
     Some(if has_items { lists } else { Vec::new() })
@@ -185,11 +185,11 @@ fn is_something(value: &Value) -> bool {
 struct Search<'a> {
     tokens: &'a [Token],
     size: usize,
-    /// By block; without a block if the store has no `mm_keys`.
+    /// Items by block; without any block if the store has no `mm_keys`.
     parts: Vec<Vec<Option<Part<'a>>>>,
     /// Whether items begin with their digests (V2).
     has_digests: bool,
-    /// Runs by block.
+    /// The runs of items, by block.
     counts: Vec<usize>,
     /// Size of the vocabulary, if it is known: the tokens above it belong to items (V2).
     vocabulary: Option<i128>,
@@ -216,7 +216,7 @@ impl Search<'_> {
         runs
     }
 
-    /// The run that begins at a token, after one of the item `last`.
+    /// The run that begins at a token, after a run of the item `last`.
     fn run_at(&mut self, at: usize, last: Option<Id>) -> Option<Run> {
         let run = |id, origin: i64, end| {
             Some(Run {
@@ -242,21 +242,21 @@ impl Search<'_> {
         let value = self.number(at)?;
         let step = i128::from(self.number(at + 1) == Some(value + 1));
         match (part, last) {
-            // It began before this event.
+            // The item began before this event.
             (Some((id, offset @ 1..)), _) if at.is_multiple_of(self.size) && self.may_be(value, offset) => {
                 if step == 1 {
                     self.vocabulary = self.vocabulary.or(Some(value - i128::from(offset)));
                 }
                 run(id, (at as i64).saturating_sub(offset), self.end_of(at, step))
             }
-            // After a text in the item.
+            // The item follows a text.
             (_, Some(id)) if self.vocabulary.is_some_and(|size| value > size) => run(id, at as i64, self.end_of(at, 1)),
             (Some((id, 0)), _) if !self.has_digests && self.is_beginning(at) => run(id, at as i64, self.end_of(at, step)),
             _ => None,
         }
     }
 
-    /// Whether a token can belong to an item of which so many tokens are before it.
+    /// Whether a token can belong to an item that has this number of tokens before it.
     fn may_be(&self, value: i128, offset: i64) -> bool {
         self.vocabulary.is_none_or(|size| value == size + i128::from(offset))
     }
@@ -268,19 +268,19 @@ impl Search<'_> {
         }
     }
 
-    /// The first part in the block of a token whose run is not known yet.
+    /// The first part without a known run in the block of a token.
     fn next_part(&self, at: usize) -> Option<&Part<'_>> {
         let block = at / self.size;
         self.parts.get(block)?.get(self.counts[block])?.as_ref()
     }
 
-    /// Whether an item that includes the token before can include this one.
+    /// Whether an item with the preceding token can include this token.
     fn goes_on(&self, at: usize) -> bool {
         let is_continued = |parts: &Vec<Option<Part<'_>>>| matches!(parts.first(), Some(Some(part)) if part.offset > 0);
         !at.is_multiple_of(self.size) || self.parts.is_empty() || self.parts.get(at / self.size).is_some_and(is_continued)
     }
 
-    /// The end of the run to which the token `at` belongs, in which each token is the one before plus `step`.
+    /// The end of the run of the token `at`, in which each token equals its predecessor plus `step`.
     fn end_of(&self, at: usize, step: i128) -> usize {
         let mut end = at + 1;
         while let (Some(before), Some(next)) = (self.number(end - 1), self.number(end))
@@ -292,8 +292,8 @@ impl Search<'_> {
         end
     }
 
-    /// Whether the next item of a block begins at this token, in a store without digests: where the next block says, else at the first of
-    /// several equal tokens.
+    /// Whether the next item of a block begins at this token, in a store without digests: at the place that the next block names, else at
+    /// the first of several equal tokens.
     fn is_beginning(&self, at: usize) -> bool {
         let (block, end) = (at / self.size, (at / self.size + 1) * self.size);
         let parts = &self.parts[block];

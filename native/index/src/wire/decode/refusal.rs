@@ -1,4 +1,5 @@
-//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except where its library writes them.
+//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except for messages that its library
+//! writes.
 
 use std::borrow::Cow;
 
@@ -42,7 +43,7 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// A refusal for exceeding a limit; `unit` names the unit and the limit.
+    /// A refusal of a value above a limit; `unit` names the unit and the limit.
     pub fn exceeding(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
         let detail = Detail::Above(what.into(), count, unit, limit);
         Self { reason, detail }

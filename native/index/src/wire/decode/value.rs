@@ -1,6 +1,7 @@
-//! MessagePack in any form: what the first bytes declare, how to cut a value into parts, and values of free form.
+//! MessagePack in any form: headers, division of a value into parts, and values of free form.
 
 use std::collections::HashMap;
+use std::fmt::{self, Write};
 
 use crate::step_counter;
 use crate::wire::msgpack::Reader;
@@ -20,7 +21,7 @@ pub enum Value {
     Bool(bool),
     /// From -2^63 to 2^64 - 1.
     Int(i128),
-    /// A float of either width.
+    /// A float of 32 or 64 bits.
     Float(f64),
     /// Text.
     Text(String),
@@ -28,12 +29,32 @@ pub enum Value {
     Bytes(Vec<u8>),
     /// An array.
     List(Vec<Value>),
-    /// A map of texts; of equal keys the last value, at the position of the first.
+    /// A map of texts; the last of several values of a key counts, at the position of the first.
     Map(Vec<(String, Value)>),
     /// A timestamp: seconds since the epoch, and microseconds.
     Time(i64, u32),
     /// Any other extension: its code, and its bytes.
     Extension(i8, Vec<u8>),
+}
+
+impl Value {
+    /// Returns the value as text of at most about this number of bytes.
+    pub(super) fn debug_text(&self, most: usize) -> String {
+        let mut text = LimitedText(String::new(), most);
+        let _ = write!(text, "{self:?}");
+        step_counter::count(text.0.len() / 8);
+        text.0
+    }
+}
+
+/// A text, and the length from which on nothing more is written.
+struct LimitedText(String, usize);
+
+impl Write for LimitedText {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0.push_str(text);
+        if self.0.len() < self.1 { Ok(()) } else { Err(fmt::Error) }
+    }
 }
 
 /// The first byte of a value, which determines its type.
@@ -64,7 +85,7 @@ pub(super) fn declared(raw: &[u8]) -> usize {
         .fold(0, |value, &byte| value << 8 | usize::from(byte))
 }
 
-/// Returns the end of the value that begins at `at`, however deeply it is nested.
+/// Returns the end of the value that begins at `at`, at any depth of nesting.
 fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     let mut pending = 1_u64;
     while pending > 0 {
@@ -155,7 +176,7 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
 /// Largest number of names for which each is compared with all others.
 const FEW_NAMES: usize = 16;
 
-/// The values of a map by their names; of equal names the last value, at the position of the first.
+/// Returns the values of a map by name; the last of several values of a name counts, at the position of the first.
 pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
     let mut found: Vec<(&str, &[u8])> = Vec::new();
@@ -291,23 +312,21 @@ fn time(data: &[u8]) -> Result<Value, Reason> {
 
 /// Appends the header of an array.
 pub(super) fn write_array(length: usize, out: &mut Vec<u8>) {
-    write_header(length, [0x90, 0xDC], 16, out);
-}
-
-/// Appends the header of a map.
-pub(super) fn write_map(length: usize, out: &mut Vec<u8>) {
-    write_header(length, [0x80, 0xDE], 16, out);
-}
-
-fn write_header(length: usize, [short, long]: [u8; 2], below: usize, out: &mut Vec<u8>) {
     match length {
-        _ if length < below => out.push(short | length as u8),
-        0..=0xFFFF => {
-            out.push(long);
-            out.extend((length as u16).to_be_bytes());
+        0..16 => out.push(0x90 | length as u8),
+        _ => write_header(length, 0xDC, out),
+    }
+}
+
+/// Appends a header with a length of two or four bytes.
+fn write_header(length: usize, head: u8, out: &mut Vec<u8>) {
+    match u16::try_from(length) {
+        Ok(length) => {
+            out.push(head);
+            out.extend(length.to_be_bytes());
         }
-        _ => {
-            out.push(long + 1);
+        Err(_) => {
+            out.push(head + 1);
             out.extend((length as u32).to_be_bytes());
         }
     }
@@ -318,7 +337,7 @@ pub(super) fn write_text(text: &str, out: &mut Vec<u8>) {
     match text.len() {
         length @ 0..32 => out.push(0xA0 | length as u8),
         length @ 32..=0xFF => out.extend([0xD9, length as u8]),
-        length => write_header(length, [0, 0xDA], 0, out),
+        length => write_header(length, 0xDA, out),
     }
     out.extend_from_slice(text.as_bytes());
 }
@@ -327,7 +346,7 @@ pub(super) fn write_text(text: &str, out: &mut Vec<u8>) {
 pub(super) fn write_bytes(bytes: &[u8], out: &mut Vec<u8>) {
     match bytes.len() {
         length @ 0..=0xFF => out.extend([0xC4, length as u8]),
-        length => write_header(length, [0, 0xC5], 0, out),
+        length => write_header(length, 0xC5, out),
     }
     out.extend_from_slice(bytes);
 }
@@ -348,52 +367,4 @@ pub(super) fn write_integer(value: i128, out: &mut Vec<u8>) {
     };
     out.push(head);
     out.extend_from_slice(&bytes[8 - width..]);
-}
-
-/// Appends a value, as Python's encoder does.
-pub(super) fn write(value: &Value, out: &mut Vec<u8>) {
-    step_counter::count(1);
-    match value {
-        Value::Nil => out.push(0xC0),
-        Value::Bool(value) => out.push(0xC2 | u8::from(*value)),
-        Value::Int(value) => write_integer(*value, out),
-        Value::Float(value) => {
-            out.push(0xCB);
-            out.extend(value.to_be_bytes());
-        }
-        Value::Text(text) => write_text(text, out),
-        Value::Bytes(bytes) => write_bytes(bytes, out),
-        Value::List(items) => {
-            write_array(items.len(), out);
-            items.iter().for_each(|item| write(item, out));
-        }
-        Value::Map(fields) => {
-            write_map(fields.len(), out);
-            for (name, value) in fields {
-                write_text(name, out);
-                write(value, out);
-            }
-        }
-        Value::Time(seconds, micros) => write_time(*seconds, *micros, out),
-        Value::Extension(code, data) => write_extension(*code, data, out),
-    }
-}
-
-fn write_time(seconds: i64, micros: u32, out: &mut Vec<u8>) {
-    let nanos = 1000 * micros;
-    match seconds {
-        0..=0xFFFF_FFFF if nanos == 0 => write_extension(-1, &(seconds as u32).to_be_bytes(), out),
-        0..=0x3_FFFF_FFFF => write_extension(-1, &(u64::from(nanos) << 34 | seconds as u64).to_be_bytes(), out),
-        _ => write_extension(-1, &[&nanos.to_be_bytes()[..], &seconds.to_be_bytes()].concat(), out),
-    }
-}
-
-fn write_extension(code: i8, data: &[u8], out: &mut Vec<u8>) {
-    match data.len() {
-        length @ (1 | 2 | 4 | 8 | 16) => out.push(0xD4 + length.ilog2() as u8),
-        length @ 0..=0xFF => out.extend([0xC7, length as u8]),
-        length => write_header(length, [0, 0xC8], 0, out),
-    }
-    out.push(code as u8);
-    out.extend_from_slice(data);
 }

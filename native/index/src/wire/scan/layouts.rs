@@ -51,10 +51,10 @@ const REMOVED_MAP: &[&str] = &[
 /// Fields of array clears after the tag, which only kvevents sends.
 pub const CLEARED_ARRAY: &[&str] = &["medium", "group_idx"];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
-/// Tags of events that do not change which blocks are resident. As in `kvevents.wire.dialects.NEUTRAL_KINDS`.
+/// Tags of events that do not change which blocks are resident. `kvevents.wire.dialects.NEUTRAL_KINDS` has the same.
 pub const NEUTRAL_KINDS: &[&str] = &["BlockInactive"];
 
-/// For each event its tag, the fields of its array form in wire order, and the keys of its map form without `type`.
+/// For each event: its tag, the fields of its array form in wire order, and the keys of its map form without `type`.
 pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
     ("BlockStored", STORED_ARRAY, STORED_MAP),
     ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),

@@ -6,19 +6,19 @@ use super::{Field, Kind};
 /// Limits of a payload; the same numbers as in `kvevents.wire.checked_msgpack`.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes of a payload.
+    /// Maximum number of bytes of a payload.
     pub max_payload_bytes: usize,
-    /// Events in a batch.
+    /// Maximum number of events in a batch.
     pub max_events: usize,
-    /// Hashes, or entries of `extra_keys`, of an event.
+    /// Maximum number of hashes, or of entries of `extra_keys`, of an event.
     pub max_hashes: usize,
-    /// Elements of a batch, or of an event with its tag.
+    /// Maximum number of elements of a batch, or of an event with its tag.
     pub max_fields: usize,
-    /// Bytes of `extra_keys` in a batch.
+    /// Maximum number of bytes of `extra_keys` in a batch.
     pub max_free_form_bytes: usize,
-    /// Levels of containers in an event.
+    /// Maximum number of levels of containers in an event.
     pub max_nesting: usize,
-    /// Most entries for rejected parts of a batch; one more entry represents all that follow.
+    /// Maximum number of entries for rejected parts of a batch; one more entry represents all that follow.
     pub max_rejected: usize,
 }
 
@@ -39,7 +39,7 @@ impl Default for Limits {
 /// Levels that an event with multimodal pairs has: itself, `extra_keys`, a block, a pair.
 const NESTING_NEEDED: usize = 4;
 
-/// Names of one kind of event that fit in the bits of `Layout::needed`.
+/// Maximum number of names of one kind of event: the bits of `Layout::needed`.
 const MAX_NAMES: usize = 64;
 
 /// Length of the longest msgpack string whose header is one byte.
@@ -57,7 +57,7 @@ pub(super) struct Name {
 }
 
 impl Name {
-    /// Whether `rest` starts with it.
+    /// Whether `rest` starts with this name.
     #[inline]
     pub fn starts(&self, rest: &[u8]) -> bool {
         match rest.first_chunk() {
@@ -87,7 +87,7 @@ pub(super) struct Layout {
     pub array: Box<[Field]>,
     /// Least number of these fields.
     pub array_needed: usize,
-    /// Keys of a map event, without that of the tag.
+    /// Keys of a map event, except the key of the tag.
     pub names: Box<[Name]>,
     /// Bit i is set when the key i must be present.
     pub needed: u64,
@@ -144,8 +144,8 @@ impl Schema {
         &self.limits
     }
 
-    /// Returns the schema with which consecutive removals of one hash each, equal otherwise, become one event: engines send one for each
-    /// block, and reading the following ones is cheaper.
+    /// Returns the schema with which consecutive removals that differ only in their one hash become one event: engines send one for each
+    /// block, and joining them is cheaper.
     pub fn joining(self) -> Self {
         Self { joins: true, ..self }
     }

@@ -178,7 +178,7 @@ fn integers_of_any_width() {
         assert_eq!((found[0].lora_id, found[0].group), (Some(value), Some(value)));
         assert_eq!(found[0].hashes, [value as u64]);
     }
-    // Python has these, the index has no use for them.
+    // Python reads these fields; the index does not use them.
     assert_eq!(accepted(&stored(&[("lora_id", &[0xCF, 0x80, 0, 0, 0, 0, 0, 0, 0])])), None);
     assert_eq!(accepted(&stored(&[("block_size", &[0xFF])])), None);
 }
@@ -426,7 +426,7 @@ fn a_schema_of_unknown_names_is_an_error() {
     );
 }
 
-/// However a payload is made up, a scratch stays within its bound, even when it has seen several.
+/// A scratch stays within its bound for any payloads, also after several.
 #[test]
 fn memory_follows_the_payload() {
     let size = 60_000_u16;
@@ -441,7 +441,7 @@ fn memory_follows_the_payload() {
     let events = many(&[0x92, 1], &[&[0x91], &text("AllBlocksCleared")[..]].concat());
     let mut scratch = Scratch::default();
     for payload in [&hashes, &tokens, &pairs, &events] {
-        // Cut short or not: those that are declared wait for nothing.
+        // Truncated or complete arrays: the declared number of elements allocates nothing.
         for length in (0..payload.len()).step_by(997).chain([payload.len()]) {
             let _ = scan(&payload[..length], &schema(), &mut scratch);
         }
@@ -474,7 +474,7 @@ fn declared_lengths_allocate_nothing() {
 
 // --- whatever comes ---
 
-/// Msgpack of no meaning, with the names that have one.
+/// Msgpack without a meaning, with names of real fields.
 fn msgpack() -> impl Strategy<Value = Vec<u8>> {
     let mut names: Vec<&str> = (layouts::LAYOUTS.iter())
         .flat_map(|(tag, _, map)| [&[*tag], *map].concat())
@@ -509,7 +509,7 @@ fn found(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<impl 
     Some((events, hashes, tokens, scratch.ts.to_bits(), scratch.rank, scratch.digests))
 }
 
-/// All spans of what is accepted can be read, and what was read before makes no difference.
+/// All spans of an accepted payload can be read, and earlier payloads make no difference.
 fn look_at_after(before: &[u8], payload: &[u8]) {
     let _ = accepted(payload);
     for schema in [schema(), schema().joining()] {
@@ -562,7 +562,7 @@ proptest! {
         look_at_after(&golden, &payload);
     }
 
-    /// Whatever dialects share a reader.
+    /// Payloads of any dialects with one reader.
     #[test]
     fn any_two_goldens(before in any::<prop::sample::Index>(), after in any::<prop::sample::Index>()) {
         let goldens = goldens();
@@ -579,7 +579,7 @@ fn every_prefix_of_a_golden_is_refused() {
     }
 }
 
-/// What one event says, or another payload said before, changes nothing of the next one.
+/// An event depends neither on the event before it nor on an earlier payload.
 #[test]
 fn events_are_read_one_by_one() {
     let store = |hash: u8, parent: u8, medium: &str, size: u8| {
@@ -614,7 +614,7 @@ fn events_are_read_one_by_one() {
     );
 }
 
-/// What one schema has accepted another one reads by its own limits.
+/// A payload that one schema has accepted is read by another schema within its own limits.
 #[test]
 fn limits_are_of_one_schema() {
     let payload = stored(&[("medium", &text("GPU"))]);

@@ -1,0 +1,600 @@
+//! The interface of this crate for Rust programs.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+
+use crate::apply::EVERY_TIER;
+use crate::holders::placements::LEVELS;
+use crate::keys;
+use crate::limits::Limits as ContentLimits;
+use crate::lookup::{self, Scope};
+use crate::prefix_index::{self, BatchReport, Info, Outcome, TypedEvent};
+use crate::snapshot::{self, Failure};
+use crate::store::members::Worker;
+use crate::wire::scan::{Kind, Limits as PayloadLimits, Schema};
+
+/// Bounds of an index.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Limits {
+    /// Bounds of what it holds; reaching one is counted.
+    pub contents: ContentLimits,
+    /// Bounds of one payload; what exceeds one is rejected.
+    pub payload: PayloadLimits,
+}
+
+impl Limits {
+    /// Adds a bound of the memory, in bytes: above it new blocks are refused.
+    #[must_use]
+    pub fn with_memory(mut self, bytes: usize) -> Self {
+        self.contents.memory = Some(bytes);
+        self
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let (contents, payload) = (&self.contents, &self.payload);
+        let all = [
+            ("contents.memory", contents.memory.unwrap_or(1)),
+            ("contents.orphans", contents.orphans),
+            ("contents.orphan_bytes", contents.orphan_bytes),
+            ("contents.places", contents.places),
+            ("contents.groups", contents.groups),
+            ("contents.block_sizes", contents.block_sizes),
+            ("contents.records_per_key", contents.records_per_key),
+            ("contents.blocks_per_hash", contents.blocks_per_hash),
+            ("contents.ranks", contents.ranks),
+            ("payload.max_payload_bytes", payload.max_payload_bytes),
+            ("payload.max_events", payload.max_events),
+            ("payload.max_hashes", payload.max_hashes),
+            ("payload.max_fields", payload.max_fields),
+            ("payload.max_free_form_bytes", payload.max_free_form_bytes),
+        ];
+        match all.iter().find(|(_, limit)| *limit == 0) {
+            Some((name, _)) => Err(Error::Limit(format!("{name} is 0, expected 1 or more"))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The incarnation of a publisher. A higher one begins when it restarts, and removes the blocks of the earlier ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Incarnation(pub i64);
+
+/// The place of a batch in its stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Position {
+    /// The incarnation of the publisher.
+    pub incarnation: Incarnation,
+    /// The sequence number of the message, from 0.
+    pub seq: i64,
+}
+
+impl Worker {
+    /// A data-parallel rank of an engine.
+    pub fn new(source: impl Into<String>, rank: i64) -> Self {
+        Self {
+            source: source.into(),
+            rank,
+        }
+    }
+}
+
+impl fmt::Display for Worker {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} rank {}", self.source, self.rank)
+    }
+}
+
+/// Where a block is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tier {
+    /// In the memory of the device.
+    #[default]
+    Gpu,
+    /// In the memory of the host.
+    Cpu,
+    /// On a disk or in a remote store.
+    Disk,
+}
+
+impl Tier {
+    /// The name of the medium in events.
+    fn medium(self) -> &'static str {
+        match self {
+            Self::Gpu => "GPU",
+            Self::Cpu => "CPU",
+            Self::Disk => "DISK",
+        }
+    }
+}
+
+/// The blocks of a prefix that a KV cache group of a hybrid model needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Attention {
+    /// All of them.
+    #[default]
+    Full,
+    /// Blocks that cover the last tokens; the number is the window's size.
+    SlidingWindow(u32),
+    /// The last block, which holds the state behind its last token (Mamba).
+    State,
+}
+
+impl Attention {
+    /// Name of this kind in events.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Full => "full_attention",
+            Self::SlidingWindow(_) => "sliding_window",
+            Self::State => "mamba",
+        }
+    }
+
+    fn window(self) -> Option<i64> {
+        match self {
+            Self::SlidingWindow(window) => Some(window.into()),
+            Self::Full | Self::State => None,
+        }
+    }
+}
+
+/// A KV cache group of a hybrid model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Group {
+    /// Number of the group.
+    pub number: u32,
+    /// The blocks of a prefix that the group needs.
+    pub attention: Attention,
+}
+
+/// Consecutive blocks that a worker has stored.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Store<'a> {
+    /// The engine's hash of each block.
+    pub hashes: &'a [u64],
+    /// The engine's hash of the block before the first one; None at the beginning of a prompt.
+    pub parent: Option<u64>,
+    /// The tokens of all blocks.
+    pub tokens: &'a [u32],
+    /// Tokens of each block.
+    pub block_size: u32,
+    /// Where the blocks are.
+    pub tier: Tier,
+    /// The group of a hybrid model; None if the model has one group.
+    pub group: Option<Group>,
+    /// The LoRA for which the blocks were computed.
+    pub lora: Option<&'a str>,
+    /// The salt of the cache.
+    pub salt: Option<&'a str>,
+}
+
+/// Blocks that a worker has removed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Remove<'a> {
+    /// The engine's hashes.
+    pub hashes: &'a [u64],
+    /// Where the blocks were.
+    pub tier: Tier,
+    /// The number of their group; None if the model has one group.
+    pub group: Option<u32>,
+}
+
+/// A worker's cache, or a part of it, that was cleared.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Clear {
+    /// The tier that was cleared; None for all.
+    pub tier: Option<Tier>,
+}
+
+/// Outcome of a batch or an event that was accepted.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Applied {
+    /// The batch or event was applied. The report has its rejected parts and its heartbeat.
+    Now(Option<Box<BatchReport>>),
+    /// The batch was applied before.
+    Before,
+    /// The batch belongs to an incarnation that has ended, or to a worker that was removed.
+    Void,
+}
+
+/// Why an index cannot be made or read, or has not applied something.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// A limit is too low; the text names it.
+    Limit(String),
+    /// The numbers of tokens, hashes and the block size do not agree; the text has them.
+    Shape(String),
+    /// The index has no number for another stream.
+    Full,
+    /// A panic has left the index half changed.
+    Damaged,
+    /// A snapshot could not be read.
+    Snapshot(Failure),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Limit(what) | Self::Shape(what) => out.write_str(what),
+            Self::Full => out.write_str("the index has the largest possible number of streams"),
+            Self::Damaged => out.write_str("a panic has left the index half changed; restore a snapshot"),
+            Self::Snapshot(failure) => write!(out, "cannot read the snapshot: {failure}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Snapshot(failure) => Some(failure),
+            _ => None,
+        }
+    }
+}
+
+impl Scope {
+    /// The workers of a model, as `Index::set_model` names it, without LoRA and salt.
+    pub fn of_model(model: impl Into<String>) -> Self {
+        Self {
+            model: Some(model.into()),
+            ..Self::default()
+        }
+    }
+
+    /// Selects the same workers, for a prompt with a LoRA.
+    #[must_use]
+    pub fn with_lora(self, name: &str) -> Self {
+        Self {
+            lora: keys::lora_name(name.as_bytes()),
+            ..self
+        }
+    }
+
+    /// Selects the same workers, for a prompt with a cache salt.
+    #[must_use]
+    pub fn with_salt(self, salt: &str) -> Self {
+        Self {
+            salt: keys::salt(salt.as_bytes()),
+            ..self
+        }
+    }
+}
+
+/// Tokens of the longest prefix that a worker holds. Each tier includes the blocks of faster tiers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tokens {
+    /// On the device alone.
+    pub gpu: u32,
+    /// On the device or the host.
+    pub cpu: u32,
+    /// On the device, the host, disks or remote stores.
+    pub disk: u32,
+    /// On any medium, also on media with unknown names.
+    pub any: u32,
+}
+
+impl From<[u32; LEVELS]> for Tokens {
+    fn from([gpu, cpu, disk, any]: [u32; LEVELS]) -> Self {
+        Self { gpu, cpu, disk, any }
+    }
+}
+
+/// How much of a prompt a worker holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Hit<'a> {
+    /// The worker.
+    pub worker: &'a Worker,
+    /// Tokens that it holds, according to its events.
+    pub tokens: Tokens,
+    /// Tokens that it certainly holds: fewer if some blocks might be gone.
+    pub certain: Tokens,
+}
+
+/// An index of which worker holds how long a prefix of a prompt.
+///
+/// Any number of threads can search while others apply batches. Batches of one worker are applied in order: one thread at a time.
+#[derive(Debug)]
+pub struct Index {
+    inner: prefix_index::Index,
+}
+
+impl Index {
+    /// Creates an empty index.
+    ///
+    /// # Errors
+    /// If a limit is too low.
+    pub fn new(limits: Limits) -> Result<Self, Error> {
+        limits.check()?;
+        let schema = Schema::new(limits.payload).map_err(Error::Limit)?.joining();
+        Ok(Self {
+            inner: prefix_index::Index::new(schema, limits.contents),
+        })
+    }
+
+    // --- batches as engines send them
+
+    /// Applies a batch: msgpack, in any form that an engine sends. The caller orders the batches of a stream.
+    ///
+    /// # Errors [`Error::Full`] or [`Error::Damaged`]. Content of a peer is never an error: the report lists the rejected parts.
+    pub fn batch(&self, worker: &Worker, at: Position, payload: &[u8]) -> Result<Applied, Error> {
+        let applied = self
+            .inner
+            .batch(&worker.source, worker.rank, at.incarnation.0, at.seq, payload);
+        outcome(applied.outcome, applied.report)
+    }
+
+    /// Records that the batches up to `last` are lost.
+    ///
+    /// # Errors
+    /// As for [`Index::batch`].
+    pub fn gap(&self, worker: &Worker, last: Position) -> Result<Applied, Error> {
+        let found = self.inner.gap(&worker.source, worker.rank, last.incarnation.0, last.seq);
+        outcome(found, None)
+    }
+
+    /// Removes all blocks of a worker, since its publisher begins an incarnation.
+    ///
+    /// # Errors
+    /// As for [`Index::batch`].
+    pub fn reset(&self, worker: &Worker, incarnation: Incarnation) -> Result<Applied, Error> {
+        outcome(self.inner.reset(&worker.source, worker.rank, incarnation.0), None)
+    }
+
+    // --- events
+
+    /// Applies a store of blocks as the next batch of a worker.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is not one block of tokens for each hash, and as for [`Index::batch`].
+    pub fn store(&self, worker: &Worker, store: Store<'_>) -> Result<Applied, Error> {
+        let (hashes, size) = (store.hashes.len(), store.block_size as usize);
+        if size == 0 || hashes.checked_mul(size) != Some(store.tokens.len()) {
+            let tokens = store.tokens.len();
+            let what = format!("{tokens} tokens are not {hashes} blocks of {size} tokens");
+            return Err(Error::Shape(what));
+        }
+        let mut event = TypedEvent::new(Kind::Stored, store.hashes, store.tokens).ok_or_else(too_long)?;
+        event.add_text(Some(store.tier.medium()), |event| &mut event.medium);
+        event.add_text(store.lora, |event| &mut event.lora_name);
+        event.add_text(store.salt, |event| &mut event.cache_salt);
+        event.fields.parent = store.parent;
+        event.fields.block_size = u64::from(store.block_size);
+        if let Some(group) = store.group {
+            event.fields.group = Some(i64::from(group.number));
+            event.add_text(Some(group.attention.kind()), |event| &mut event.spec_kind);
+            event.fields.window = group.attention.window();
+        }
+        outcome(self.inner.event(worker, event), None)
+    }
+
+    /// Applies a removal of blocks as the next batch of a worker.
+    ///
+    /// # Errors
+    /// As for [`Index::batch`].
+    pub fn remove(&self, worker: &Worker, remove: Remove<'_>) -> Result<Applied, Error> {
+        let mut event = TypedEvent::new(Kind::Removed, remove.hashes, &[]).ok_or_else(too_long)?;
+        event.add_text(Some(remove.tier.medium()), |event| &mut event.medium);
+        event.fields.group = remove.group.map(i64::from);
+        outcome(self.inner.event(worker, event), None)
+    }
+
+    /// Applies a clear of the cache as the next batch of a worker.
+    ///
+    /// # Errors
+    /// As for [`Index::batch`].
+    pub fn clear(&self, worker: &Worker, clear: Clear) -> Result<Applied, Error> {
+        let mut event = TypedEvent::new(Kind::Cleared, &[], &[]).ok_or_else(too_long)?;
+        // A clear without a medium leaves what engines keep on disks.
+        event.add_text(
+            Some(clear.tier.map_or(EVERY_TIER, |tier| tier.medium().as_bytes())),
+            |event| &mut event.medium,
+        );
+        outcome(self.inner.event(worker, event), None)
+    }
+
+    // --- lookups
+
+    /// Returns the workers that hold a prefix of a prompt. Engines compute the last token of a prompt in any case: leave it out to count
+    /// what they save.
+    pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
+        Matches(self.inner.match_prompt(tokens, scope))
+    }
+
+    // --- workers
+
+    /// Sets the model of an engine, for all of its ranks, also for later ones. Lookups search the workers of one model.
+    pub fn set_model(&self, source: &str, model: Option<&str>) {
+        self.inner.label(source, model);
+    }
+
+    /// Removes a worker. Late batches of its incarnation are void from now on. Returns the number of blocks that the worker held.
+    pub fn remove_worker(&self, worker: &Worker) -> usize {
+        self.inner.remove(&worker.source, Some(worker.rank))
+    }
+
+    /// Accepts events of a removed worker again, of any incarnation.
+    pub fn admit(&self, worker: &Worker) {
+        self.inner.admit(&worker.source, worker.rank);
+    }
+
+    /// Every worker as an operator sees it, with its counters.
+    pub fn infos(&self) -> Vec<Info> {
+        self.inner.infos()
+    }
+
+    /// Heap bytes of the index.
+    pub fn bytes(&self) -> usize {
+        self.inner.bytes().0
+    }
+
+    // --- snapshots
+
+    /// Writes a snapshot of all workers.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn save<W: Write>(&self, out: W) -> io::Result<W> {
+        self.inner.save(out, None)
+    }
+
+    /// Replaces all workers by the workers of a snapshot; changes nothing if it fails.
+    ///
+    /// # Errors
+    /// [`Error::Snapshot`].
+    pub fn restore(&self, from: impl Read) -> Result<(), Error> {
+        snapshot::restore(&self.inner, from).map_err(Error::Snapshot)
+    }
+
+    /// Whether a panic has left the index half changed. Its answers can be wrong until a snapshot is restored.
+    pub fn is_damaged(&self) -> bool {
+        self.inner.is_damaged()
+    }
+}
+
+fn outcome(outcome: Outcome, report: Option<Box<BatchReport>>) -> Result<Applied, Error> {
+    match outcome {
+        Outcome::Applied(_) => Ok(Applied::Now(report)),
+        Outcome::Duplicate => Ok(Applied::Before),
+        Outcome::Void => Ok(Applied::Void),
+        Outcome::Full => Err(Error::Full),
+        Outcome::Damaged => Err(Error::Damaged),
+    }
+}
+
+fn too_long() -> Error {
+    Error::Shape("an event has 2^32 hashes or tokens, or more".into())
+}
+
+/// The workers that hold a prefix of a prompt.
+#[derive(Clone, Debug, Default)]
+pub struct Matches(lookup::Matches);
+
+impl Matches {
+    /// The workers, in no particular order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Hit<'_>> {
+        let Self(matches) = self;
+        matches.hits.iter().map(|hit| Hit {
+            worker: matches.worker(hit),
+            tokens: hit.tokens.into(),
+            certain: matches.certain(hit).into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn index() -> (Index, Worker) {
+        (Index::new(Limits::default()).unwrap(), Worker::new("a", 3))
+    }
+
+    fn held(index: &Index, tokens: &[u32], scope: &Scope) -> Option<Tokens> {
+        index.match_prompt(tokens, scope).iter().next().map(|hit| hit.tokens)
+    }
+
+    const STORE: Store<'_> = Store {
+        hashes: &[1, 2],
+        parent: None,
+        tokens: &[10, 11, 12, 13],
+        block_size: 2,
+        tier: Tier::Gpu,
+        group: None,
+        lora: None,
+        salt: None,
+    };
+
+    #[test]
+    fn events_are_applied_on_their_tiers() {
+        let (index, worker) = index();
+        for tier in [Tier::Gpu, Tier::Cpu, Tier::Disk] {
+            assert_eq!(index.store(&worker, Store { tier, ..STORE }).unwrap(), Applied::Now(None));
+        }
+        let tokens = |gpu, cpu, disk| {
+            Some(Tokens {
+                gpu,
+                cpu,
+                disk,
+                any: disk,
+            })
+        };
+        let found = |index: &Index| held(index, STORE.tokens, &Scope::default());
+        assert_eq!(found(&index), tokens(4, 4, 4));
+        let removed = Remove {
+            hashes: &[2],
+            ..Remove::default()
+        };
+        index.remove(&worker, removed).unwrap();
+        assert_eq!(found(&index), tokens(2, 4, 4));
+        index.clear(&worker, Clear { tier: Some(Tier::Cpu) }).unwrap();
+        assert_eq!(found(&index), tokens(2, 2, 4));
+        index.clear(&worker, Clear::default()).unwrap();
+        assert_eq!(found(&index), None);
+        assert_eq!(index.infos()[0].last, 5);
+    }
+
+    #[test]
+    fn names_and_groups_of_events_count() {
+        let (index, worker) = index();
+        let store = Store {
+            lora: Some("sql"),
+            salt: Some("s"),
+            ..STORE
+        };
+        index.store(&worker, store).unwrap();
+        assert_eq!(held(&index, STORE.tokens, &Scope::default()), None);
+        let scope = Scope::default().with_lora("sql").with_salt("s");
+        assert_eq!(held(&index, STORE.tokens, &scope).unwrap().gpu, 4);
+        index.clear(&worker, Clear::default()).unwrap();
+        for (number, attention) in [(0, Attention::Full), (1, Attention::SlidingWindow(3)), (2, Attention::State)] {
+            let group = Some(Group { number, attention });
+            index.store(&worker, Store { group, ..STORE }).unwrap();
+        }
+        assert_eq!(held(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 4);
+        index
+            .remove(
+                &worker,
+                Remove {
+                    hashes: &[2],
+                    group: Some(2),
+                    ..Remove::default()
+                },
+            )
+            .unwrap();
+        assert_eq!(held(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 2);
+    }
+
+    #[test]
+    fn events_of_a_removed_worker_are_void() {
+        let (index, worker) = index();
+        index.store(&worker, STORE).unwrap();
+        assert_eq!(index.remove_worker(&worker), 2);
+        assert_eq!(index.store(&worker, STORE).unwrap(), Applied::Void);
+        index.admit(&worker);
+        assert_eq!(index.store(&worker, STORE).unwrap(), Applied::Now(None));
+    }
+
+    #[test]
+    fn wrong_values_are_errors() {
+        let (index, worker) = index();
+        let wrong = [
+            Store { block_size: 0, ..STORE },
+            Store { block_size: 3, ..STORE },
+            Store { hashes: &[1], ..STORE },
+            Store { tokens: &[], ..STORE },
+        ];
+        for store in wrong {
+            let error = index.store(&worker, store).unwrap_err();
+            assert!(error.to_string().contains("blocks of"), "{error}");
+        }
+        let mut limits = Limits::default();
+        limits.payload.max_nesting = 1;
+        assert!(Index::new(limits).unwrap_err().to_string().contains("max_nesting"));
+        let error = Index::new(Limits::default().with_memory(0)).unwrap_err();
+        assert_eq!(error.to_string(), "contents.memory is 0, expected 1 or more");
+        let error: Box<dyn std::error::Error> = index.restore(&b"x"[..]).unwrap_err().into();
+        assert!(error.source().is_some());
+    }
+}

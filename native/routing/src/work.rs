@@ -1,0 +1,159 @@
+//! The work of one worker: what its engine has reported, and what this process has sent there.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+/// The progress of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Progress {
+    /// The request has no token yet.
+    Waiting,
+    /// The first token has been sent.
+    Decoding,
+}
+
+/// The number of a worker's record. A worker that was removed and added again has another number.
+pub(crate) type WorkNumber = u64;
+
+/// Time after which half of a selection counts, for workers whose engine does not report.
+pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
+
+/// Number of decayed requests below which none counts.
+const NEGLIGIBLE: f64 = 0.01;
+
+/// Requests that decay.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decaying {
+    pub(crate) count: f64,
+    /// The time at which `count` was right.
+    pub(crate) at: Instant,
+}
+
+impl Decaying {
+    pub(crate) fn at(self, now: Instant) -> f64 {
+        let halvings = now.saturating_duration_since(self.at).as_secs_f64() / HALF_LIFE.as_secs_f64();
+        let count = self.count * (-halvings).exp2();
+        if count > NEGLIGIBLE { count } else { 0.0 }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reading {
+    pub(crate) requests: f64,
+    pub(crate) arrived: Instant,
+    /// Requests that this process has sent to the worker since, and reservations that were finished since.
+    pub(crate) begun: u64,
+    pub(crate) ended: u64,
+}
+
+/// The work of one worker, as far as this process knows it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Work {
+    pub(crate) reading: Option<Reading>,
+    /// Selections without a reservation.
+    pub(crate) unreserved: Decaying,
+    /// Requests with which the worker began, and the time at which it began.
+    initial: (f64, Instant),
+    /// Reservations before their first token, and the tokens that the worker must compute for them.
+    waiting: u64,
+    waiting_tokens: u64,
+    /// Reservations after their first token.
+    decoding: u64,
+}
+
+impl Work {
+    pub(crate) fn new(now: Instant, requests: f64) -> Self {
+        Self {
+            reading: None,
+            unreserved: Decaying { count: 0.0, at: now },
+            initial: (requests, now),
+            waiting: 0,
+            waiting_tokens: 0,
+            decoding: 0,
+        }
+    }
+
+    /// Whether the worker can be dropped: it has no reservation, and no request counts.
+    pub(crate) fn is_nothing(&self, now: Instant, max_age: Duration) -> bool {
+        self.reserved() == 0
+            && self.reported(now, max_age).is_none()
+            && self.unreserved.at(now) == 0.0
+            && self.begun_with(now) == 0.0
+    }
+
+    /// Open reservations.
+    pub(crate) fn reserved(&self) -> u64 {
+        self.waiting + self.decoding
+    }
+
+    /// The requests that the engine has reported, corrected by requests that have begun and ended since. None without a recent reading.
+    pub(crate) fn reported(&self, now: Instant, max_age: Duration) -> Option<f64> {
+        let reading = self
+            .reading
+            .filter(|reading| now.saturating_duration_since(reading.arrived) <= max_age)?;
+        Some((reading.requests + reading.begun as f64 - reading.ended as f64).max(0.0))
+    }
+
+    /// The counted requests that this process has sent.
+    pub(crate) fn sent(&self, now: Instant) -> f64 {
+        self.reserved() as f64 + self.unreserved.at(now) + self.begun_with(now)
+    }
+
+    /// The rest of the requests that the worker began with: each `HALF_LIFE` halves them in one step. Otherwise a new worker would get
+    /// every prompt in the first seconds.
+    fn begun_with(&self, now: Instant) -> f64 {
+        let (requests, at) = self.initial;
+        let halvings = (now.saturating_duration_since(at).as_secs_f64() / HALF_LIFE.as_secs_f64()).floor();
+        let left = requests * (-halvings).exp2();
+        if left > NEGLIGIBLE { left } else { 0.0 }
+    }
+
+    /// The work of `requests` requests in tokens. A request that is not reserved, or has its first token, counts as `each` tokens.
+    ///
+    /// If the worker has fewer requests than are reserved, some of these have ended unnoticed.
+    pub(crate) fn tokens(&self, requests: f64, each: f64) -> f64 {
+        let waiting = self.waiting as f64;
+        let share = if waiting > requests { requests / waiting } else { 1.0 };
+        share * self.waiting_tokens as f64 + each * (requests - waiting).max(0.0)
+    }
+
+    /// Counts a reservation of `tokens` tokens to compute.
+    pub(crate) fn reserve(&mut self, tokens: u64) {
+        self.waiting += 1;
+        self.waiting_tokens += tokens;
+    }
+
+    /// Notes that a reservation has its first token.
+    pub(crate) fn begin_decoding(&mut self, tokens: u64) {
+        self.waiting -= 1;
+        self.waiting_tokens -= tokens;
+        self.decoding += 1;
+    }
+
+    /// Subtracts a reservation. A `finished` one has also left its engine; an expired one might have left it long ago.
+    pub(crate) fn release(&mut self, progress: Progress, tokens: u64, is_finished: bool) {
+        match progress {
+            Progress::Waiting => {
+                self.waiting -= 1;
+                self.waiting_tokens -= tokens;
+            }
+            Progress::Decoding => self.decoding -= 1,
+        }
+        if let Some(reading) = &mut self.reading
+            && is_finished
+        {
+            reading.ended += 1;
+        }
+    }
+}
+
+/// The source of a worker's requests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Requests {
+    /// Requests that the engine has reported.
+    Reported(f64),
+    /// Requests that this process has sent.
+    Sent(f64),
+}

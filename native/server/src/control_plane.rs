@@ -1,0 +1,221 @@
+//! Requests that the control plane answers: it takes them from a queue, and answers each through a handle.
+//!
+//! A byte in a socket wakes the control plane when the queue was empty, so no thread of the data plane waits for the interpreter.
+//!
+//! A request with a body is announced first, by its head alone: so a refused request is answered before its body is received, and the
+//! control plane gets only complete requests.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bytes::Bytes;
+use hyper::Response;
+use hyper::http::request::Parts;
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::body::{Body, Pieces};
+
+/// Maximum number of pieces of one answer that wait to be sent.
+const WAITING_PIECES: usize = 2;
+
+/// The part of a request that is sent.
+pub(crate) enum Sent {
+    /// Head of the request, with the length of the body, or `chunked`.
+    Announced(String),
+    /// All of it.
+    Whole(Bytes),
+}
+
+/// A message to the control plane.
+pub enum Event {
+    /// A request to answer.
+    Request(Box<Request>),
+    /// An answer in pieces, by its number: the client has read a piece, or has left.
+    Changed(u64),
+}
+
+/// The queue of the control plane.
+pub(crate) struct ControlPlane {
+    /// The queue; None after the control plane has ended.
+    events: Mutex<Option<VecDeque<Event>>>,
+    waker: UnixStream,
+    /// Number of the newest answer in pieces.
+    streams: AtomicU64,
+}
+
+impl ControlPlane {
+    /// `waker` receives a byte when there is something to take.
+    pub(crate) fn new(waker: UnixStream) -> std::io::Result<Self> {
+        waker.set_nonblocking(true)?;
+        Ok(Self {
+            events: Mutex::new(Some(VecDeque::new())),
+            waker,
+            streams: AtomicU64::new(0),
+        })
+    }
+
+    /// Returns the answer to a request. None if the control plane ends before it answers.
+    pub(crate) async fn ask(self: &Arc<Self>, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Body>> {
+        let (announced, body) = match sent {
+            Sent::Announced(length) => (Some(length), Bytes::new()),
+            Sent::Whole(body) => (None, body),
+        };
+        let (answer, answered) = oneshot::channel();
+        self.push(Event::Request(Box::new(Request {
+            head: head.clone(),
+            peer: peer.to_owned(),
+            announced,
+            body,
+            answer: Mutex::new(Some(answer)),
+            control_plane: self.clone(),
+        })));
+        answered.await.ok()
+    }
+
+    fn push(&self, event: Event) {
+        let mut guard = self.events.lock();
+        let Some(events) = guard.as_mut() else { return };
+        events.push_back(event);
+        if events.len() == 1 {
+            // A full socket has bytes that wake the control plane.
+            let _ = (&self.waker).write(&[0]);
+        }
+    }
+
+    /// Takes all events.
+    pub(crate) fn take(&self) -> VecDeque<Event> {
+        self.events.lock().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Drops all waiting and later events.
+    pub(crate) fn close(&self) {
+        let events = self.events.lock().take();
+        drop(events); // without the lock
+    }
+}
+
+/// Names and values of headers.
+pub type Headers = Vec<(Vec<u8>, Vec<u8>)>;
+
+/// A request that waits for the control plane's answer. If it is dropped without an answer, the client gets the error that the service
+/// ends.
+pub struct Request {
+    head: Parts,
+    peer: String,
+    announced: Option<String>,
+    body: Bytes,
+    answer: Mutex<Option<oneshot::Sender<Response<Body>>>>,
+    control_plane: Arc<ControlPlane>,
+}
+
+impl Request {
+    /// The method.
+    pub fn method(&self) -> &str {
+        self.head.method.as_str()
+    }
+
+    /// The path of the target, percent-encoded.
+    pub fn path(&self) -> &str {
+        self.head.uri.path()
+    }
+
+    /// The query string of the target.
+    pub fn query(&self) -> &str {
+        self.head.uri.query().unwrap_or_default()
+    }
+
+    /// Names in lower case, and values.
+    pub fn headers(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        (self.head.headers.iter()).map(|(name, value)| (name.as_str(), value.as_bytes()))
+    }
+
+    /// Address and port of the client.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// Length of a body that was not received yet, or `chunked`. None if the body is here.
+    pub fn announced(&self) -> Option<&str> {
+        self.announced.as_deref()
+    }
+
+    /// The body.
+    pub fn body(&self) -> &[u8] {
+        &self.body
+    }
+
+    /// Answers the request. Only the first answer counts.
+    ///
+    /// # Errors
+    /// For an invalid status or header.
+    pub fn respond(&self, status: u16, headers: &Headers, body: Vec<u8>) -> Result<(), hyper::http::Error> {
+        self.answer(status, headers, Body::full(body.into()))
+    }
+
+    /// Begins an answer in pieces.
+    ///
+    /// # Errors
+    /// As of `respond`.
+    pub fn stream(&self, status: u16, headers: &Headers) -> Result<Stream, hyper::http::Error> {
+        let (sender, receiver) = mpsc::channel(WAITING_PIECES);
+        let number = self.control_plane.streams.fetch_add(1, Ordering::Relaxed);
+        let is_complete = Arc::new(AtomicBool::new(false));
+        let control_plane = self.control_plane.clone();
+        let pieces = Pieces::new(receiver, is_complete.clone(), move || {
+            control_plane.push(Event::Changed(number));
+        });
+        self.answer(status, headers, Body::Pieces(pieces))?;
+        Ok(Stream {
+            number,
+            sender: Mutex::new(Some(sender)),
+            is_complete,
+        })
+    }
+
+    fn answer(&self, status: u16, headers: &Headers, body: Body) -> Result<(), hyper::http::Error> {
+        let mut response = Response::builder().status(status);
+        for (name, value) in headers {
+            response = response.header(name.as_slice(), value.as_slice());
+        }
+        let response = response.body(body)?;
+        if let Some(answer) = self.answer.lock().take() {
+            let _ = answer.send(response); // the client may have left
+        }
+        Ok(())
+    }
+}
+
+/// An answer in pieces, which the control plane sends.
+pub struct Stream {
+    /// The number by which [`Event::Changed`] names the answer.
+    pub number: u64,
+    sender: Mutex<Option<mpsc::Sender<Bytes>>>,
+    is_complete: Arc<AtomicBool>,
+}
+
+impl Stream {
+    /// Sends a piece. False if other pieces wait to be sent, or the client has left; an event follows when that changes.
+    pub fn send(&self, piece: Bytes) -> bool {
+        let sender = self.sender.lock();
+        sender.as_ref().is_some_and(|sender| sender.try_send(piece).is_ok())
+    }
+
+    /// Whether the client has left.
+    pub fn is_gone(&self) -> bool {
+        self.sender.lock().as_ref().is_none_or(mpsc::Sender::is_closed)
+    }
+
+    /// Notes that the answer is complete.
+    pub fn finish(&self) {
+        self.is_complete.store(true, Ordering::Release);
+    }
+
+    /// Sends no more pieces. The connection is closed unless the answer is complete.
+    pub fn close(&self) {
+        self.sender.lock().take();
+    }
+}

@@ -1,0 +1,69 @@
+//! A sample of the newest choices, with the candidates of each, so that an operator can see why workers are chosen.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde_json::json;
+
+use crate::fleet::Scope;
+use kvevents_routing::Selected;
+
+/// Maximum number of stored choices.
+const REMEMBERED: usize = 64;
+/// Maximum number of stored candidates of a choice: the best ones.
+const CANDIDATES: usize = 16;
+/// Minimum time between two stored choices.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A sample of the newest choices.
+#[derive(Default)]
+pub(crate) struct Decisions {
+    sample: Mutex<Sample>,
+}
+
+#[derive(Default)]
+struct Sample {
+    choices: VecDeque<serde_json::Value>,
+    next: Option<Instant>,
+}
+
+impl Decisions {
+    /// Whether to store the next choice; true at most once per interval.
+    pub(crate) fn is_due(&self) -> bool {
+        let now = Instant::now();
+        let mut sample = self.sample.lock();
+        let is_due = sample.next.is_none_or(|next| next <= now);
+        if is_due {
+            sample.next = Some(now + PAUSE);
+        }
+        is_due
+    }
+
+    /// Remembers a choice.
+    pub(crate) fn add(&self, scope: &Scope, prompt_tokens: usize, selected: &Selected<'_>) {
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        let mut selection = json!(selected);
+        for name in ["considered", "unreachable"] {
+            if let Some(list) = selection[name].as_array_mut() {
+                list.truncate(CANDIDATES);
+            }
+        }
+        let choice = json!({
+            "at": at, "model": scope.model, "tenant": scope.tenant, "group": scope.group, "prompt_tokens": prompt_tokens,
+            "selection": selection,
+        });
+        let mut sample = self.sample.lock();
+        if sample.choices.len() >= REMEMBERED {
+            sample.choices.pop_front();
+        }
+        sample.choices.push_back(choice);
+    }
+
+    /// The choices as JSON, the newest first.
+    pub(crate) fn json(&self) -> Vec<u8> {
+        let sample = self.sample.lock();
+        let choices: Vec<&serde_json::Value> = sample.choices.iter().rev().collect();
+        json!({ "decisions": choices }).to_string().into_bytes()
+    }
+}
