@@ -1135,7 +1135,7 @@ def test_reprs_show_the_important_values(index: PrefixIndex, feed: Feed) -> None
     match = index.match(PROMPT)
     assert repr(index) == f"<PrefixIndex 1 workers, 2 blocks, {index.stats().bytes} bytes>"
     assert repr(match) == "<Match of 1 workers: a/0: 4>"
-    assert repr(match.best) == "<WorkerMatch a rank 0: 4 tokens, gpu 4, cpu 4, disk 4>"
+    assert repr(match.best) == "<WorkerMatch a rank 0: 4 tokens, gpu 4>"
     assert repr(applied) == "ApplyResult(status='applied', report=None)"
     assert repr(index.workers()).startswith("[WorkerInfo(blocks=2, orphans=0, ")
     assert repr(index.stats()).startswith("IndexStats(blocks=2, orphans=0, ")

@@ -21,6 +21,10 @@ from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
 from load_cases import RECORDED, LoadServer
+from name_cases import (
+    Names,
+    replace_names,  # noqa: F401 - a fixture, used by being here
+)
 from tools.ports import reserve_port
 
 WORKER = ("a", 0)
@@ -105,6 +109,53 @@ def test_invalid_messages_are_counted_and_change_nothing(engine: Engine) -> None
             engine.send_frames(*frames)
         wait_until(lambda: loads.readings()[WORKER].rejected == 4)
         assert loads.load(WORKER) == EngineLoad(7, 0, 0, 0)
+
+
+@pytest.fixture
+def tcp_engine() -> Iterator[Engine]:
+    made = Engine(f"tcp://127.0.0.1:{reserve_port()}")
+    yield made
+    made.close()
+
+
+def at_host(engine: Engine, host: str) -> LoadSource:
+    """Return the source of an engine, by a name of its host."""
+    return LoadSource(engine.endpoint.replace("127.0.0.1", host), host)
+
+
+def test_a_slow_name_costs_only_its_own_source(names: Names, tcp_engine: Engine) -> None:
+    """The loads of other names arrive meanwhile, and its own when the name is known."""
+    names.addresses = {"slow.example": ["127.0.0.1"], "quick.example": ["127.0.0.1"]}
+    with LoadSubscriber([at_host(tcp_engine, "slow.example")]) as loads:
+        loads.add(at_host(tcp_engine, "quick.example"))
+        tcp_engine.await_subscriber()
+        tcp_engine.send(EngineLoad(1, 0, 0, 0))
+        wait_until(lambda: loads.load(("quick.example", 0)) == EngineLoad(1, 0, 0, 0))
+        assert loads.readings()["slow.example", 0].received == 0
+        names.release.set()
+
+        def is_received() -> bool:
+            tcp_engine.send(EngineLoad(2, 0, 0, 0))
+            return loads.load(("slow.example", 0)) == EngineLoad(2, 0, 0, 0)
+
+        wait_until(is_received)
+
+
+def test_a_silent_name_is_resolved_again(names: Names, tcp_engine: Engine) -> None:
+    """It may be unknown at first, have several addresses, and get others."""
+    settings = LoadSettings(resolve_seconds=0.05)
+    with LoadSubscriber([at_host(tcp_engine, "engine.example")], settings=settings) as loads:
+        worker = ("engine.example", 0)
+        wait_until(lambda: "cannot be resolved" in loads.readings()[worker].fault)
+        names.addresses = {"engine.example": ["127.0.0.2", "127.0.0.1"]}  # nothing listens at the first
+
+        def is_received() -> bool:
+            tcp_engine.send(EngineLoad(1, 0, 0, 0))
+            return loads.load(worker) is not None
+
+        wait_until(is_received)
+        lookups = len(names.lookups)
+        wait_until(lambda: len(names.lookups) > lookups)  # since nothing more is sent
 
 
 def test_streams_can_be_added_and_removed_while_others_continue(engine: Engine, tmp_path: Path) -> None:

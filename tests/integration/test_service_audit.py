@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from pathlib import Path
 
@@ -31,12 +32,12 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
         assert clients[2].post("/query", model="m", token_ids=[1]).status == 401
         where = r"127\.0\.0\.1:\d+"
         for line in (
-            rf"deployer from {where} registered 7 rank 0 of tenant default at tcp://127\.0\.0\.1:9",
-            rf"deployer from {where} unregistered 7 rank 0 of tenant default",
-            rf"refused POST /register of reader from {where}: this token does not have the required role",
-            rf"refused POST /register of unknown token from {where}: unknown token",
-            rf"refused POST /register of no token from {where}: a token is required",
-            rf"refused POST /query of unknown token from {where}: unknown token",
+            rf"deployer client={where} registered 7 rank 0 of tenant default at tcp://127\.0\.0\.1:9",
+            rf"deployer client={where} unregistered 7 rank 0 of tenant default",
+            rf"refused POST /register by reader client={where}: this token does not have the required role",
+            rf"refused POST /register by unknown token client={where}: unknown token",
+            rf"refused POST /register by anonymous client={where}: a token is required",
+            rf"refused POST /query by unknown token client={where}: unknown token",
         ):
             wait_for(line, partial(service.log_lines, line))
             assert len(service.log_lines(line)) == 1
@@ -51,11 +52,33 @@ def test_refused_requests_cannot_fill_the_disk(caplog: pytest.LogCaptureFixture)
     audit = AuditLog(clock)
     with caplog.at_level(logging.INFO):
         for _ in range(3 * REFUSALS_PER_SECOND):
-            audit.log_refusal("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
+            audit.log_refusal("GET /dump", caller="anonymous", peer="10.0.0.1:1", reason="a token is required")
         assert len(caplog.records) == REFUSALS_PER_SECOND
         clock.advance(1)
-        audit.log_refusal("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
+        audit.log_refusal("GET /dump", caller="anonymous", peer="10.0.0.1:1", reason="a token is required")
     assert [record.message for record in caplog.records[REFUSALS_PER_SECOND:]] == [
         f"{2 * REFUSALS_PER_SECOND} more refused requests were not logged",
-        "refused GET /dump of no token from 10.0.0.1:1: a token is required",
+        "refused GET /dump by anonymous client=10.0.0.1:1: a token is required",
     ]
+
+
+def test_refused_registrations_are_logged() -> None:
+    """A client that probes the network through the service leaves a trace. A request cannot write lines of its own."""
+    body = {"instance_id": 7, "model_name": "m", "block_size": 16}
+    with serving() as service:
+        refused = {
+            "tcp://169.254.169.254:80": "169.254.169.254 is a link-local address, where clouds have metadata services",
+            "tcp://8.8.8.8:80": "no pattern of the allow-list covers it",
+            "tcp://x\nrefused": r"invalid endpoint 'tcp://x\nrefused'",
+        }
+        for endpoint, why in refused.items():
+            assert service.post("/register", body | {"endpoint": endpoint}).status == 400
+            service.wait_for_log(rf"WARNING.*refused POST /register by anonymous client=127\.0\.0\.1:\d+: .*{re.escape(why)}")
+        load = "http://127.0.0.1:1/unregister"
+        answer = service.post("/register", body | {"endpoint": "tcp://127.0.0.1:9", "load": load})
+        assert (answer.status, answer.reason) == (400, "endpoint-refused")
+        service.wait_for_log(f"refused POST /register by anonymous .*{load}' is refused: no load is read at this path")
+        assert service.post("/unregister", instance_id=8).status == 404
+        service.wait_for_log("refused POST /unregister by anonymous .*instance 8 not found")
+        assert service.post("/query", model_name="absent", token_ids=[1]).status == 404
+        assert len(service.log_lines("refused")) == 5

@@ -508,7 +508,7 @@ def test_an_endpoint_that_cannot_be_bound_is_reported_as_a_fault(tmp_path: Path)
 
 def test_a_port_in_use_is_an_error_of_one_line(service: Service) -> None:
     ended = run("serve", "--port", service.port)
-    assert ended.code == 1
+    assert ended.code == 2
     (line,) = ended.err.splitlines()
     assert "cannot listen at 127.0.0.1 port" in line
     assert "Address already in use" in line

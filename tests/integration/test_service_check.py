@@ -101,7 +101,7 @@ def test_check_refuses_what_serve_refuses(case: str, tmp_path: Path, certificate
     served = run("serve", "--config", path, "--port", 0)
     assert expected in checked.err, checked.err
     assert (checked.code, checked.err) == (served.code, served.err)
-    assert checked.code == 1
+    assert checked.code == 2
     assert checked.err.count("\n") == 1, "one line"
     assert checked.err.startswith("kvevents: ")
 
@@ -114,7 +114,7 @@ def test_check_refuses_what_bridge_refuses(case: str, tmp_path: Path, certificat
     bridged = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", path)
     assert expected in checked.err, checked.err
     assert (checked.code, checked.err) == (bridged.code, bridged.err)
-    assert checked.code == 1
+    assert checked.code == 2
 
 
 PLANE_COMMANDS: dict[str, tuple[object, ...]] = {
@@ -138,7 +138,7 @@ def test_check_refuses_unusable_tls_files_of_a_plane(
     assert checked.err.startswith("kvevents: tls_ca, tls_certificate or tls_key is not a valid PEM file"), checked.err
     assert checked.err.count("\n") == 1, "one line"
     assert (checked.code, checked.err) == (started.code, started.err)
-    assert checked.code == 1
+    assert checked.code == 2
 
 
 @pytest.mark.parametrize("command", PLANE_COMMANDS)
@@ -148,8 +148,11 @@ def test_check_refuses_a_plane_if_nats_is_not_installed(command: str) -> None:
     for more in ((), ("--check",)):
         with Program(*args, *more, command=(sys.executable, "-c", program)) as started:
             ended = started.end()
-        assert ended.code == 1
-        assert ended.err == "kvevents: a plane needs nats, which is not installed: pip install 'kvevents[plane]'"
+        assert ended.code == 2
+        assert (
+            ended.err
+            == "kvevents: a plane needs nats, which is not installed: install kvevents[plane], see Install in the documentation"
+        )
 
 
 ELSEWHERE = ("192.0.2.1", "kvevents.invalid")
@@ -164,7 +167,7 @@ def test_check_refuses_an_address_that_serve_cannot_listen_at(host: str) -> None
     assert checked.err.startswith(f"kvevents: cannot listen at {at[-3]} port {at[-1]}: "), checked.err
     assert checked.err.count("\n") == 1, "one line"
     assert (checked.code, checked.err) == (served.code, served.err)
-    assert checked.code == 1
+    assert checked.code == 2
 
 
 @pytest.mark.parametrize("host", [*ELSEWHERE, "in use"])
@@ -209,7 +212,7 @@ def test_ranks_of_one_engine_must_have_different_endpoints(first: str, second: s
     args = ("serve", "--port", 0, "--model", "m", "--worker", f"a:0={first}", "--worker", f"a:1={second}")
     checked = run(*args, "--check")
     assert expected in checked.err, checked.err
-    assert checked.code == (1 if expected else 0)
+    assert checked.code == (2 if expected else 0)
 
 
 def test_check_changes_no_state_folder(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
         assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
         assert other.post("/query", model_name="m", token_ids=[1]).status == 503
         other.close()
+        assert read_metrics(patient, "kvevents_http_connections_limit")[""] == PATIENT["max_clients"]
     wait_for("room", lambda: request_status(patient, "/v1/stats") == 200)
     assert read_metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
     assert read_metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
@@ -311,14 +312,18 @@ def test_a_client_that_never_reads_is_disconnected(service: Service) -> None:
     assert closed['reason="unread"'] >= 1
 
 
+CALL: Final = "/grpc.health.v1.Health/Check"
+
+
 @pytest.mark.parametrize("window", [0, 1, 20_000])
-@pytest.mark.parametrize("path", ["/livez", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/livez", "/openapi.json", CALL])
 def test_answers_count_and_end_although_http_2_does_not_permit_to_send_them(service: Service, path: str, window: int) -> None:
-    """The client requests answers of both planes, and opens no window for them."""
-    length, count = len(service.get(path).body), 10
+    """The client requests answers of both planes and of a gRPC call, and opens no window for them."""
+    length, count = 7 if path == CALL else len(service.get(path).body), 10
     window = min(window, length - 1)
     before = read_metrics(service, "kvevents_http_connections_closed_total")['reason="unread"']
-    requests = [encode_request(2 * number + 1, path, method="GET") for number in range(count)]
+    body, more = (b"\0" * 5, {"content_type": "application/grpc"}) if path == CALL else (b"", {"method": "GET"})
+    requests = [encode_request(2 * number + 1, path, body, **more) for number in range(count)]
     with connect_to(service, encode_settings(window) + b"".join(requests)) as connection:
         frames = receive_frames(connection)
         while count:

@@ -6,6 +6,7 @@ import http.client
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from io import BytesIO
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 
+from kvevents.service.http.routes import openapi_document
 from service_cases import DEADLINE, Answer, Client, Service, registration, serving, wait_for, write
 
 TOKENS: Final = {"read": "reading-0123456789", "register": "registering-0123456789"}
@@ -213,3 +215,59 @@ def test_errors_are_json_for_any_accept_header(service: Service, accept: str) ->
     body = msgspec.msgpack.encode({"model": "x", "tokens": [1]})
     ask = make_request("POST", "/v1/match", body, content_type="application/msgpack", accept=accept)
     assert ask(service).reason == "unknown-model"
+
+
+# --- 400 and 422
+
+BODIES: Final[dict[str, tuple[str, Any]]] = {
+    "of another type": ("/v1/match", {"model": "m", "tokens": "x"}),
+    "unknown field": ("/v1/match", {"model": "m", "tokens": [1], "unknown": 1}),
+    "unknown field in select": ("/v1/select", {"model": "m", "tokens": [1], "tenantId": "t"}),
+    "missing field": ("/v1/match_many", {"model": "m"}),
+    "no model": ("/v1/match", {"tokens": [1]}),
+    "list": ("/v1/match", [1]),
+    "missing tokens": ("/query", {"model": "m"}),
+    "no model in query": ("/query", {"token_ids": [1]}),
+    "invalid hash": ("/query_by_hash", {"model": "m", "seq_hashes": ["x"]}),
+    "two kinds of hashes": ("/query_by_hash", {"model": "m", "seq_hashes": [1], "block_hashes": [1]}),
+    "misspelled scope": ("/query", {"model": "m", "token_ids": [1], "tenantId": "t"}),
+    "contradiction": ("/query", {"model": "m", "token_ids": [1], "tenant_id": "a", "tenant": "b"}),
+    "unknown tier": ("/v1/select", {"model": "m", "tokens": [1], "tiers": {"x": 1.0}}),
+    "weight out of range": ("/v1/select", {"model": "m", "tokens": [1], "tiers": {"gpu": 2.0}}),
+    "no endpoint": ("/register", {"instance_id": 1, "model_name": "m"}),
+    "bad endpoint": ("/register", {"instance_id": 1, "model_name": "m", "endpoint": "x"}),
+    "refused endpoint": ("/register", {"instance_id": 1, "model_name": "m", "endpoint": "tcp://8.8.8.8:1"}),
+    "bad lease": ("/register", {"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "lease_seconds": 0}),
+    "bad drafts": ("/register", {"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "drafts": [-1]}),
+    "no instance": ("/unregister", {"model_name": "m"}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
+def test_422_means_that_the_body_does_not_match_its_schema(service: Service, path: str, body: Any) -> None:
+    """Everything else that cannot be used is 400, whatever the API."""
+    document = openapi_document()
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+    is_valid = jsonschema_rs.is_valid(schema, body)
+    with closing(Client(service.url, service.token)) as client:  # the service may have closed an idle connection
+        assert client.post(path, body).status == (400 if is_valid else 422)
+
+
+@pytest.mark.parametrize("query", ["", "model=", "model=m&lora_id=x", "model=m&expected=7", "model=m&unknown=1"])
+def test_an_invalid_query_string_is_400(service: Service, query: str) -> None:
+    with closing(Client(service.url, service.token)) as client:
+        answer = client.ask("POST", f"/v1/match?{query}", b"\1\0\0\0", content_type="application/octet-stream")
+    assert (answer.status, answer.reason in {"missing-model", "bad-parameter", "unknown-field"}) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"modle": "m", "tokens": [1]}, "unknown field 'modle'; did you mean 'model'?"),
+        ({"model": "m", "token_ids": [1]}, "unknown field 'token_ids'; did you mean 'tokens'?"),
+    ],
+)
+def test_a_misspelled_field_has_a_suggestion(service: Service, body: Any, expected: str) -> None:
+    with closing(Client(service.url, service.token)) as client:
+        assert expected in client.post("/v1/match", body).json["detail"]

@@ -180,6 +180,7 @@ def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(path)(body, timeout=DEADLINE)
             assert caught.value.code().name == code
+            assert caught.value.details()
         assert call_and_fail(channel, messages, "Match", ours, compression=grpc.Compression.Gzip)[0] == "UNIMPLEMENTED"
         assert call(channel, messages, "Match", ours).prompt_tokens == len(PROMPT)  # the same connection still works
 

@@ -92,11 +92,26 @@ def test_well_formed_registrations_are_201_and_ok(service: Service) -> None:
 def test_a_registration_that_contradicts_another_is_409(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     body = registration(number, made.publisher, model_name=model)
-    for more in ({}, {"endpoint": "tcp://127.0.0.1:1"}):
-        assert service.post("/register", body | more).reason == "registered"
+    other = service.post("/register", body | {"endpoint": "tcp://127.0.0.1:1", "topic": "t"})
+    assert other.reason == "registered"
+    assert other.json["detail"] == f"{number} rank 0 is registered over HTTP already, with another endpoint and topic"
     assert service.post("/register", body | {"dp_rank": 1, "block_size": 32}).reason == "other-block-size"
     assert service.post("/register", body | {"dp_rank": 1, "model_name": "another"}).reason == "other-model"
-    assert {service.post("/register", body | more).status for more in ({}, {"dp_rank": 1, "block_size": 32})} == {409}
+    assert service.post("/register", body | {"dp_rank": 1, "block_size": 32}).status == 409
+
+
+def test_an_equal_registration_is_200_and_changes_nothing(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    """An engine's start hook needs no unregister: the stream itself notices that the engine has restarted."""
+    number, model, made = fresh
+    made.store(prompt(1))
+    service.wait_for_prefix(number, prompt(1), model_name=model)
+    body = registration(number, made.publisher, model_name=model)
+    again = service.post("/register", body)
+    assert (again.status, again.json) == (200, {"status": "ok"})
+    mooncake = {name: value for name, value in body.items() if name != "model_name"} | {"modelname": model}
+    again = service.post("/register", mooncake)
+    assert (again.status, again.json) == (200, {"status": "registered successfully", "instance_id": number})
+    assert service.held(prompt(1), model_name=model) == {str(number): 64}
 
 
 def test_one_id_in_two_routing_groups_is_two_instances(service: Service, fresh: tuple[int, str, Engine]) -> None:
@@ -127,7 +142,6 @@ def test_engines_of_one_model_can_have_different_block_sizes(service: Service, f
         ({"endpoint": "http://127.0.0.1:5557"}, "bad-endpoint"),
         ({"endpoint": "127.0.0.1:5557"}, "bad-endpoint"),
         ({"endpoint": "tcp://127.0.0.1"}, "bad-endpoint"),
-        ({"endpoint": ""}, "bad-endpoint"),
         ({"replay_endpoint": "http://x"}, "bad-endpoint"),
     ],
 )
@@ -146,6 +160,10 @@ def test_invalid_endpoints_are_400(service: Service, more: dict[str, Any], reaso
         ("http://user:word@127.0.0.1:8000", "bad-registration"),
         ("http://8.8.8.8:8000", "endpoint-refused"),
         ("http://169.254.169.254/latest", "endpoint-refused"),
+        ("http://169.254.169.254/metrics", "endpoint-refused"),
+        ("http://127.0.0.1:8000/unregister", "endpoint-refused"),
+        ("http://127.0.0.1:8000/metrics/", "endpoint-refused"),
+        ("http://127.0.0.1:8000/load?x=1", "endpoint-refused"),
         ("tcp://8.8.8.8:5559", "endpoint-refused"),
     ],
 )
@@ -153,6 +171,12 @@ def test_an_invalid_or_forbidden_load_url_is_refused(service: Service, load: str
     """A client cannot make the service request any URL."""
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", load=load))
     assert answer.reason == reason
+
+
+@pytest.mark.parametrize("path", ["", "/", "/metrics", "/load"])
+def test_a_load_is_read_where_engines_have_one(service: Service, path: str) -> None:
+    assert service.register("loaded", "tcp://127.0.0.1:1", load=f"http://127.0.0.1:1{path}").status == 201
+    assert service.post("/unregister", instance_id="loaded").status == 200
 
 
 @pytest.mark.parametrize("drafts", [[-1], [2**31], [2**70], list(range(65))])
@@ -178,6 +202,7 @@ def test_an_invalid_tier_without_removals_is_400(service: Service, tier: str) ->
         {"instance_id": 7.5},
         {"instance_id": [1]},
         {"endpoint": None},
+        {"endpoint": ""},
         {"block_size": "16"},
         {"block_size": 16.5},
         {"routing_group": None},
@@ -196,7 +221,7 @@ def test_an_instance_id_can_be_a_string(service: Service) -> None:
     """Dynamo accepts numbers and Mooncake strings. The service accepts both, and a string of digits equals the number."""
     with refuse_connections() as nowhere:
         assert service.register("77", nowhere, model_name="ids").status == 201
-        assert service.register(77, nowhere, model_name="ids").status == 409
+        assert service.register(77, nowhere, model_name="ids").status == 200
         found = service.get("/workers?model_name=ids").json
         assert [each["instance_id"] for each in found] == [77]
         assert service.post("/unregister", instance_id=77, model_name="ids").status == 200
@@ -652,7 +677,7 @@ def test_unknown_query_parameters_are_400(service: Service, path: str) -> None:
     assert answer.json["hint"].startswith("it takes ")
 
 
-POST_PATHS = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST")
+POST_PATHS = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST" and endpoint.takes is not None)
 
 
 @pytest.mark.parametrize("path", POST_PATHS)

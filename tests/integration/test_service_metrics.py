@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Thread
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
+from kvevents.service.data_plane import Answers, Counts, HistogramCounts, PathCounts
 from kvevents.service.exposition import STATES, exposition
 from kvevents.service.fleet.faults import SourceFault
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Registration
-from kvevents.service.metrics import Histogram, labels
 from kvevents.service.service import Service
 from kvevents.service.settings import FleetTiming, ServiceSettings
 from kvevents.stream import DegradedReason, RawBatch, Trust
@@ -201,26 +196,20 @@ def test_every_source_that_is_not_exact_has_a_reason(
 # --- requests ----------------------------------------------------------------------------------------------------------------
 
 
-def test_buckets_are_cumulative_and_include_their_bounds() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for each in (0.5, 1.0, 1.5, 2.0, 99.0):
-        histogram.observe(each)
-    assert histogram.cumulative() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
-    assert histogram.sum == 104.0
-
-
-def test_requests_and_lookups_are_counted(service: Service) -> None:
-    metrics = service.metrics
-    metrics.record_request("/query", 200, 0.0003)
-    metrics.record_request("/query", 200, 3.0)
-    metrics.record_request("/query", 404, 0.0001)
-    metrics.record_lookup(100, 50)
-    metrics.record_lookup(100, 0)
-    metrics.record_lookup(0, 32)
+def test_requests_and_lookups_are_those_of_the_data_plane(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = HistogramCounts([0, 1, 1, *[0] * 9, 1], 3.0004)
+    answers = Answers(
+        lookups=3,
+        hits=2,
+        depth=HistogramCounts([1, 0, 0, 1, 0, 0, 0, 0, 0], 0.5),
+        requests={"/query": PathCounts({200: 2, 404: 1}, seconds)},
+    )
+    monkeypatch.setattr(service.data_plane, "counts", lambda: Counts(answers))
     for name, wanted, count in (
         ("kvevents_http_requests_total", {"path": "/query", "status": "200"}, 2),
         ("kvevents_http_request_duration_seconds_count", {"path": "/query"}, 3),
         ("kvevents_http_request_duration_seconds_bucket", {"path": "/query", "le": "0.0004"}, 2),
+        ("kvevents_http_request_duration_seconds_bucket", {"path": "/query", "le": "+Inf"}, 3),
         ("kvevents_http_request_duration_seconds_sum", {"path": "/query"}, 3.0004),
         ("kvevents_lookups_total", {}, 3),
         ("kvevents_lookup_hits_total", {}, 2),
@@ -230,48 +219,7 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
         assert value(service, name, **wanted) == pytest.approx(count), name
 
 
-def test_requests_can_be_counted_while_metrics_are_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop counts requests while another thread writes the page."""
-    metrics = service.metrics
-    metrics.record_request("/query", 200, 0.0003)
-    statuses = iter(range(400, 500))
-
-    def record_and_format(**values: object) -> str:
-        status = next(statuses)
-        metrics.record_request(f"/{status}", status, 0.0003)
-        return labels(**values)
-
-    monkeypatch.setattr("kvevents.service.exposition.labels", record_and_format)
-    samples(service)
-    monkeypatch.undo()
-    assert len(metrics.requests) > 1
-    assert len([name for name, _ in samples(service) if name == "kvevents_http_requests_total"]) == len(metrics.requests)
-
-
-def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
-    """`/v1/match_many` looks prompts up in a thread."""
-
-    def look_up() -> None:
-        for _ in range(5_000):
-            service.metrics.record_lookup(10, 5)
-
-    threads = [Thread(target=look_up) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert service.metrics.lookups == service.metrics.hits == service.metrics.match_ratio.cumulative()[-1][1] == 20_000
-
-
-# --- the text ----------------------------------------------------------------------------------------------------------------
-
-
-@given(st.text(min_size=1, max_size=50))
-def test_any_engine_name_is_one_label(name: str) -> None:
-    """prometheus_client reads the same value, except for lone surrogates, which cannot be encoded."""
-    text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
-    ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]
-    assert sample.labels == {"engine": name.encode(errors="replace").decode(), "rank": "0"}
+# --- sources ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sources", [1, 16, 47])
@@ -300,33 +248,15 @@ def refresh_members(service: Service, sources: int, refreshes: int) -> None:
     assert newcomer.info is not None
 
 
-def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
-    """Queries wait while the page is written. prometheus_client takes several times as long for the same page."""
-    for number in range(200):
-        register(service, f"engine-{number}", rank=number % 8)
-    refresh_fleet(service)
-    text = exposition(service)
-    assert len(text.splitlines()) > 5_000
-    page = ParsedFamilies(list(text_string_to_metric_families(text.decode())))
-    assert measure_fastest(lambda: exposition(service)) < 0.5 * measure_fastest(lambda: generate_latest(page))
-
-
-class ParsedFamilies(CollectorRegistry):
-    """A collector that returns parsed families."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        super().__init__()
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-
-def measure_fastest(work: Callable[[], object]) -> float:
-    """Return the CPU seconds of the fastest of ten runs."""
-    durations = []
-    for _ in range(10):
-        began = time.thread_time()
-        work()
-        durations.append(time.thread_time() - began)
-    return min(durations)
+def test_only_the_first_sources_have_series_of_their_own() -> None:
+    """A page of 1,500 sources with long names has less than 1 MB. What is left out is counted."""
+    with make_service(FleetTiming()) as service:
+        for number in range(1_500):
+            register(service, f"engine-{number:04}.inference.svc.cluster.local:5557")
+        refresh_fleet(service)
+        assert len(exposition(service)) < 1_000_000
+        most = service.settings.limits.max_metric_sources
+        engines = {dict(values)["engine"] for name, values in samples(service) if name == "kvevents_source_batches_total"}
+        assert engines == {f"engine-{number:04}.inference.svc.cluster.local:5557" for number in range(most)}
+        assert value(service, "kvevents_sources_without_series") == 1_500 - most
+        assert value(service, "kvevents_sources", state="CONNECTING") == 1_500

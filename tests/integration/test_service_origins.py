@@ -31,7 +31,7 @@ def one_service() -> Iterator[Service]:
 
 def refusal_status(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> int:
     """Return the status of the error for a request with these headers; 0 if it is accepted."""
-    request_headers = Headers([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()])
+    request_headers = Headers([(name.replace("_", "-"), value.encode()) for name, value in headers.items()])
     try:
         policy.check(request_headers, is_read=is_read)
     except ServiceError as error:
@@ -245,10 +245,10 @@ def test_flags_and_file_are_checked_together(tmp_path: Path) -> None:
     """The host can be in the file, and `insecure` can be a flag."""
     file = write(tmp_path / "service.toml", 'host = "0.0.0.0"\n')
     for args, code in (
-        (("--config", file), 1),
+        (("--config", file), 2),
         (("--config", file, "--insecure"), 0),
         (("--config", file, "--host", "127.0.0.1"), 0),
-        (("--host", "0.0.0.0"), 1),  # noqa: S104 - the settings are checked, nothing listens
+        (("--host", "0.0.0.0"), 2),  # noqa: S104 - the settings are checked, nothing listens
         (("--host", "0.0.0.0", "--insecure", "--allowed-host", "indexer"), 0),  # noqa: S104
     ):
         done = run("serve", "--check", "--port", 0, *args)

@@ -116,7 +116,7 @@ def test_each_wrong_endpoint_is_reported_in_trust_metrics_and_log(tmp_path: Path
             state, sentence = service.trust(name)
             assert state in ({"CONNECTING"} if not reason.startswith("replay-") else {"REPLAYING", "DEGRADED"}), name
             assert any(
-                f'engine="{name}"' in line and f'reason="{reason}"' in line and line.endswith(" 1")
+                f'engine="{name}"' in line and f'reason="{reason}"' in line and line.endswith(" 1.0")
                 for line in metrics.splitlines()
             ), name
             if reason is Reason.REPLAY_SILENT:

@@ -16,7 +16,7 @@ from kvevents.service.exposition import exposition
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
-from kvevents.service.state_store import StateStore
+from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.settings import convert
 from kvevents.stream import Trust
 from service_cases import Client, engine, prompt, serving, wait_for, write
@@ -88,13 +88,14 @@ def test_a_service_is_not_ready_before_the_first_expected_engine(case: str, tmp_
         ready, why = readiness(service)
         assert ready
         assert why.startswith("0 of 1 sources are EXACT")
-        assert why.endswith("the deadline of 30 s has passed")
+        assert why.endswith("ready because 30 s have passed since the start")
 
 
 def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> None:
     """The stored registration is refused after the restart, so no engine is left."""
     state_store = StateStore(tmp_path / "state")
-    state_store.save_registrations(lambda: [Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m")])
+    registered = SavedRegistration(registration=Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m"))
+    state_store.save_registrations(lambda: [registered])
     state_store.close()
     clock = Clock()
     with make_service(clock, state_dir=str(tmp_path / "state")) as service:
@@ -112,7 +113,7 @@ def test_fewer_sources_than_expected_suffice_only_after_the_deadline() -> None:
         clock.now += 30
         assert readiness(service) == (
             True,
-            "1 of 1 sources are EXACT, and 2 were expected; the deadline of 30 s has passed",
+            "1 of 1 sources are EXACT, and 2 were expected; ready because 30 s have passed since the start",
         )
 
 
@@ -155,7 +156,7 @@ def test_engines_that_are_not_exact_delay_readiness_until_the_deadline() -> None
         clock.now += 29.9
         assert not readiness(service)[0]
         clock.now += 0.1
-        assert readiness(service) == (True, "0 of 1 sources are EXACT; the deadline of 30 s has passed")
+        assert readiness(service) == (True, "0 of 1 sources are EXACT; ready because 30 s have passed since the start")
         clock.now = 0.0
         assert readiness(service)[0]
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
+from kvevents_plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import ThreadRunner, plane_at, run_bridge
 from service_cases import engine, wait_for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,16 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import pytest
 
-from cli_cases import run
+from cli_cases import refuse_connections, run
 from service_cases import (
     BLOCK,
     DEADLINE,
+    Client,
     Engine,
     EventStream,
     Service,
@@ -26,6 +31,7 @@ from service_cases import (
     engines,
     hex_keys,
     prompt,
+    registration,
     serving,
     wait_for,
     write,
@@ -203,7 +209,7 @@ def test_a_killed_process_leaves_nothing_in_the_temporary_folder(tmp_path: Path)
 def test_a_state_folder_in_use_is_refused(tmp_path: Path) -> None:
     with serving("--state-dir", tmp_path):
         ended = run("serve", "--port", 0, "--state-dir", tmp_path)
-        assert ended.code == 1
+        assert ended.code == 2
         (line,) = ended.err.splitlines()
         assert f"state_dir {tmp_path} is in use by another process" in line
 
@@ -240,7 +246,7 @@ def fill_disk(folder: Path) -> Iterator[tuple[Path, tuple[str, ...] | None, Call
 
 
 def has_snapshot_failed_metric(service: Service, value: int) -> bool:
-    return f"kvevents_snapshot_failed {value}\n".encode() in service.get("/metrics").body
+    return f"kvevents_snapshot_failed {value}.0\n".encode() in service.get("/metrics").body
 
 
 def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
@@ -315,6 +321,68 @@ def test_sigterm_finishes_open_requests_and_stores_a_snapshot(tmp_path: Path) ->
         with pytest.raises(ConnectionError):
             socket.create_connection((service.host, service.port), 1)
     assert (tmp_path / "current").exists()
+
+
+class RestlessClient:
+    """Registers and unregisters engines of its own until the service ends, and notes which are registered."""
+
+    def __init__(self, service: Service, name: str, endpoint: str) -> None:
+        self.registered: dict[str, bool] = {}
+        """By name. What the last request meant, which was perhaps not answered, is not in it."""
+        self._name = name
+        self._endpoint = endpoint
+        self._client = Client(service.url)
+        self._random = Random(name)
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self) -> None:
+        with suppress(OSError, HTTPException):  # the service has ended
+            while True:
+                self._step()
+
+    def _step(self) -> None:
+        name = f"{self._name}-{self._random.randrange(20)}"
+        is_registered = self.registered.pop(name, False)
+        if is_registered:
+            answer = self._client.post("/unregister", instance_id=name)
+        else:
+            lease = {"lease_seconds": 600} if self._random.random() < 0.5 else {}
+            answer = self._client.post("/register", registration(name, self._endpoint, **lease))
+        if answer.status < 300:
+            self.registered[name] = not is_registered
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._client.close()
+
+
+def test_sigterm_at_any_moment_leaves_a_snapshot_and_all_registrations(tmp_path: Path) -> None:
+    """Clients register and an engine publishes meanwhile. The exit code is 0, and the log has neither error nor traceback.
+
+    Many more rounds: KVEVENTS_SIGTERM_ROUNDS=200.
+    """
+    moments = Random(8)
+    with refuse_connections() as nowhere, engine() as made:
+        for number in range(int(os.environ.get("KVEVENTS_SIGTERM_ROUNDS", "5"))):
+            state = tmp_path / str(number)
+            stream = PublishingEngine(made, 1)
+            with serving("--state-dir", state) as service:
+                assert service.register("e", made.publisher).status == 201
+                with ExitStack() as stack:
+                    stack.enter_context(publish_meanwhile([stream]))
+                    clients = [stack.enter_context(RestlessClient(service, f"c{each}", nowhere)) for each in range(3)]
+                    threading.Event().wait(moments.random() * 0.5)
+                    assert service.end().code == 0
+                assert not service.log_lines("ERROR"), number
+            assert (state / "current").exists(), number
+            saved = {each["registration"]["instance"] for each in json.loads((state / "registered.json").read_bytes())}
+            for client in clients:
+                for name, is_registered in client.registered.items():
+                    assert (name in saved) == is_registered, (number, name)
 
 
 def test_idle_clients_delay_the_shutdown_no_longer_than_configured(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from stat import S_IMODE
 
 from kvevents.index import PrefixIndex
 from kvevents.service.fleet.registration import Registration
-from kvevents.service.state_store import StateStore
+from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 from service_cases import DEADLINE, Client, engine, serving, wait_for
 from service_cases import registration as registration_body
@@ -19,18 +19,21 @@ from service_cases import registration as registration_body
 THREADS = 16
 
 
-def registration(number: int) -> Registration:
-    return Registration(instance=f"e{number}", endpoint=f"tcp://127.0.0.1:{20_000 + number}", model="m")
+def registration(number: int) -> SavedRegistration:
+    registered = Registration(instance=f"e{number}", endpoint=f"tcp://127.0.0.1:{20_000 + number}", model="m")
+    return SavedRegistration(registration=registered, lease_seconds=number or None)
 
 
 def test_registrations_that_threads_write_at_once_are_all_stored(tmp_path: Path) -> None:
     """No write fails, and the file has the newest list after each round."""
     state_store = StateStore(tmp_path)
     for _ in range(20):
-        known: list[Registration] = []
+        known: list[SavedRegistration] = []
         together = threading.Barrier(THREADS)
 
-        def save_registrations(number: int, known: list[Registration] = known, together: threading.Barrier = together) -> None:
+        def save_registrations(
+            number: int, known: list[SavedRegistration] = known, together: threading.Barrier = together
+        ) -> None:
             together.wait(DEADLINE)
             known.append(registration(number))
             state_store.save_registrations(lambda: list(known))

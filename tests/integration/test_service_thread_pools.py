@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import dataclasses
 import socket
 import threading
-from contextlib import ExitStack
-from http.client import HTTPConnection
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection, IncompleteRead, RemoteDisconnected
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvevents.service.errors import UnavailableError
+from kvevents.service.fleet.registration import Registration
+from kvevents.service.http import indexer_listings
 from kvevents.service.http.app import App
 from kvevents.service.http.indexer_listings import PIECE_BLOCKS
-from kvevents.service.http.messages import Headers, HttpRequest, Response
-from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import BoundedLock, ThreadPool
+from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
 from service_cases import DEADLINE, Client, engines, prompt, serving, wait_for, write
@@ -42,19 +41,9 @@ async def test_a_pool_has_a_bounded_queue() -> None:
 
 
 async def test_a_pool_has_at_most_its_number_of_threads() -> None:
-    """Each call runs in the caller's context, so that spans see it."""
-    pool, noted = ThreadPool("test", 2, 100), contextvars.ContextVar[int]("noted")
-
-    def work() -> tuple[int, str]:
-        return noted.get(), threading.current_thread().name
-
-    async def ask(number: int) -> tuple[int, str]:
-        noted.set(number)
-        return await pool.run(work)
-
-    found = await asyncio.gather(*(ask(number) for number in range(50)))
-    assert [number for number, _ in found] == list(range(50))
-    assert {name for _, name in found} <= {"kvevents-test_0", "kvevents-test_1"}
+    pool = ThreadPool("test", 2, 100)
+    names = await asyncio.gather(*(pool.run(lambda: threading.current_thread().name) for _ in range(50)))
+    assert set(names) <= {"kvevents-test_0", "kvevents-test_1"}
 
 
 async def test_one_client_at_a_time_has_the_lock() -> None:
@@ -104,6 +93,36 @@ def test_a_dump_of_several_pieces_is_complete(tmp_path: Path) -> None:
         assert service.get("/dump").json == dump, "a HEAD request releases its turn"
 
 
+async def test_an_answer_in_pieces_that_fails_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the client would take what it has for all of it. The next client can read a dump."""
+    service = Service(ServiceSettings())
+    service.fleet.register(Registration(instance="e", endpoint="tcp://127.0.0.1:1", model="m")).result()
+
+    def dump(port: int) -> int:
+        with closing(HTTPConnection("127.0.0.1", port, timeout=DEADLINE)) as client:
+            client.request("GET", "/dump")
+            return len(client.getresponse().read())
+
+    def fail(*_: object) -> bytes:
+        raise RuntimeError("cannot encode")
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            service.data_plane.start(listening, App(service), data_plane_settings(service, answers_queries=True))
+            port = listening.getsockname()[1]
+        with monkeypatch.context() as patches:
+            patches.setattr(indexer_listings, "_encode", fail)
+            with pytest.raises((IncompleteRead, RemoteDisconnected)):  # the connection may end before the head has left
+                await asyncio.to_thread(dump, port)
+        assert "GET /dump failed" in caplog.text
+        assert await asyncio.to_thread(dump, port)
+    finally:
+        await service.data_plane.close()
+        service.fleet.follower.subscriber.close()
+
+
 def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) -> None:
     """A few of many clients wait, and the others get "busy". Probes and metrics are answered meanwhile."""
     settings = "limits = { unread_seconds = 8.0, request_seconds = 0.5, max_waiting = 2 }\n"
@@ -135,19 +154,3 @@ def test_a_dump_that_is_not_read_delays_others_only_for_a_while(tmp_path: Path) 
                 other.close()
 
         wait_for("a dump of another client", can_dump)
-
-
-@pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
-async def test_a_large_body_is_handled_in_a_thread(path: str, size: int) -> None:
-    """Smaller bodies are handled on the event loop, which costs less."""
-    service = Service(ServiceSettings())
-    app, found = App(service), ROUTES[path]["POST"]
-    endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
-    try:
-        for body, name in ((b" " * size, b"MainThread"), (b" " * (size + 1), b"kvevents-matching_0")):
-            request = HttpRequest("POST", path, b"", Headers([]), body)
-            answered = await app._handle(endpoint, request)
-            assert isinstance(answered, Response)
-            assert answered.body == name
-    finally:
-        service.fleet.follower.subscriber.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import pytest
 from opentelemetry import trace
@@ -18,11 +19,12 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.app import MAX_PATH, App, find_tracer
+from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
-from service_cases import serving
+from service_cases import DEADLINE, serving
 
 BLOCK = 16
 TOKENS = [700_000 + place for place in range(3 * BLOCK)]
@@ -36,32 +38,68 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def ask(app: App, method: str, path: str, body: object = None, **headers: str) -> Answer:
-    """Send one request to the application, without a server."""
-    sent: list[dict[str, Any]] = []
+class FakeRequest:
+    """A fake of the native request: it has no connection, and keeps the response."""
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
+    peer = "127.0.0.1:1"
+    announced: str | None = None
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
+    def __init__(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.query = b""
+        self.headers = [(name.replace("_", "-"), value.encode()) for name, value in headers.items()]
+        self.body = body
+        self.answers: list[Answer] = []
 
-    sent_as = headers if body is None else {"content_type": "application/json", **headers}
-    header_pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent_as.items()]
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": header_pairs}
-    asyncio.run(app(scope, receive, send))
-    return Answer(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
+    def respond(self, status: int, _: object, body: bytes) -> None:
+        self.answers.append(Answer(status, body))
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture(name="loop")
+def runner_of_the_test() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(name="ask")
+def requests_without_connections(loop: asyncio.Runner) -> Ask:
+    """Return a function that sends one request to an application."""
+
+    def ask(app: App, method: str, path: str, body: object = None, **headers: str) -> Answer:
+        sent_as = headers if body is None else {"content_type": "application/json", **headers}
+        request = FakeRequest(method, path, sent_as, b"" if body is None else json.dumps(body).encode())
+
+        async def answer() -> None:
+            app.handle(cast("Any", request))
+            await app.stop(DEADLINE)
+
+        loop.run(answer())
+        (answered,) = request.answers
+        return answered
+
+    return ask
 
 
 @pytest.fixture(name="service")
-def service_with_blocks() -> Iterator[Service]:
-    """Return a service without connections, whose one engine holds two blocks of the prompt."""
+def service_with_blocks(loop: asyncio.Runner) -> Iterator[Service]:
+    """Return a service whose one engine holds two blocks of the prompt."""
     service = Service(ServiceSettings())
     registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="tiny", block_size=BLOCK)
     service.fleet.register(registration).result()
     batch = EventBatch(0.0, [BlockStored([1, 2], None, TOKENS[:HELD], BLOCK, medium="GPU")])
     service.index.apply(RawBatch(*registration.key, 0, 0, False, encode_batch(batch)))
+
+    async def start() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            service.data_plane.start(listening, App(service), data_plane_settings(service, answers_queries=False))
+
+    loop.run(start())
     yield service
+    loop.run(service.data_plane.close())
     service.fleet.follower.subscriber.close()
 
 
@@ -80,7 +118,7 @@ def read_only_span(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[s
     return span, dict(span.attributes or {})
 
 
-def test_a_span_has_the_model_and_the_match(service: Service, spans: InMemorySpanExporter) -> None:
+def test_a_span_has_the_model_and_the_match(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     answer = ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS})
     span, attributes = read_only_span(spans)
     assert answer.status == 200
@@ -96,7 +134,7 @@ def test_a_span_has_the_model_and_the_match(service: Service, spans: InMemorySpa
     assert (span.name, span.kind, span.parent) == ("POST /query", trace.SpanKind.SERVER, None)
 
 
-def test_a_span_is_the_child_of_the_span_of_the_caller(service: Service, spans: InMemorySpanExporter) -> None:
+def test_a_span_is_the_child_of_the_span_of_the_caller(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent=TRACEPARENT)
     span, _ = read_only_span(spans)
     assert span.parent
@@ -104,12 +142,12 @@ def test_a_span_is_the_child_of_the_span_of_the_caller(service: Service, spans: 
     assert span.context.trace_id == TRACE
 
 
-def test_an_invalid_traceparent_starts_a_new_trace(service: Service, spans: InMemorySpanExporter) -> None:
+def test_an_invalid_traceparent_starts_a_new_trace(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent="00-\xff-junk")
     assert read_only_span(spans)[0].parent is None
 
 
-def test_spans_have_lookups_by_hash_and_in_threads(service: Service, spans: InMemorySpanExporter) -> None:
+def test_spans_have_lookups_by_hash_and_in_threads(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     app = App(service)
     keys = list(block_keys(TOKENS, BLOCK))
     assert ask(app, "POST", "/query_by_hash", {"model_name": "tiny", "seq_hashes": keys}).status == 200
@@ -133,7 +171,7 @@ def test_spans_have_lookups_by_hash_and_in_threads(service: Service, spans: InMe
     ],
 )
 def test_span_names_are_bounded(
-    service: Service, spans: InMemorySpanExporter, method: str, path: str, status: int, name: str, route: str | None
+    service: Service, ask: Ask, spans: InMemorySpanExporter, method: str, path: str, status: int, name: str, route: str | None
 ) -> None:
     """Clients choose paths and methods, so these must not become names of spans."""
     assert ask(App(service), method, path).status == status
@@ -144,19 +182,31 @@ def test_span_names_are_bounded(
     assert span.status.status_code is trace.StatusCode.UNSET
 
 
+def test_a_request_with_a_body_has_one_span_whether_it_is_refused_or_not(
+    service: Service, ask: Ask, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data plane announces it first; the application sees it again only if it accepts the body."""
+    monkeypatch.setattr(FakeRequest, "announced", "2")
+    assert ask(App(service), "POST", "/query", {}).status == 204
+    assert spans.get_finished_spans() == ()
+    monkeypatch.setattr(FakeRequest, "announced", str(service.settings.limits.max_body_bytes + 1))
+    assert ask(App(service), "POST", "/query", {}).status == 413
+    assert read_only_span(spans)[1]["http.response.status_code"] == 413
+
+
 def test_an_internal_error_sets_the_status(
-    service: Service, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    service: Service, ask: Ask, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"cannot match {TOKENS}")
 
-    monkeypatch.setattr(service.fleet, "match", fail)
+    monkeypatch.setattr(service.data_plane, "answer", fail)
     assert ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 500
     assert read_only_span(spans)[0].status.status_code is trace.StatusCode.ERROR
     assert "7000" not in format_span(read_only_span(spans)[0])
 
 
-def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanExporter) -> None:
+def test_probes_and_scrapes_have_no_span(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     for path in ("/livez", "/readyz", "/health", "/metrics", "/"):
         ask(App(service), "GET", path)
     assert spans.get_finished_spans() == ()
@@ -170,7 +220,7 @@ def format_span(span: ReadableSpan) -> str:
     return json.dumps(text)
 
 
-def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpanExporter) -> None:
+def test_no_token_and_no_hash_is_in_a_span(service: Service, ask: Ask, spans: InMemorySpanExporter) -> None:
     app, keys = App(service), [str(key) for key in block_keys(TOKENS, BLOCK)]
     for path, body in (
         ("/query", {"model_name": "tiny", "token_ids": TOKENS, "cache_salt": "pepper"}),
@@ -189,15 +239,13 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
 def test_without_an_sdk_the_application_is_not_wrapped(service: Service) -> None:
     """With the API alone, `find_tracer` returns None."""
     assert find_tracer() is None
-    app = App(service)
-    assert app.service is service
-    assert app._handle_http == app._http
+    assert not App(service).has_spans
 
 
-def test_without_the_api_requests_work(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_api_requests_work(service: Service, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     app = App(service)
-    assert app._handle_http == app._http
+    assert not app.has_spans
     assert ask(app, "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 200
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from array import array
 from collections.abc import Iterator
 from itertools import count, takewhile
@@ -17,7 +18,12 @@ from hypothesis import strategies as st
 
 from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
+from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet.event_bus import MAX_QUEUED, EventBus, LossEvent
+from kvevents.service.http import v1
+from kvevents.service.http.messages import Headers, HttpRequest
+from kvevents.service.service import Service as ServiceInProcess
+from kvevents.service.settings import Limits, ServiceSettings
 from service_cases import BLOCK, Engine, EventStream, Service, engine, engines, hex_keys, prompt, serving, wait_for, write
 
 NUMBERS = count(1)
@@ -66,6 +72,8 @@ def test_a_prompt_in_three_encodings_has_equal_responses(service: Service, fresh
     held = {
         "instance": name,
         "rank": 0,
+        "url": None,
+        "labels": {},
         "tokens": 48,
         "certain": 48,
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
@@ -95,11 +103,11 @@ def test_raw_prompts_have_all_other_fields_in_the_query_string(service: Service,
         assert [worker["tokens"] for worker in found["workers"]] == [held]
     for wrong, status, reason in (
         (path, 400, "malformed-body"),
-        ("/v1/match", 422, "missing-model"),
-        (f"{path}&expected=perhaps", 422, "bad-shape"),
+        ("/v1/match", 400, "missing-model"),
+        (f"{path}&expected=perhaps", 400, "bad-parameter"),
         (f"{path}&mm=x", 400, "unknown-field"),
         (f"{path}&slat=x", 400, "unknown-field"),
-        (f"{path}&lora_id=x", 422, "bad-shape"),
+        (f"{path}&lora_id=x", 400, "bad-parameter"),
         (f"{path}&lora=a&lora_name=b", 400, "contradiction"),
     ):
         body = b"123" if reason == "malformed-body" else pack(tokens)
@@ -121,7 +129,8 @@ def test_match_many_answers_prompts_in_their_order(service: Service, fresh: tupl
     assert msgspec.msgpack.decode(packed_answer.body)["matches"] == found
     assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
     assert service.post("/v1/match_many", model="absent", prompts=[[]]).status == 404
-    assert service.post("/v1/match_many", model="absent", prompts=[]).json == {"matches": [], "workers": []}
+    assert service.post("/v1/match_many", model="absent", prompts=[]).status == 404
+    assert service.post("/v1/match_many", model=model, prompts=[]).json["matches"] == []
 
 
 def test_a_misspelled_field_is_refused(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -588,11 +597,11 @@ def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path:
         assert source["compacted"] == snapshot["last"] + 1 > 0
         metrics = service.get("/metrics").body.decode()
         [compacted] = [line for line in metrics.splitlines() if line.startswith("kvevents_source_compacted_batches_total{")]
-        assert compacted.endswith(f" {source['compacted']}")
+        assert compacted.endswith(f" {source['compacted']}.0")
         for name in ('kvevents_source_lost_batches_total{engine="old"', 'kvevents_source_gaps_total{engine="old"'):
             lines = [line for line in metrics.splitlines() if line.startswith(name)]
             [losses] = [line for line in lines if 'outcome="recovered"' not in line]
-            assert losses.endswith(" 0"), lines
+            assert losses.endswith(" 0.0"), lines
         assert not service.log_lines("WARNING|lost")
 
 
@@ -605,9 +614,21 @@ def test_listeners_are_limited_and_counted_until_they_leave(service: Service) ->
         stream.close()
 
     def has_no_clients() -> bool:
-        return b"kvevents_event_stream_clients 0\n" in service.get("/metrics").body
+        return b"kvevents_event_stream_clients 0.0\n" in service.get("/metrics").body
 
     wait_for("the closed connections", has_no_clients)
+
+
+async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
+    """A client counts from its request on, not from the first event that is sent to it."""
+    service = ServiceInProcess(ServiceSettings(limits=Limits(max_listeners=1)))
+    request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"")
+    first = v1.events(service, request)
+    with pytest.raises(UnavailableError, match="1 clients are connected"):
+        v1.events(service, request)
+    first.release()
+    v1.events(service, request).release()
+    service.fleet.follower.subscriber.close()
 
 
 def test_a_slow_client_receives_the_number_of_missed_events() -> None:
@@ -659,7 +680,7 @@ def test_a_service_is_ready_at_the_deadline(tmp_path: Path) -> None:
         config = write(tmp_path / "service.toml", "ready = { deadline_seconds = 0.5 }\n")
         with serving("--config", config, "--model", "m", "--worker", f"b={nowhere}") as service:
             late = wait_for("the deadline", lambda: answer if (answer := service.get("/readyz")).status == 200 else None)
-            assert late.json["why"] == "0 of 1 sources are EXACT; the deadline of 0.5 s has passed"
+            assert late.json["why"] == "0 of 1 sources are EXACT; ready because 0.5 s have passed since the start"
 
 
 def test_probes_and_pages_have_their_content_types(service: Service) -> None:
@@ -674,3 +695,56 @@ def test_probes_and_pages_have_their_content_types(service: Service) -> None:
         answer = service.get(path)
         assert (answer.status, answer.headers["content-type"]) == (200, kind)
     assert service.get("/health").json == {"status": "ok", "warnings": []}
+
+
+# --- pages and entity tags
+
+
+def test_listings_of_the_fleet_come_in_pages() -> None:
+    """Every item is on one page, in order. The listing without `limit` is the whole."""
+    with refuse_connections() as nowhere, serving() as service:
+        for number in range(5):
+            for rank in range(2):
+                assert service.register(f"e{number}", nowhere, rank).status == 201
+        assert service.register("other", nowhere, model_name="another").status == 201
+        wait_for("the faults", lambda: all(each["fault"] for each in service.sources().values()))
+        whole = service.get("/v1/sources").json
+        assert whole["next"] is None
+        assert len(whole["sources"]) == 11
+        pages: list[list[tuple[str, int]]] = []
+        cursor: str | None = ""
+        while cursor is not None:
+            page = service.get(f"/v1/sources?model=m&limit=3&cursor={cursor}").json
+            pages.append([(each["instance"], each["rank"]) for each in page["sources"]])
+            cursor = page["next"]
+        assert [len(page) for page in pages] == [3, 3, 3, 1]
+        in_order = [(each["instance"], each["rank"]) for each in whole["sources"] if each["model"] == "m"]
+        assert [each for page in pages for each in page] == in_order
+
+        workers, path = [], "/workers?model_name=m&limit=2"
+        while path:
+            answer = service.get(path)
+            workers += [(each["instance_id"], sorted(each["endpoints"])) for each in answer.json]
+            link = re.fullmatch(r'<(.*)>; rel="next"', answer.headers.get("link", ""))
+            path = "" if link is None else link[1]
+        assert workers == [(f"e{number}", ["0", "1"]) for number in range(5)]
+        for query in ("limit=0", "limit=x", "limit=10001", "cursor=x", "cursor=.1", "cursor=6.1", f"cursor=61.{'9' * 11}"):
+            for path in ("/v1/sources", "/workers"):
+                assert service.get(f"{path}?{query}").reason == "bad-parameter", query
+
+
+@pytest.mark.parametrize("path", ["/v1/sources", "/workers"])
+def test_a_listing_that_has_not_changed_is_not_sent_again(path: str) -> None:
+    with refuse_connections() as nowhere, serving() as service:
+        assert service.register("e", nowhere).status == 201
+        wait_for("the fault", lambda: "refused" in service.source("e")["trust"]["reason_codes"])
+        first = service.get(path)
+        etag = first.headers["etag"]
+        for known in (etag, f'"x", W/{etag}', "*"):
+            again = service.get(path, if_none_match=known)
+            assert (again.status, again.body, again.headers["etag"]) == (304, b"", etag)
+            assert "content-type" not in again.headers
+        assert service.get(path, if_none_match='"x"').body == first.body
+        assert service.get(path, accept="application/msgpack", if_none_match=etag).status == 200
+        assert service.register("other", nowhere).status == 201
+        assert service.get(path, if_none_match=etag).status == 200

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from kvevents.plane.bridge import Watch
 from kvevents.service.fleet.registration import Registration
+from kvevents_plane.bridge import Watch
 from service_cases import MODEL, Engine
 
 

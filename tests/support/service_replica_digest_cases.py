@@ -6,10 +6,10 @@ import asyncio
 from contextlib import suppress
 
 from kvevents.index import PrefixIndex
-from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
+from kvevents_plane.replica.replica import Replica
+from kvevents_plane.settings import PlaneSettings
 from service_cases import confirm
 
 

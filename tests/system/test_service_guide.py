@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 from array import array
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import paths
 from certificate_cases import make_certificates
 from cli_cases import run
+from kvevents.client import AsyncClient
 from kvevents.service.discovery.provider import SourceTable
 from kvevents.service.settings import DnsTable
 from service_cases import engine, serving
@@ -82,3 +88,31 @@ def test_the_requests_of_the_guide_work(tmp_path: Path) -> None:
                     service.exact(7, blocks=1)
         assert answers[1:3] == blocks("json")[0].splitlines()
         assert "curl -N" in GUIDE.read_text()
+
+
+async def test_the_router_of_the_guide_works() -> None:
+    """It sends the request to the URL of the reserved engine, reports the first token, and ends the reservation."""
+    [text] = [block for block in blocks("python") if "client.reserve" in block]
+    names: dict[str, Any] = {}
+    exec(text, names)  # noqa: S102 - our own document
+    tokens = list(range(17))
+
+    async def complete(request: web.Request) -> web.Response:
+        assert (await request.json())["prompt"] == tokens
+        return web.Response(text="one\ntwo\n")
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server, AsyncExitStack() as stack:
+        one = stack.enter_context(engine())
+        service = stack.enter_context(serving())
+        registered = service.register("e", one.publisher, model_name="llama", url=f"http://127.0.0.1:{server.port}")
+        assert registered.status == 201
+        one.store(tokens[:16])
+        service.exact("e", blocks=1)
+        client = await stack.enter_async_context(AsyncClient(service.url))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        lines = [line async for line in names["answer"](client, http, tokens)]
+        assert lines == [b"one\n", b"two\n"]
+        assert service.get("/v1/reservations").json["open"] == 0
+        assert 'kvevents_reservations_total{outcome="finished"} 1' in service.get("/metrics").body.decode()

@@ -178,8 +178,24 @@ def test_the_prompt_box_shows_how_much_each_worker_holds_on_which_tier(page: Chr
         assert console_errors(page) == []
 
 
+def test_selections_are_explained(page: Chromium) -> None:
+    """The newest selection names the chosen worker, and opens with the parts of its score."""
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+        page.open(url)
+        engine.publish(store_event(0, 4))
+        wait_until_exact(page, lambda: engine.publish(EMPTY))
+        assert not page.run(is_visible_script("#choices-part"))
+        assert post(f"{url}/v1/select", {"model": MODEL, "tokens": list(range(4 * BLOCK + 1))}) == 200
+        page.wait(f"{is_visible_script('#choices-part')} && {text_script('#choices summary bdi')} === 'engine-0 rank 0'")
+        page.run("document.querySelector('#choices summary').click()")
+        page.wait("document.querySelector('#choices details').open")
+        assert "holds 64 of 65 tokens" in page.run(text_script("#choices p"))
+        assert page.run(text_script("#choices li li small")).startswith("score 0.0")
+        assert console_errors(page) == []
+
+
 def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
-    with Program("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--linger") as engine:
+    with Program("publish", "--endpoint", ANY, "--replay", ANY, "--linger") as engine:
         live, replay = publishing_at(engine)
         with serving("--model", MODEL, "--worker", f"engine-0={live},{replay}") as (_, url):
             page.open(url)
@@ -188,10 +204,29 @@ def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
                 f"/is EXACT|have changed/.test({text_script('#said')})"
             )  # several changes are announced together, up to three singly
             engine.process.kill()
-            page.wait(f"{cell_script(TRUST)} === 'STALE' && /disconnected/.test({cell_script(REASON)})")
+            page.wait(
+                f"{cell_script(TRUST)} === 'STALE' && /disconnected.*check that the engine runs/.test({cell_script(REASON)})"
+            )
             page.wait(f"/engine-0 rank 0 is STALE/.test({text_script('#said')})")
             assert "EXACT → STALE" in page.run(text_script("#log li"))
             assert console_errors(page) == []
+
+
+def test_restarts_are_those_of_the_source(page: Chromium) -> None:
+    """A source that is new has none, whatever happened to others."""
+    place: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY}
+    with serving() as (_, url):
+        page.open(url)
+        for restarts in ("0", "1"):
+            with run_publisher(**place, bind=True) as publisher:
+                place = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+                assert post(f"{url}/register", {"instance_id": "engine-0", "model_name": MODEL, **place}) in {200, 201}
+                publisher.publish(store_event(0, 2 + int(restarts)))
+                page.wait(f"{cell_script(BLOCKS)} === '{2 + int(restarts)}'")
+                page.wait(f"{cell_script('[data-label=Restarts]')} === '{restarts}'")
+        assert post(f"{url}/unregister", {"instance_id": "engine-0"}) == 200
+        assert post(f"{url}/register", {"instance_id": "engine-1", "model_name": MODEL, **place}) == 201
+        page.wait(f"{cell_script('[data-label=Restarts]', 'engine-1')} === '0'")
 
 
 def test_names_with_markup_are_shown_as_text(page: Chromium) -> None:

@@ -24,7 +24,7 @@ class Follower:
     def __init__(self, *, raw: bool, first: int = 0) -> None:
         self.index, self.seq, self.raw = PrefixIndex(), first, raw
         self.stream = Stream(Source("tcp://127.0.0.1:1", name="a"))
-        self.stream.connected(0.0)
+        self.stream.begin_connection(0.0)
 
     def take(self, *events: KVEvent) -> None:
         self.stream.receive_live([b"", self.seq.to_bytes(8, "big"), encode_batch(KVEventBatch(1.0, list(events)))], 0.0)

@@ -90,7 +90,7 @@ def test_callers_have_names_for_logs() -> None:
     """A caller has the name of its token, or the token's number in the configuration."""
     known = Access(AccessSettings(tokens=TOKENS))
     headers = [bearer(READER), bearer(WRITER), bearer("wrong-0123456789"), None]
-    assert [known.caller(header).name for header in headers] == ["grafana", "token 2", "unknown token", "no token"]
+    assert [known.caller(header).name for header in headers] == ["grafana", "token 2", "unknown token", "anonymous"]
 
 
 def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

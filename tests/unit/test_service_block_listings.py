@@ -1,4 +1,4 @@
-"""`kvevents.service.lookups`: a page costs time in proportion to its size, and stored listings are bounded."""
+"""`kvevents.service.block_listings`: a page costs time in proportion to its size, and stored listings are bounded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
+from kvevents.service.block_listings import BlockListings
 from kvevents.service.errors import NotFoundError
-from kvevents.service.lookups import BlockListings
 
 BIG = st.integers(0, 2**64 - 1)
 BLOCKS = st.lists(

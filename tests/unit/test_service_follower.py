@@ -8,13 +8,13 @@ from typing import cast
 
 from kvevents.events import BlockRemoved
 from kvevents.index import ApplyResult, PrefixIndex
-from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.follower import Follower, IndexSink
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import RawBatch, RawDelivery, StreamLimits
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
+from kvevents_plane.log_subscriber import LogSubscriber
 
 
 def test_a_cancelled_task_is_skipped() -> None:
@@ -86,3 +86,70 @@ def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> Non
     assert fleet.members[registration.key].trust_status.state == "EXACT"
     subscriber.remove(*registration.key)
     fleet.on_received([registration.key])  # as if a log reported that the stream left after its last batch
+
+
+def test_a_member_that_leaves_is_gone_from_answers_before_its_blocks_are() -> None:
+    """Otherwise an answer would name it as EXACT, without the blocks that it had."""
+    index = PrefixIndex()
+    fleet = Fleet(index, max_sources=10)
+    events: list[str] = []
+
+    class RecordingIndex:
+        """The index, which records when blocks are removed."""
+
+        def remove_worker(self, key: tuple[str, int]) -> int:
+            events.append("blocks removed")
+            return index.remove_worker(key)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(index, name)
+
+    transport = FakeTransport()
+    transport.engine("tcp://engine:1")
+    sink = IndexSink(index, fleet)
+    fleet.follower.subscriber.close()
+    fleet.follower = Follower(Subscriber(decode=False, transport=transport, clock=transport.clock, sink=sink), sink)
+    fleet.follower.start()
+    try:
+        registration = Registration(instance="e", endpoint="tcp://engine:1", model="m")
+        fleet.register(registration).result(60.0)
+        fleet.index = cast("PrefixIndex", RecordingIndex())
+        fleet.on_change = lambda: events.append(f"{len(fleet.members)} members published")
+        fleet.unregister(registration.key).result(60.0)
+    finally:
+        assert fleet.follower.stop()
+    last = events.index("blocks removed")
+    assert "0 members published" in events[:last]
+
+
+def test_members_that_are_registered_together_are_published_once() -> None:
+    """Publishing looks at all members. If it ran for each one, a thousand engines of a file would cost a million looks."""
+    transport = FakeTransport()
+    transport.engine("tcp://engine:1")
+    fleet = Fleet(PrefixIndex(), max_sources=1000)
+    sink = IndexSink(fleet.index, fleet)
+    fleet.follower.subscriber.close()
+    fleet.follower = Follower(Subscriber(decode=False, transport=transport, clock=transport.clock, sink=sink), sink)
+    begun, may_continue = threading.Event(), threading.Event()
+
+    def block_thread() -> None:
+        begun.set()
+        may_continue.wait(60.0)
+
+    published: list[int] = []
+    fleet.follower.start()
+    try:
+        fleet.follower.submit(block_thread)
+        assert begun.wait(60.0)
+        fleet.on_change = lambda: published.append(len(fleet.members))
+        wanted = [Registration(instance=f"e{number}", endpoint="tcp://engine:1", model="m") for number in range(500)]
+        assert fleet.replace_registrations("discovery", wanted, lambda _: None) == []
+        last = fleet.register(Registration(instance="last", endpoint="tcp://engine:1", model="m"))
+        assert published == []
+        last.add_done_callback(lambda _: published.append(-1))
+        may_continue.set()
+        last.result(60.0)
+        assert published[:2] == [501, -1], "they are published before their callers have the results"
+    finally:
+        may_continue.set()
+        assert fleet.follower.stop()

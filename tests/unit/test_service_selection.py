@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ from hypothesis import strategies as st
 from kvevents import routing
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
-from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.policies import EQUAL
 from kvevents.routing.weights import DISTANCE_LOST
-from kvevents.service.fleet.registration import Scope
-from kvevents.service.selection import CandidateCache, SelectError, Standing, select
 from kvevents.stream import TrustState
-from kvevents_native._native import EngineLoads
+from kvevents_native._native import Loads
+from native_selection import Standing, select
 
 PROMPT = list(range(100))
 STATES: list[TrustState] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
@@ -46,7 +43,7 @@ def choose(
     held: dict[int, WorkerMatch],
     states: dict[int, TrustState] | None = None,
     ties: Ties | None = None,
-    loads: EngineLoads | None = None,
+    loads: Loads | None = None,
     stores_only: tuple[str, ...] = (),
     **changes: Any,
 ) -> Selection:
@@ -58,7 +55,7 @@ def choose(
         known = standings[f"w{place}", 0]
         standings[f"w{place}", 0] = Standing.of(TrustStatus(state))._replace(source=known.source, stores_only=stores_only)
     hits = {(f"w{place}", 0): hit for place, hit in held.items()}
-    return select(request, candidates, hits, standings, ties or Ties(Random(1)), loads or EngineLoads(60.0))
+    return select(request, candidates, hits, standings, ties or Ties(Random(1)), loads or Loads(60.0))
 
 
 def scores(selected: Selection) -> dict[Worker, ScoredCandidate]:
@@ -128,7 +125,7 @@ def test_uncertain_tokens_reduce_only_their_own_credit(state: TrustState, saved:
     hit = WorkerMatch(instance="", rank=0, tokens=80, certain=60, tiers={"gpu": 80}, trust=uncertain_trust)
     standing = Standing.of(TrustStatus(state))._replace(match_trust=uncertain_trust)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    found = select(request, make_candidates(0), {("w0", 0): hit}, {("w0", 0): standing}, Ties(Random(1)), EngineLoads(60.0))
+    found = select(request, make_candidates(0), {("w0", 0): hit}, {("w0", 0): standing}, Ties(Random(1)), Loads(60.0))
     assert score(found, 0).uncached == pytest.approx(1 - saved / 100)
     assert found.trust == uncertain_trust
     router_candidate = routing.Candidate(("w0", 0), tokens=80, tiers={"gpu": 80}, trust=state, uncertain=20)
@@ -167,7 +164,7 @@ def test_the_trust_weights_of_a_request_replace_the_defaults() -> None:
 def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
     """The trust in the answer says so too."""
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    found = select(request, make_candidates(0), {("w0", 0): make_match(gpu=100)}, {}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, make_candidates(0), {("w0", 0): make_match(gpu=100)}, {}, Ties(Random()), Loads(60.0))
     assert score(found, 0).uncached == 1.0
     assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
 
@@ -189,10 +186,10 @@ def test_load_counts_in_proportion() -> None:
 @pytest.mark.parametrize("source", ["request", "engines", "selections"])
 def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int, source: str) -> None:
     """All prompts begin with the same tokens. 10 requests for each engine are in flight; each engine holds what it was sent."""
-    shared, loads, ties = int(length * share), EngineLoads(60.0), Ties(Random(1))
+    shared, loads, ties, tokens = int(length * share), Loads(60.0), Ties(Random(1)), list(range(length))
     holders, counts, hits = set[int](), [0] * engines, 0
     in_flight: deque[int] = deque()
-    for _ in range(100 * engines):
+    for _ in range(40 * engines):
         if len(in_flight) == 10 * engines:
             in_flight.popleft()
         running = Counter(in_flight)
@@ -201,14 +198,14 @@ def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int,
                 loads.report(f"w{place}", 0, running[place])
         given = make_candidates(*(running[place] for place in range(engines))) if source == "request" else make_fleet(engines)
         held = {place: make_match(gpu=shared) for place in holders}
-        selected = choose(given, held, tokens=list(range(length)), loads=loads, ties=ties, explain=False, tie="rotate")
+        selected = choose(given, held, tokens=tokens, loads=loads, ties=ties, explain=False, tie="rotate")
         place = int(selected.instance[1:])
         hits += place in holders
         holders.add(place)
         counts[place] += 1
         in_flight.append(place)
-    assert max(counts) <= 1.5 * 100
-    assert hits >= 0.95 * (100 * engines - engines), "each engine computes it once"
+    assert max(counts) <= 1.5 * 40
+    assert hits >= 0.95 * (40 * engines - engines), "each engine computes it once"
 
 
 def test_an_empty_prompt_is_decided_by_load() -> None:
@@ -219,19 +216,8 @@ def test_each_rank_is_a_separate_worker() -> None:
     """Another rank of the same instance holds other blocks."""
     candidates = [Candidate(instance="w", rank=rank) for rank in (0, 1)]
     request = SelectRequest(model="m", tokens=PROMPT)
-    found = select(request, candidates, {("w", 1): make_match(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, candidates, {("w", 1): make_match(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), Loads(60.0))
     assert (found.instance, found.rank, found.considered) == ("w", 1, None)
-
-
-def test_only_candidates_of_scopes_with_short_names_are_cached() -> None:
-    """Clients can send names of megabytes to `/query`."""
-    fleet: Any = SimpleNamespace(version=0, state_version=0, adapters=frozenset(), workers={})
-    cache = CandidateCache(fleet)
-    for length in (1, 512, 513, 1_000_000):
-        name = "ä" * length
-        for changes in ({"lora": name}, {"salt": name}, {"tenant": name}, {"lora": 1, "salt": name}):
-            scope = Scope("m", "default", "default", None, None)._replace(**changes)
-            assert (cache.of(scope) is cache.of(scope)) == (length <= 512)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------------
@@ -390,9 +376,9 @@ def test_an_unreachable_worker_comes_last_even_before_its_first_event() -> None:
     refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), DISTANCE_LOST)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     fleet = make_candidates(0, 9, 9)
-    found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()), Loads(60.0))
     assert (found.instance, found.trust.reason) == ("w1", "this service does not follow it")
-    found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), EngineLoads(60.0))
+    found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), Loads(60.0))
     assert found.instance == "w2"
     assert found.why.endswith("the best of 1; 2 without a connection were left out.")
 
@@ -481,28 +467,9 @@ def test_the_reason_of_a_selection_is_a_sentence() -> None:
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
-    why = select(request, make_candidates(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), EngineLoads(60.0)).why
+    why = select(request, make_candidates(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), Loads(60.0)).why
     assert why.endswith("score 1.050, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
-
-
-@pytest.mark.parametrize(
-    ("candidates", "reason", "sentence"),
-    [
-        ([], "no-candidates", "no candidate for model 'm'"),
-        ([Candidate(instance="a"), Candidate(instance="a")], "duplicate-candidate", "'a' rank 0 is named twice"),
-        ([Candidate(instance="a", load=math.inf)], "bad-load", "the load of 'a' rank 0 is inf"),
-    ],
-    ids=["none", "twice", "infinite"],
-)
-def test_invalid_candidates_raise_an_error_with_a_reason_and_a_hint(
-    candidates: list[Candidate], reason: str, sentence: str
-) -> None:
-    with pytest.raises(SelectError) as caught:
-        choose(candidates, {})
-    assert isinstance(caught.value, UsageError)
-    assert (caught.value.reason, str(caught.value)) == (reason, sentence)
-    assert caught.value.hint
 
 
 # --- tiers without removals and loads of engines ------------------------------------------------------------------------------
@@ -545,7 +512,7 @@ def make_fleet(count: int) -> list[Candidate]:
 
 def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
     """A worker without a report has the mean of the others."""
-    loads = EngineLoads(60.0)
+    loads = Loads(60.0)
     loads.report("w0", 0, 6.0)
     loads.report("w1", 0, 2.0)
     found = choose(make_fleet(3), {}, loads=loads, wait_weight=0.0, load_weight=1.0)
@@ -560,7 +527,7 @@ def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
 
 
 def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> None:
-    loads = EngineLoads(60.0)
+    loads = Loads(60.0)
     loads.report("w0", 0, 1.0)
     for place in range(1, 8):
         loads.report(f"w{place}", 0, 0.0)
@@ -569,7 +536,7 @@ def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> Non
 
 
 def test_if_a_request_has_loads_only_these_count() -> None:
-    loads = EngineLoads(60.0)
+    loads = Loads(60.0)
     loads.report("w0", 0, 100.0)
     found = choose([*make_candidates(0.0), Candidate(instance="w1")], {}, loads=loads)
     assert (found.load_from, found.instance) == ("request", "w0")
@@ -579,7 +546,7 @@ def test_if_a_request_has_loads_only_these_count() -> None:
 
 def test_without_loads_the_recent_selections_count() -> None:
     """The cache of the worker counts until the guard: then the prompt goes to the others too."""
-    loads = EngineLoads(60.0)
+    loads = Loads(60.0)
     held = {0: make_match(gpu=100)}
     first = choose(make_fleet(3), held, tokens=list(range(10_000)), loads=loads)
     assert (first.instance, first.load_from) == ("w0", "none")
@@ -608,7 +575,7 @@ def test_a_worker_with_too_many_requests_gets_no_credit() -> None:
 
 def test_selections_since_a_report_count_as_requests() -> None:
     """Otherwise every prompt until the next report would go to the worker that was the least loaded in the last one."""
-    loads, ties = EngineLoads(60.0), Ties(Random(1))
+    loads, ties = Loads(60.0), Ties(Random(1))
     for place in range(3):
         loads.report(f"w{place}", 0, 0.0)
     chosen = Counter(choose(make_fleet(3), {}, loads=loads, ties=ties, tie="rotate").instance for _ in range(30))
@@ -621,7 +588,7 @@ def test_selections_since_a_report_count_as_requests() -> None:
 
 
 def test_a_report_that_is_too_old_does_not_count() -> None:
-    loads = EngineLoads(5.0)
+    loads = Loads(5.0)
     loads.report("w0", 0, 50.0, age=6.0)
     assert choose(make_fleet(2), {}, loads=loads).load_from == "none"
     loads.report("w0", 0, 50.0, age=1.0)

@@ -1,6 +1,23 @@
-"""A client of the service, and the types of its requests and answers (`kvevents.client.schemas`)."""
+"""A client of the service, blocking and asyncio, and the types of its requests and answers (`kvevents.client.schemas`).
 
+::
+
+    with Client("http://127.0.0.1:8090") as client, client.reserve(SelectRequest(model="llama", tokens=tokens)) as worker:
+        print(worker.url)
+
+The guide is the page `guides/service.md` of the documentation. `AsyncClient` needs the extra `service`.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvevents.client.protocol import ServiceRequestError
 from kvevents.client.reasons import Reason
-from kvevents.client.service_client import ServiceClient, ServiceRequestError
+from kvevents.client.sync import Client, ReservedWorker
+from kvevents.lazy_exports import lazy_exports
 
-__all__ = ["Reason", "ServiceClient", "ServiceRequestError"]
+if TYPE_CHECKING:
+    from kvevents.client.aio import AsyncClient, AsyncReservedWorker
+
+__all__ = ["AsyncClient", "AsyncReservedWorker", "Client", "Reason", "ReservedWorker", "ServiceRequestError"]
+
+__getattr__ = lazy_exports(__name__, {"kvevents.client.aio": "AsyncClient AsyncReservedWorker"})

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.client.protocol import ServiceRequestError
 from kvevents.client.schemas import ReadyAnswer, SourceView, StatsAnswer
-from kvevents.client.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError
+from kvevents.client.sync import Client
 
 
 class PolledSource(SourceView, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 class Poller:
     """Polls one service. Rates are between the last two successful polls."""
 
-    def __init__(self, client: ServiceClient, order: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: Client, order: str, clock: Callable[[], float] = time.time) -> None:
         self._client = client
         self._order = order
         self._clock = clock
@@ -80,7 +81,7 @@ class Poller:
 
     def poll(self) -> PollResult:
         """Poll the service. Raises `ServiceRequestError`."""
-        ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
+        ready = self._client.ready()
         stats = self._client.get("/v1/stats", StatsAnswer)
         answer = self._client.get("/v1/sources", PolledSources)
         frame = self._with_rates(
@@ -106,11 +107,11 @@ class Poller:
             return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
 
     def _with_rates(self, frame: PollResult) -> PollResult:
-        before = self._previous
-        seconds = frame.at - before.at if before is not None else 0.0
-        if before is None or before.stats is None or frame.stats is None or seconds <= 0:
+        former = self._previous
+        seconds = frame.at - former.at if former is not None else 0.0
+        if former is None or former.stats is None or frame.stats is None or seconds <= 0:
             return msgspec.structs.replace(frame, sources=sort_sources(frame.sources, self._order))
-        batches = {source.key: source.batches for source in before.sources}
+        batches = {source.key: source.batches for source in former.sources}
         sources = [
             msgspec.structs.replace(source, rate=_rate(batches.get(source.key), source.batches, seconds))
             for source in frame.sources
@@ -118,10 +119,10 @@ class Poller:
         return msgspec.structs.replace(
             frame,
             sources=sort_sources(sources, self._order),
-            lookups_per_second=_rate(before.stats.lookups, frame.stats.lookups, seconds),
+            lookups_per_second=_rate(former.stats.lookups, frame.stats.lookups, seconds),
         )
 
 
-def _rate(before: int | None, now: int, seconds: float) -> float | None:
+def _rate(former: int | None, now: int, seconds: float) -> float | None:
     """Return a rate per second; None if the counter has restarted."""
-    return None if before is None or now < before else (now - before) / seconds
+    return None if former is None or now < former else (now - former) / seconds

@@ -1,80 +1,123 @@
-"""Codes for the reasons why a source is not EXACT. The sentences beside them are for people and can change in any release.
+"""Reasons why a source is not EXACT: a code for programs, and what to do. The sentences can change in any release.
 
 The codes are in each answer's `trust`, in `/v1/events`, in the label `reason` of `kvevents_source_reason`, and in
-the runbook, which says what to do about each.
+the runbook, which says more about each.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
+from typing import Self
+
+from kvevents.package_metadata import documented
+
+_CHECK_ENGINE = "run on the service's host: kvevents doctor {endpoint}"
+_UP = f"check that the engine runs; {_CHECK_ENGINE}"
+_PORTS = "register it with the engine's own endpoints: endpoint is where it publishes, replay_endpoint where it replays"
+_NAME = "check the name; inside Kubernetes use a headless service"
+_ROUTE = "check the address, routes, firewalls and network policies between the service's host and the engine"
+_KEYS = "configure matching keys in the service (curve) and the engine; `kvevents keys` creates them"
+_REPLAY = "register the engine with its replay endpoint (replay_endpoint), and enable that in the engine"
+_EXACT_AGAIN = "exact again after the next AllBlocksCleared or restart of the engine"
+_INDEX = "update the engine, or report it with a recording (kvevents record)"
 
 
 class Reason(enum.StrEnum):
-    """One code for each reason."""
+    """One code for each reason, with what to do. Of several reasons, the advice of the first one here counts."""
 
-    NO_REPLAY = "no-replay"
-    """The reasons from here on are those that a stream reports, under their own names."""
-    REPLAY_SILENT = "replay-silent"
-    REPLAY_FOREIGN = "replay-foreign"
-    REPLAY_UNCONFIRMED = "replay-unconfirmed"
-    IDENTITY = "identity"
-    LOST = "lost"
-    REJECTED = "rejected"
-    DIVERGED = "diverged"
-    UNATTESTED = "unattested"
-    SENDER = "sender"
-    SILENT = "silent"
-    ESTIMATED_MATCHES = "estimated-matches"
-    """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
-    RANK = "rank"
-    SHARED = "shared"
-    REPLAY_UNPROVEN = "replay-unproven"
+    advice: str
+    """What to do; `{endpoint}` is that of the source."""
 
-    BLOCK_SIZE = "block-size"
-    """The reasons from here on are those that the index reports about a stream."""
-    EVICTED = "evicted"
-    ORPHANS_DROPPED = "orphans-dropped"
-    SET_ASIDE = "set-aside"
-    """Its events have stores that cannot be used."""
-    UNKNOWN_PARENTS = "unknown-parents"
-    """No batch is missing, and its events name blocks on the GPU whose parents or tokens were never announced."""
-    STORES_ONLY = "stores-only"
-    """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
+    def __new__(cls, code: str, advice: str = "") -> Self:
+        """Make a member from its code and its advice."""
+        self = str.__new__(cls, code)
+        self._value_ = code
+        self.advice = advice
+        return self
 
-    UNRESOLVED = "unresolved"
+    UNRESOLVED = "unresolved", _NAME
     """The reasons from here on are faults of an endpoint. This one: its name does not resolve."""
-    REFUSED = "refused"
-    UNANSWERED = "unanswered"
-    UNREACHABLE = "unreachable"
-    NOT_ZEROMQ = "not-zeromq"
-    WRONG_SOCKET = "wrong-socket"
-    KEYS = "keys"
-    NO_PEER = "no-peer"
-    REPLAY_UNRESOLVED = "replay-unresolved"
+    REFUSED = "refused", "check that the engine runs with KV events enabled and a wildcard endpoint such as tcp://*:5557"
+    UNANSWERED = "unanswered", _ROUTE
+    UNREACHABLE = "unreachable", _ROUTE
+    NOT_ZEROMQ = "not-zeromq", _PORTS
+    WRONG_SOCKET = "wrong-socket", _PORTS
+    KEYS = "keys", _KEYS
+    NO_PEER = "no-peer", "is the engine up, and does it connect to this service's host and port?"
+    REPLAY_UNRESOLVED = "replay-unresolved", _NAME
     """The reasons from here on are the same faults of a replay endpoint."""
-    REPLAY_REFUSED = "replay-refused"
-    REPLAY_UNANSWERED = "replay-unanswered"
-    REPLAY_UNREACHABLE = "replay-unreachable"
-    REPLAY_NOT_ZEROMQ = "replay-not-zeromq"
-    REPLAY_WRONG_SOCKET = "replay-wrong-socket"
-    REPLAY_KEYS = "replay-keys"
+    REPLAY_REFUSED = "replay-refused", f"{_REPLAY}; {_CHECK_ENGINE}"
+    REPLAY_UNANSWERED = "replay-unanswered", _ROUTE
+    REPLAY_UNREACHABLE = "replay-unreachable", _ROUTE
+    REPLAY_NOT_ZEROMQ = "replay-not-zeromq", _PORTS
+    REPLAY_WRONG_SOCKET = "replay-wrong-socket", _PORTS
+    REPLAY_KEYS = "replay-keys", _KEYS
 
-    UNCERTAIN_COPIES = "uncertain-copies"
+    NO_REPLAY = "no-replay", _REPLAY
+    """The reasons from here on are those that a stream reports, under their own names."""
+    REPLAY_SILENT = (
+        "replay-silent",
+        f"check that its replay endpoint is right, and reachable from the service's host; {_CHECK_ENGINE}",
+    )
+    REPLAY_FOREIGN = "replay-foreign", "register it with the replay endpoint of this engine and rank"
+    REPLAY_UNCONFIRMED = "replay-unconfirmed", "if this stays, the replay endpoint belongs to another engine or rank"
+    IDENTITY = "identity", f"{_EXACT_AGAIN}; a larger buffer_steps of the engine lets the service verify the stream"
+    LOST = "lost", f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it"
+    REJECTED = "rejected", f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}"
+    DIVERGED = (
+        "diverged",
+        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook#kveventssourcediverged')}",
+    )
+    UNATTESTED = "unattested", "report it with a recording (`kvevents record`); it ends when the engine's digest matches again"
+    UNCERTAIN_COPIES = (
+        "uncertain-copies",
+        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines')}",
+    )
     """Some blocks of this answer might be gone. Only answers about a prompt have it, not sources."""
+    STORES_ONLY = "stores-only", "none is needed: the configuration says that removals of a tier are not announced"
+    """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
+    SENDER = "sender", "see the reason: the upstream of a relay is not exact, or the engine does not announce everything"
+    RANK = "rank", "compare the registered ports with those of the engine's ranks: those of two ranks are swapped"
+    SHARED = "shared", "give each publisher its own topic, or its own endpoint"
+    SILENT = "silent", f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}"
 
-    CONNECTING = "connecting"
-    """The reasons from here on are phases of a stream without another reason."""
-    REPLAYING = "replaying"
-    DISCONNECTED = "disconnected"
+    EVICTED = "evicted", "raise --memory-limit, or distribute the engines over several services"
+    """The reasons from here on are those that the index reports about a stream."""
+    BLOCK_SIZE = "block-size", "register it with its block size, or without one"
+    ORPHANS_DROPPED = "orphans-dropped", _INDEX
+    SET_ASIDE = "set-aside", _INDEX
+    """Its events have stores that cannot be used."""
+    UNKNOWN_PARENTS = "unknown-parents", _INDEX
+    """No batch is missing, and its events name blocks on the GPU whose parents or tokens were never announced."""
+    ESTIMATED_MATCHES = "estimated-matches", f"see the reason, and {documented('concepts/prefix-match#estimates')}"
+    """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
 
-    FAILED = "failed"
+    FAILED = "failed", "restart the service, and report the traceback in its log"
     """The service has stopped to follow all sources."""
-    NOT_FOLLOWED = "not-followed"
+    REPLAY_UNPROVEN = (
+        "replay-unproven",
+        "send the engine a request; if its batch does not end this, the replay endpoint belongs to another engine or rank",
+    )
+    NOT_FOLLOWED = "not-followed", "register the engine with the service (POST /register), or remove it from the candidates"
     """The service does not follow the worker."""
-    OTHER = "other"
+    CONNECTING = "connecting", _UP
+    """The reasons from here on are phases of a stream without another reason."""
+    REPLAYING = "replaying", f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}"
+    DISCONNECTED = "disconnected", _UP
+    OTHER = "other", f"see the reason; {_CHECK_ENGINE}"
     """Any other reason, and any code that is newer than this release."""
 
     @classmethod
     def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - its name is the base class's
         """Map an unknown code to `OTHER`, so that clients can read answers of newer services."""
         return cls.OTHER
+
+
+def advise(state: str, reasons: Collection[Reason], endpoint: str) -> str:
+    """Return what to do about a source in a state, from the first of its reasons; empty if it is EXACT."""
+    if state == "EXACT":
+        return ""
+    # It is true of every stream that connects or catches up.
+    relevant = set(reasons) - ({Reason.REPLAY_UNPROVEN} if state != "DEGRADED" else set())
+    return next((reason for reason in Reason if reason in relevant), Reason.OTHER).advice.format(endpoint=endpoint)

@@ -1,10 +1,11 @@
-"""Types of the requests and responses of `/v1`, from which the OpenAPI document is generated.
+"""Types of the requests and responses of `/v1`, and of registrations, from which the OpenAPI document is generated.
 
 Counts of a prompt are tokens. Times are Unix times in seconds unless their name says otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -18,9 +19,25 @@ DEFAULT_GROUP: Final = "default"
 """Tenant, and routing group, of requests and registrations that name none."""
 MAX_NAME_BYTES: Final = 512
 """Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
+MAX_RESERVATION_ID: Final = 128
+"""Longest name of a reservation."""
+MAX_RESERVATION_SECONDS: Final = 86_400
+"""Longest time after which a reservation expires."""
+MAX_TIERS: Final = 16
+"""Maximum number of tiers of one registration."""
+MAX_LEASE_SECONDS: Final = 604_800
+"""Longest lease: a week."""
+MAX_LABELS: Final = 32
+"""Maximum number of labels of one registration, and of one filter."""
+MAX_LABEL_BYTES: Final = 2_048
+"""Maximum number of bytes of all labels of one registration, since each answer about a worker contains them."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+ReservationId: TypeAlias = Annotated[str, Meta(pattern=f"^[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}$")]
+"""Name of a reservation, which is part of its path."""
+ExpirySeconds: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_RESERVATION_SECONDS)]
+EngineId: TypeAlias = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_MEDIA: Final = 1_024
@@ -77,12 +94,22 @@ class TrustStatus(Struct, frozen=True):
 class Media(Struct, frozen=True, kw_only=True, gc=False):
     """One image or other item of a prompt."""
 
-    id: str | int
+    id: Annotated[str | int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
     """Content hash of the item, as the engine computes it."""
     start: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """First token of its span."""
     length: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """Tokens of its span."""
+
+
+SCOPE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("model_name", "model", "modelname"),
+    "tenant": ("tenant_id", "tenant"),
+    "group": ("routing_group", "group"),
+    "lora": ("lora_name", "lora"),
+    "salt": ("cache_salt", "salt", "additionalsalt", "additional_salt"),
+}
+"""Names of the fields of a scope in all APIs, by their names in `/v1`."""
 
 
 @build_decoder_now
@@ -105,18 +132,7 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
     additionalsalt: RequestName | None = None
     additional_salt: RequestName | None = None
 
-    ALIASES: ClassVar = frozenset(
-        {
-            "model_name",
-            "modelname",
-            "tenant_id",
-            "routing_group",
-            "lora_name",
-            "cache_salt",
-            "additionalsalt",
-            "additional_salt",
-        }
-    )
+    ALIASES: ClassVar = frozenset(name for field, names in SCOPE_NAMES.items() for name in names if name != field)
     """Names that the OpenAPI document leaves out, since one name of each field is enough."""
     mm: Annotated[list[Media], Meta(max_length=MAX_MEDIA)] = []
     expected: bool = False
@@ -142,6 +158,10 @@ class WorkerTrust(Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: int
+    url: str | None = None
+    """Where it takes requests; null if that is not known."""
+    labels: dict[str, str] = {}
+    """Its labels, as registered."""
     trust: TrustStatus
 
 
@@ -150,6 +170,10 @@ class WorkerMatch(Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: int
+    url: str | None = None
+    """Where it takes requests; null if that is not known."""
+    labels: dict[str, str] = {}
+    """Its labels, as registered."""
     tokens: int
     """Tokens of the longest prefix on any tiers."""
     certain: int
@@ -193,6 +217,15 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     count, and if no engine reports, the recent selections of the service."""
 
 
+class Reserve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a selected worker is reserved."""
+
+    id: ReservationId | None = None
+    """Name of the reservation, which replaces an open one of this name; by default the service makes one."""
+    seconds: ExpirySeconds | None = None
+    """Seconds after which it expires unless it is updated; by default `limits.reservation_seconds`."""
+
+
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request for the worker that should take a prompt."""
 
@@ -216,6 +249,55 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     explain: bool = False
     ignores_cache: bool = False
     """Whether the engine will compute the whole prompt, as for `prompt_logprobs`. Then caches do not count."""
+    labels: Annotated[dict[RequestName, RequestName], Meta(max_length=MAX_LABELS)] = {}
+    """Labels that a candidate must have, such as `{"role": "decode"}`."""
+    session: RequestName | None = None
+    """The conversation that the prompt belongs to. Its turns stay at one worker unless another one saves more than a tenth of
+    the prompt."""
+    reserve: bool | Reserve = False
+    """Whether the selected worker counts the request as its load until `/v1/reservations/{id}` is finished or expires."""
+
+
+class Reservation(Struct, frozen=True, kw_only=True):
+    """A request that was sent to a worker and has not ended."""
+
+    id: str
+    tenant: str
+    group: str
+    model: str
+    instance: str
+    rank: int
+    url: str | None
+    """Where the worker takes requests; null if that is not known."""
+    prompt_tokens: int
+    uncached_tokens: int
+    """Tokens of the prompt that the worker must compute."""
+    progress: Literal["waiting", "decoding"]
+    """Whether the request waits for its first token."""
+    output_tokens: int
+    """Tokens of the answer so far, as its client has reported them."""
+    expires_in: float
+    """Seconds after which it expires."""
+
+
+class ReservationUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Changes of a reservation. Each update, also an empty one, restarts its time."""
+
+    first_token: bool = False
+    """Whether the request has its first token."""
+    output_tokens: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    """Tokens of the answer so far."""
+    seconds: ExpirySeconds | None = None
+    """Seconds after which it expires from now on; by default as before."""
+
+
+class ReservationsAnswer(Struct, frozen=True, kw_only=True):
+    """Open reservations."""
+
+    open: int
+    """Number of all."""
+    reservations: list[Reservation]
+    """Those that expire first."""
 
 
 class ScoredCandidate(Struct, frozen=True, kw_only=True):
@@ -223,6 +305,10 @@ class ScoredCandidate(Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: int
+    url: str | None = None
+    """Where it takes requests; null if that is not known."""
+    labels: dict[str, str] = {}
+    """Its labels, as registered."""
     score: float
     """Uncached fraction of the prompt plus load; the smallest score is selected."""
     uncached: float
@@ -231,6 +317,8 @@ class ScoredCandidate(Struct, frozen=True, kw_only=True):
     """What its requests add to the score."""
     hot: bool
     """Whether it has so many requests that its cache did not count."""
+    session: bool
+    """Whether it is the session's own, which lowers its score by 0.1."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
@@ -245,17 +333,45 @@ class Selection(Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: int
+    url: str | None = None
+    """Where it takes requests; null if that is not known."""
+    labels: dict[str, str] = {}
+    """Its labels, as registered."""
+    usable: bool
+    """Whether it can be reached. If not, no candidate can: it is the least bad one, and nothing was reserved."""
     score: float
     trust: TrustStatus
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """Reason for the selection, as a sentence."""
     load_from: Literal["none", "request", "engines", "selections"]
-    """Source of the loads: none, the request, the engines, or the recent selections of the service."""
+    """Source of the loads: none, the request, the engines, or the reservations and recent selections of the service."""
+    reservation: Reservation | None = None
+    """The reservation, if the request has `reserve` and the worker is usable."""
     considered: list[ScoredCandidate] | None = None
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
     """Candidates that were left out because they have no connection, if the request has `explain`."""
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """A selection that was made."""
+
+    at: float
+    """When, in seconds since the epoch."""
+    model: str
+    tenant: str
+    group: str
+    prompt_tokens: int
+    selection: Selection
+    """The response as with `explain`, with at most 16 candidates."""
+
+
+class DecisionsAnswer(Struct, frozen=True, kw_only=True):
+    """A sample of the newest selections: at most one of each second, and at most 64."""
+
+    decisions: list[Decision]
+    """The newest first."""
 
 
 class GapView(Struct, frozen=True, kw_only=True):
@@ -294,15 +410,23 @@ class SourceView(Struct, frozen=True, kw_only=True):
     group: str
     endpoint: str
     replay_endpoint: str | None
+    url: str | None = None
+    """Where it takes requests; null if that is not known."""
+    labels: dict[str, str] = {}
+    """Its labels, as registered."""
     origin: str
-    """`http`, or the discovery provider that found the source."""
+    """`http` for a client's registration, else `discovery` or `plane`."""
+    lease_expires_at: float | None = None
+    """When a client's registration ends unless it is renewed; null if it has no lease."""
     trust: TrustStatus
+    advice: str = ""
+    """What to do about the trust, for people; empty if it is `EXACT`."""
     since: float
     """Time of the last change of the trust state."""
     fault: str | None
     """Problem with an endpoint: nothing listens, a name does not resolve, or it is another kind of socket."""
     incarnation: int
-    """Number of earlier incarnations of the publisher."""
+    """Number of the publisher's present incarnation, as gaps name it. Only its changes mean something."""
     last_seq: int
     """Sequence number of the newest batch; -1 before the first."""
     last_event: float | None
@@ -336,6 +460,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     gaps: list[GapView]
     """The newest gaps."""
     resets: int
+    """How often its blocks were dropped since the service follows it, because the publisher had restarted or lost its past."""
     reconnects: int
     load: LoadView | None = None
     """Load of the engine; null if it reports none, or the newest one is older than `load.max_age_seconds`."""
@@ -351,6 +476,8 @@ class SourcesAnswer(Struct, frozen=True, kw_only=True):
     sources: list[SourceView]
     faults: dict[str, list[str]]
     """Faults by discovery provider: a missing rank, a name that does not resolve."""
+    next: str | None = None
+    """`cursor` of the next page; null on the last page."""
 
 
 class BlockView(Struct, frozen=True, kw_only=True):
@@ -427,3 +554,65 @@ class ReadyAnswer(Struct, frozen=True, kw_only=True):
     """Fraction of the sources that must be EXACT."""
     deadline_seconds: float
     """Seconds after the start from which the quorum no longer counts."""
+
+
+# --- registrations: Dynamo's and Mooncake's `/register` and `/unregister`
+
+
+class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
+
+    model_name: str | None = None
+    modelname: str | None = None
+    model: str | None = None
+    tenant_id: str | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+    group: str | UnsetType = UNSET
+    lora_name: str | None = None
+    lora: str | None = None
+    lora_id: LoraId | None = None
+    cache_salt: str | None = None
+    salt: str | None = None
+    additionalsalt: str | None = None
+    additional_salt: str | None = None
+
+    ALIASES: ClassVar = frozenset({"tenant", "group", "lora", "salt", "additional_salt"})
+    """Names that the OpenAPI document leaves out, since one name of each field is enough."""
+
+
+class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
+    """An engine's rank to follow. Dynamo's API has `model_name`, Mooncake's `modelname`."""
+
+    instance_id: EngineId
+    endpoint: str = ""
+    """Where it publishes. Without one the engine at `url` is asked for the endpoints of all its ranks."""
+    block_size: int | None = None
+    dp_rank: int | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+    type: str | None = None
+    stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
+    """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
+    drafts: list[int] | None = None
+    """KV cache groups of its draft model (EAGLE, MTP), `[]` for all; no field of the original APIs."""
+    load: str | None = None
+    """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
+    field of the original APIs."""
+    lease_seconds: Annotated[int, Meta(ge=1, le=MAX_LEASE_SECONDS)] | None = None
+    """The rank is unregistered after this time unless an equal registration renews it; no field of the original APIs."""
+    url: str | None = None
+    """Where the engine takes requests, which answers return; no field of the original APIs."""
+    labels: Annotated[dict[str, str], Meta(max_length=MAX_LABELS)] = {}
+    """Labels by which `/v1/select` filters; no field of the original APIs."""
+
+    ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
+
+
+class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
+    """An instance, or one rank of it, that the service stops following."""
+
+    instance_id: EngineId
+    dp_rank: int | None = None
+
+    ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}

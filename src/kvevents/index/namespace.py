@@ -19,9 +19,9 @@ class MultiModal:
     """
 
     id: str | int | bytes
-    """As the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` without one. A number is
-    Dynamo's `mm_hash`; its lowest 64 bits count, at any position of the item in a block. Text and bytes count together with
-    that position."""
+    """The hash as the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` without one. A
+    number is Dynamo's `mm_hash`; its lowest 64 bits count, at any position of the item in a block. Text and bytes count
+    together with that position."""
     start: int
     """Position of its first token in the prompt."""
     length: int
@@ -64,26 +64,26 @@ def extract_token_array(text: bytes, name: str) -> tuple[bytes, memoryview] | No
     Returns the text with an empty array in its place, and the token ids as a buffer of unsigned 32-bit integers. Returns None
     if the array is missing, or contains anything that is not a token id: a JSON decoder must read the text then.
     """
-    extracted = _native.lifted(text, name)
-    return None if extracted is None else (extracted[0], memoryview(extracted[1]).cast("I"))
+    parts = _native.lifted(text, name)
+    return None if parts is None else (parts[0], memoryview(parts[1]).cast("I"))
 
 
 class StoredKeys(NamedTuple):
     """The keys of the blocks of one store."""
 
     keys: list[int]
-    """Of the blocks before the first one that has none."""
+    """Keys of the blocks before the first block that has no key."""
     salt: int | None
-    """Added to the seed of local hashes by the cache salt: 0 for a root without one, None if the parent's applies."""
+    """What the cache salt adds to the seed of local hashes: 0 for a root without salt, None if the parent's applies."""
     unkeyed: str | None
-    """Why it and those behind it have none: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
+    """Why the rest has no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
 
 
 def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> StoredKeys:
     """Return the keys of the blocks of a store, as an index computes them.
 
     `parent` is the key of the parent of the first block, and what the salt adds to the seed (`StoredKeys.salt`); None if the
-    parent is unknown, or the first block has none. Raises `TypeError`, `ValueError` or `OverflowError` for an event whose
+    parent is unknown, or the first block has no parent. Raises `TypeError`, `ValueError` or `OverflowError` for an event whose
     fields do not have the declared types.
     """
     return StoredKeys(*_native.stored_keys(encode_events([event]), parent))

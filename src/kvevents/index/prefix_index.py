@@ -25,25 +25,25 @@ class IndexLimits:
     """Limits of an index besides its memory. `IndexStats` counts what exceeds them."""
 
     max_orphans: int = 65_536
-    """Blocks of one stream that wait for their parent or their tokens, about 200 bytes each; the oldest are dropped."""
+    """Maximum number of orphans: blocks of one stream that wait for their parent or their tokens, each about 200 bytes."""
     max_orphan_bytes: int = 64 << 20
-    """Bytes of those, since a block can have as many tokens as fit in a payload; at most an eighth of a memory limit."""
+    """Maximum bytes of orphans, as a block can have as many tokens as a payload; at most an eighth of a memory limit."""
     max_places: int = 64
-    """Placements (tier, locality, ownership, group) of one incarnation of a stream; an engine has a few."""
+    """Maximum number of placements (tier, locality, ownership, group) of one incarnation of a stream; an engine has a few."""
     max_groups: int = 64
-    """KV cache groups of one incarnation of a stream; a hybrid model has a few."""
+    """Maximum number of KV cache groups of one incarnation of a stream; a hybrid model has a few."""
     max_block_sizes: int = 16
-    """Block sizes of one incarnation of a stream: each needs another search for every prompt. An engine has one."""
+    """Maximum number of block sizes of one incarnation of a stream: each needs another search per prompt. An engine has one."""
     max_records_per_key: int = 16
-    """Records of one block key that lookups find, and a few of each stream: it holds one for each hash of a block."""
+    """Maximum number of records that lookups find per block key: a stream holds one for each hash of a block, usually a few."""
     max_blocks_per_hash: int = 1_024
-    """Blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
+    """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64
-    """Ranks that the payloads of one stream may state; a relay of one node has a few."""
+    """Maximum number of ranks that the payloads of one stream may state; a relay of one node has a few."""
     max_fences: int = 65_536
-    """Removed workers whose late deliveries are still rejected; beyond, the oldest are forgotten."""
+    """Maximum number of removed workers whose late deliveries are still rejected; beyond it, the oldest are forgotten."""
     max_speculated: int = 1_000_000
-    """Blocks of the overlay; beyond, the oldest decisions expire early."""
+    """Maximum number of blocks of the overlay; beyond it, the oldest decisions expire early."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
@@ -58,7 +58,7 @@ class ApplyResult:
     status: Literal["applied", "duplicate", "void"]
     """`duplicate`: it was applied before. `void`: it belongs to an earlier incarnation, or to a removed worker."""
     report: BatchReport | None = None
-    """To be passed to the subscriber's `report`; usually None, which means that there is nothing to report."""
+    """The argument for the subscriber's `report`; usually None, which means that there is nothing to report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Block:
     group: int
     """KV cache group; 0 if the engine sends none."""
     copies: int
-    """How many more times the engine has stored it than removed it: the most copies that there can be."""
+    """Maximum number of copies: how many more times the engine has stored the block than removed it."""
     certain_copies: int
-    """The fewest copies that there can be. 0 if the block might be gone: an engine can announce a block again that is resident
-    already, so one of several stores adds no certain copy."""
+    """Minimum number of copies. 0 if the block might be gone: an engine can announce a block again that is resident already, so
+    one of several stores adds no certain copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ Worker: TypeAlias = tuple[str, int] | str
 """Source and rank, or the source alone for rank 0."""
 
 MAX_PAYLOAD_EXPANSION: Final = 100
-"""Most bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names that stay.
-Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+"""Maximum number of bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names
+that stay. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
@@ -174,9 +174,9 @@ ESTIMATES: Final = {
     "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
 }
-"""What each value of `WorkerInfo.estimate` means."""
+"""The meaning of each value of `WorkerInfo.estimate`."""
 _OF_LOOKUPS: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
-"""Estimates that follow from how a model is looked up. Its events are complete and right, so its stream may be EXACT."""
+"""Estimates that follow from the lookup rules of a model. Its events are complete and right, so its stream may be EXACT."""
 
 
 def describe_estimate(code: str, count: int) -> str:
@@ -190,7 +190,7 @@ _NOTHING: Final = BatchReport()
 _DUPLICATE: Final = ApplyResult("duplicate")
 _VOID: Final = ApplyResult("void")
 _BLOCKS_PER_PAGE: Final = 1_000
-"""Blocks converted to Python objects before other threads can run: about 0.2 ms."""
+"""Number of blocks that are converted to Python objects before other threads can run; they take about 0.2 ms."""
 
 
 class PrefixIndex(_native.NativeIndex):
@@ -229,12 +229,12 @@ class PrefixIndex(_native.NativeIndex):
         )
         self._clock = clock
         self._wire_rejected = Counter()
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         return self
 
     _clock: Callable[[], float]
     _wire_rejected: Counter[str]
-    _counting: threading.Lock
+    _count_lock: threading.Lock
 
     # --- deliveries
 
@@ -262,23 +262,23 @@ class PrefixIndex(_native.NativeIndex):
         return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
     def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
-        """Apply several deliveries in order. Consecutive raw batches are applied without the interpreter lock."""
-        found: list[ApplyResult] = []
+        """Apply several deliveries in order. Raw batches in sequence are applied without the interpreter lock."""
+        results: list[ApplyResult] = []
         raw: list[RawBatch] = []
         for delivery in deliveries:
             if isinstance(delivery, RawBatch):
                 raw.append(delivery)
                 continue
-            found += self._apply_many(raw)
+            results += self._apply_many(raw)
             raw.clear()
-            found.append(self.apply(delivery))
-        found += self._apply_many(raw)
-        return found
+            results.append(self.apply(delivery))
+        results += self._apply_many(raw)
+        return results
 
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
-        Returns the outcome of each that was not simply applied, by its position.
+        Returns the outcome of each payload that was not simply applied, by its position.
         """
         return self._apply_run(*_parts(stream), incarnation, first, payloads)
 
@@ -287,57 +287,58 @@ class PrefixIndex(_native.NativeIndex):
             payload = encode_events(batch.events, batch.data_parallel_rank)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
-        loses_events = any(rejected.loses_events for rejected in batch.rejected)
-        applied = self._apply((batch.source, batch.rank), batch.incarnation, batch.seq, payload, loses_events)
-        if applied is None:
+        loses_events = any(rejection.loses_events for rejection in batch.rejected)
+        result = self._apply((batch.source, batch.rank), batch.incarnation, batch.seq, payload, loses_events)
+        if result is None:
             raise UsageError("events do not have the types that kvevents.events declares: a field has a value of another type")
-        found = inspect_events(batch.events, batch.rejected)
-        if found is None:
-            return applied
-        estimate = None if applied.report is None else applied.report.estimate
-        heartbeat, agrees, attested = found.heartbeat, None, None
-        if heartbeat is not None and applied.status == "applied":
-            stream, stated = (batch.source, batch.rank), batch.data_parallel_rank
-            agrees, attested = self._compare(*stream, stated, heartbeat.digest, heartbeat.attestation)
-        return self._with_report(applied, found.rejected, heartbeat, agrees, attested, estimate)
+        report = inspect_events(batch.events, batch.rejected)
+        if report is None:
+            return result
+        estimate = None if result.report is None else result.report.estimate
+        heartbeat, agrees, attestation_matches = report.heartbeat, None, None
+        if heartbeat is not None and result.status == "applied":
+            stream, stated_rank = (batch.source, batch.rank), batch.data_parallel_rank
+            agrees, attestation_matches = self._compare(*stream, stated_rank, heartbeat.digest, heartbeat.attestation)
+        return self._with_report(result, report.rejected, heartbeat, agrees, attestation_matches, estimate)
 
     def _found(
         self,
-        applied: ApplyResult,
-        rejected: list[tuple[str, str, int | None, bytes, int]],
+        result: ApplyResult,
+        rejections: list[tuple[str, str, int | None, bytes, int]],
         heartbeat: tuple[str | None, float, str, str, int, int | None] | None,
         agrees: bool | None,
-        attested: bool | None,
+        attestation_matches: bool | None,
         estimate: tuple[str, int] | None,
     ) -> ApplyResult:
         """Called by native code, with findings in the order of the fields of `Rejected` and `Heartbeat`.
 
         `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
         """
-        sent = None if heartbeat is None else Heartbeat(*heartbeat)
+        sender_heartbeat = None if heartbeat is None else Heartbeat(*heartbeat)
         sentence = None
         if estimate is not None:
             sentence = "" if estimate[0] in _OF_LOOKUPS else describe_estimate(*estimate)
-        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested, sentence)
+        records = tuple(Rejected(*rejection) for rejection in rejections)
+        return self._with_report(result, records, sender_heartbeat, agrees, attestation_matches, sentence)
 
     def _with_report(
         self,
-        applied: ApplyResult,
-        rejected: tuple[Rejected, ...],
+        result: ApplyResult,
+        rejections: tuple[Rejected, ...],
         heartbeat: Heartbeat | None,
         agrees: bool | None,
-        attested: bool | None,
+        attestation_matches: bool | None,
         estimate: str | None,
     ) -> ApplyResult:
         """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
-        if applied.status != "applied":
-            return applied if heartbeat is None else ApplyResult(applied.status, BatchReport(heartbeat=heartbeat))
-        with self._counting:
-            for one in rejected:
-                self._wire_rejected[one.reason] += one.count
-        is_cleared = applied.report is not None and applied.report.cleared
-        report = BatchReport(rejected, is_cleared, heartbeat, agrees, attested, estimate)
-        return ApplyResult(applied.status, None if report == _NOTHING else report)
+        if result.status != "applied":
+            return result if heartbeat is None else ApplyResult(result.status, BatchReport(heartbeat=heartbeat))
+        with self._count_lock:
+            for rejection in rejections:
+                self._wire_rejected[rejection.reason] += rejection.count
+        is_cleared = result.report is not None and result.report.cleared
+        report = BatchReport(rejections, is_cleared, heartbeat, agrees, attestation_matches, estimate)
+        return ApplyResult(result.status, None if report == _NOTHING else report)
 
     # --- workers
 
@@ -357,7 +358,7 @@ class PrefixIndex(_native.NativeIndex):
         """Note that an engine lists another path for a LoRA name.
 
         Unless its events have shown that since the last call, no block that the ranks of `source` hold of this name is certain
-        any more. Blocks that are stored from now on are.
+        any more. Blocks that are stored later are certain.
         """
         self._replace_lora(source, lora)
 
@@ -385,43 +386,43 @@ class PrefixIndex(_native.NativeIndex):
         source, rank = _parts(worker)
         info = self._worker(source, rank)
         if info is None:
-            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}")
+            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")
         return WorkerInfo(**info)
 
     def stats(self) -> IndexStats:
-        """Return statistics. Reads one stream after the other, and waits for those that are being written to."""
+        """Return statistics. Reads one stream after the other, and waits for streams that are being written to."""
         totals = self._totals()
-        rejected: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
+        rejections: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
         sums: Counter[str] = Counter()
         infos = self._workers()
         for info in infos:
-            rejected.update(info["rejected"])
+            rejections.update(info["rejected"])
             sums.update({name: info[name] for name in (*_HELD, *_SUMMED)})
         sums.update({name: totals.pop(name) for name in _SUMMED})
-        counted = {name: sums[name] for name in (*_HELD, *_SUMMED)}
+        counts = {name: sums[name] for name in (*_HELD, *_SUMMED)}
         return IndexStats(
-            **counted, rejected=dict(rejected), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
+            **counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
         )
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
         """Return the blocks that a worker holds now, once for each tier and group, unordered. Raises `UnknownSourceError`."""
         source, rank = _parts(worker)
-        found = self._blocks(source, rank)
-        if found is None:
-            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}")
-        return (Block(*block) for page in iter(lambda: found.take(_BLOCKS_PER_PAGE), []) for block in page)
+        pages = self._blocks(source, rank)
+        if pages is None:
+            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")
+        return (Block(*block) for page in iter(lambda: pages.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
         """Return 32 hex digits that are equal for equal blocks, with the same hashes, tiers, groups and copies.
 
-        Of a stream that carries several ranks it covers all of them.
-        The order of events, sequence numbers and orphans do not count. Raises `UnknownSourceError`.
+        If a stream carries several ranks, the digest covers all of them. The order of events, sequence numbers and orphans do
+        not count. Raises `UnknownSourceError`.
         """
         source, rank = _parts(stream)
-        found = self._digest(source, rank)
-        if found is None:
-            raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}")
-        return f"{found:032x}"
+        digest = self._digest(source, rank)
+        if digest is None:
+            raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}; workers() lists all workers")
+        return f"{digest:032x}"
 
     # --- snapshots
 
@@ -446,7 +447,7 @@ class PrefixIndex(_native.NativeIndex):
         (`evicted`).
 
         Raises `SnapshotError`, and has added nothing then, for example if the index already has one of the workers: remove that
-        one first.
+        worker first.
         """
         return merge_snapshot(self, file)
 
@@ -455,7 +456,7 @@ class PrefixIndex(_native.NativeIndex):
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
         """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
 
-        It counts in `match(..., overlay=True)` only, if it is longer than what the worker holds.
+        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds.
         """
         if not ttl > 0:
             raise ConfigError(f"invalid ttl {ttl}: expected a number of seconds above 0")

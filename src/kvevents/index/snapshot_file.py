@@ -20,7 +20,7 @@ File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]
 
 _PIECE: Final = 1 << 20
-"""Bytes read from or written to a file object at once."""
+"""Number of bytes that are read from or written to a file object at once."""
 _NOT_RESTORED: Final = "the index was not changed: restore another file, or start without a snapshot"
 _NOT_MERGED: Final = "the index was not changed: correct the cause, or merge another file"
 _INCOMPLETE: Final = "its content is not a valid snapshot: write the snapshot again to another place"
@@ -38,30 +38,30 @@ def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> N
         spool = Path(folder, "snapshot")
         with _as_snapshot_error("write", f"{_name_of(file)} by way of {spool}", _NOT_WRITTEN):
             index._snapshot(spool, workers)  # noqa: SLF001 - this module is part of the index
-        with spool.open("rb") as saved:
-            while piece := saved.read(_PIECE):
+        with spool.open("rb") as spool_file:
+            while piece := spool_file.read(_PIECE):
                 _write_all(file, piece)
 
 
 def read_snapshot(index: NativeIndex, file: File) -> None:
     """See `PrefixIndex.restore`."""
-    with _as_snapshot_error("read", _name_of(file), _NOT_RESTORED), _reading(file) as read:
-        index._restore(read)  # noqa: SLF001 - as above
+    with _as_snapshot_error("read", _name_of(file), _NOT_RESTORED), _open_reader(file) as read_piece:
+        index._restore(read_piece)  # noqa: SLF001 - as above
 
 
 def merge_snapshot(index: NativeIndex, file: File) -> Workers:
     """See `PrefixIndex.merge`."""
-    with _as_snapshot_error("merge", _name_of(file), _NOT_MERGED), _reading(file) as read:
-        return index._absorb(read)  # noqa: SLF001 - as above
+    with _as_snapshot_error("merge", _name_of(file), _NOT_MERGED), _open_reader(file) as read_piece:
+        return index._absorb(read_piece)  # noqa: SLF001 - as above
 
 
 @contextmanager
-def _reading(file: File) -> Iterator[Callable[[int], bytes]]:
+def _open_reader(file: File) -> Iterator[Callable[[int], bytes]]:
     if not isinstance(file, str | os.PathLike):
         yield _reader(file)
         return
-    with Path(file).open("rb", buffering=0) as opened:
-        yield opened.read
+    with Path(file).open("rb", buffering=0) as opened_file:
+        yield opened_file.read
 
 
 @contextmanager
@@ -77,13 +77,13 @@ def _as_snapshot_error(verb: str, name: str, advice: str) -> Iterator[None]:
 
 def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
     """Write to a temporary file beside `path`, and rename it when all of it is on the disk."""
-    existed = path.exists()
-    if existed and not path.is_file():
+    is_replacement = path.exists()
+    if is_replacement and not path.is_file():
         raise ValueError("the path exists and is not a regular file")
     temporary = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
     try:
         index._snapshot(temporary, workers)  # noqa: SLF001 - as above
-        if existed:
+        if is_replacement:
             shutil.copymode(path, temporary)
         temporary.replace(path)
     except BaseException:
@@ -98,11 +98,11 @@ def _fsync_directory(folder: Path) -> None:
     if not hasattr(os, "O_DIRECTORY"):
         return
     with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(opened)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
 def _name_of(file: File) -> str:
@@ -114,15 +114,15 @@ def _name_of(file: File) -> str:
 
 def _write_all(file: BinaryIO, piece: bytes) -> None:
     """Write a whole piece. An unbuffered file can accept only a part of it, and returns the size of that part."""
-    left = memoryview(piece)
-    while left:
+    remainder = memoryview(piece)
+    while remainder:
         try:
-            count = cast("int | None", file.write(left))
+            count = cast("int | None", file.write(remainder))
         except TypeError as error:
             raise UsageError(f"{_name_of(file)} does not accept bytes: open it in binary mode") from error
         if count is None and isinstance(cast("object", file), io.RawIOBase):
             raise BlockingIOError("the file object is in non-blocking mode")
-        left = left[len(left) if count is None else count :]
+        remainder = remainder[len(remainder) if count is None else count :]
 
 
 def _reader(file: BinaryIO) -> Callable[[int], bytes]:

@@ -73,25 +73,15 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "kvevents.routing.engine_load": ("EngineLoad",),
-        "kvevents.routing.load_readings": ("LoadReading", "LoadSettings", "LoadSource"),
-        "kvevents.routing.load_subscriber": ("LoadSubscriber",),
+        "kvevents.routing.engine_load": "EngineLoad",
+        "kvevents.routing.load_readings": "LoadReading LoadSettings LoadSource",
+        "kvevents.routing.load_subscriber": "LoadSubscriber",
         "kvevents.routing.policies": (
-            "POLICIES",
-            "LeastLoaded",
-            "LeastLoadedSettings",
-            "NoSettings",
-            "PrefixAware",
-            "PrefixAwareSettings",
-            "RandomChoice",
-            "RoundRobin",
-            "SessionAffinity",
-            "SessionAffinitySettings",
-            "Ties",
-            "policy",
+            "POLICIES LeastLoaded LeastLoadedSettings NoSettings PrefixAware PrefixAwareSettings RandomChoice RoundRobin "
+            "SessionAffinity SessionAffinitySettings Ties policy"
         ),
-        "kvevents.routing.policy_types": ("Candidate", "Choice", "Load", "Policy", "Prompt", "ScoredCandidate", "Worker"),
-        "kvevents.routing.router": ("MAX_IN_FLIGHT", "Decision", "NoWorkerError", "Router"),
-        "kvevents.routing.weights": ("TIER_WEIGHTS", "TRUST_WEIGHTS"),
+        "kvevents.routing.policy_types": "Candidate Choice Load Policy Prompt ScoredCandidate Worker",
+        "kvevents.routing.router": "MAX_IN_FLIGHT Decision NoWorkerError Router",
+        "kvevents.routing.weights": "TIER_WEIGHTS TRUST_WEIGHTS",
     },
 )

@@ -38,7 +38,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, g
     total_tokens: _Count = 0
     """Tokens in use and tokens of waiting requests."""
     max_running: _Count = 0
-    """Most requests in the running batch; 0 if unknown."""
+    """Maximum number of requests in the running batch; 0 if unknown."""
     prefill_uncached_tokens: _Count = 0
     """Prompt tokens computed since the engine's start."""
     prefill_busy_us: _Count = 0

@@ -21,7 +21,7 @@ try:
     import aiohttp
     from yarl import URL
 except ImportError as error:
-    raise MissingDependencyError(f"HTTP requests need aiohttp ({error}): pip install 'kvevents[service]'") from error
+    raise MissingDependencyError(f"HTTP requests need aiohttp ({error})", "service") from error
 
 HttpErrorKind: TypeAlias = Literal[
     "untrusted", "no-tls", "unknown-host", "timeout", "refused", "closed", "not-http", "too-large", "unreachable"
@@ -100,21 +100,30 @@ class HttpConnections:
 
     async def get(self, url: str, headers: Mapping[str, str], *, server_name: str | None = None) -> Answer:
         """Send GET and return the response. A certificate must be for `server_name` or the URL's host. Raises `HttpError`."""
-        return await self._ask("GET", url, headers, None, server_name)
+        return await self.send("GET", url, headers, server_name=server_name)
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Send POST and return the response. Raises `HttpError`.
+        """Send POST and return the response. Raises `HttpError`."""
+        return await self.send("POST", url, headers, body)
 
-        If a reused connection closes before a response begins, the request is sent once more. So only requests that may be
-        sent twice are allowed with `idle_seconds`.
-        """
-        return await self._ask("POST", url, headers, body, None)
-
-    async def _ask(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, server_name: str | None
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        *,
+        seconds: float | None = None,
+        is_repeatable: bool = True,
+        server_name: str | None = None,
     ) -> Answer:
+        """Send a request and return the response, within `seconds` if given. Raises `HttpError`.
+
+        If a reused connection closes before a response begins, the request is sent once more, unless it must not be.
+        """
         bounds, loop = self._bounds, asyncio.get_running_loop()
-        async with _map_errors(), asyncio.timeout(bounds.connect_seconds or bounds.seconds) as deadline:
+        limit = bounds.connect_seconds or bounds.seconds if seconds is None else seconds
+        async with _map_errors(), asyncio.timeout(limit) as deadline:
             options: dict[str, Any] = {"headers": headers, "data": body, "server_hostname": server_name}
             if self._traces:
                 options["trace_request_ctx"] = lambda: deadline.reschedule(loop.time() + bounds.seconds)
@@ -122,7 +131,7 @@ class HttpConnections:
             try:
                 return await self._exchange(method, target, options)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError) or not self._may_retry:
+                if isinstance(error, aiohttp.ClientConnectorError) or not (is_repeatable and self._may_retry):
                     raise
                 return await self._exchange(method, target, options)
 
@@ -132,23 +141,23 @@ class HttpConnections:
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
         async with self._session.request(method, url, allow_redirects=False, **options) as response:
-            left, pieces = self._bounds.max_bytes, []
+            bytes_left, pieces = self._bounds.max_bytes, []
             async for piece in response.content.iter_any():
-                left -= len(piece)
-                if left < 0:
+                bytes_left -= len(piece)
+                if bytes_left < 0:
                     raise HttpError("too-large", f"the response has more than {self._bounds.max_bytes} bytes")
                 pieces.append(piece)
             return Answer(response.status, b"".join(pieces), response.headers.get("Location"))
 
 
 def _trace_connected() -> aiohttp.TraceConfig:
-    async def connected(_session: aiohttp.ClientSession, context: SimpleNamespace, _: object) -> None:
-        done: Callable[[], None] = context.trace_request_ctx
-        done()
+    async def report_connection(_session: aiohttp.ClientSession, context: SimpleNamespace, _: object) -> None:
+        callback: Callable[[], None] = context.trace_request_ctx
+        callback()
 
     trace = aiohttp.TraceConfig()
-    trace.on_connection_create_end.append(connected)
-    trace.on_connection_reuseconn.append(connected)
+    trace.on_connection_create_end.append(report_connection)
+    trace.on_connection_reuseconn.append(report_connection)
     return trace
 
 

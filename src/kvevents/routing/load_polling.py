@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvevents.backoff import Backoff, jittered
+from kvevents.prometheus import require
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import (
     MAX_METRICS_BYTES,
@@ -25,12 +26,11 @@ from kvevents.routing.load_readings import (
     Readings,
     ReportedLoad,
     check_load_url,
-    require_parser,
 )
 
 _logger: Final = logging.getLogger(__name__)
-MAX_PAUSE_SECONDS: Final = 10.0
-"""Longest pause after a failure, unless `poll_seconds` is longer. A server that has come back is noticed after this time."""
+MAX_PAUSE_SECONDS: Final = 2.0
+"""Longest pause after a failure, unless the usual one is longer. A server that has come back is noticed after this time."""
 _IDLE_INTERVALS: Final = 4
 """Intervals for which an idle connection is kept for the next request."""
 _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
@@ -46,7 +46,7 @@ class _Target:
         self.fault = ""
 
     def store(self, body: bytes, now: float) -> str:
-        """Store the load of each rank. Return what is wrong with the first one that has none; empty if all have one."""
+        """Store the load of each rank. Return the fault of the first rank without a load; empty if all have one."""
         report, fault = ReportedLoad.read(body), ""
         for readings in self.ranks:
             try:
@@ -64,7 +64,7 @@ class LoadPoller:
     """
 
     def __init__(self, settings: LoadSettings) -> None:
-        require_parser()
+        require("the load of vLLM needs")
         self._settings: Final = settings
         self._targets: dict[str, _Target] = {}
         self._slots: Final = asyncio.Semaphore(settings.at_once)
@@ -80,7 +80,7 @@ class LoadPoller:
         self._call(lambda: self._add(readings))
 
     def remove(self, readings: Readings) -> None:
-        """Stop polling for a rank; do nothing if it is unknown."""
+        """Stop polling for a rank. Does nothing if it is unknown."""
         self._call(lambda: self._remove(readings))
 
     def close(self) -> None:
@@ -102,7 +102,10 @@ class LoadPoller:
         try:
             asyncio.run(self._main())
         except Exception:
-            _logger.exception("the load of engines is no longer polled")
+            _logger.exception("polling the load of engines has failed; their load is unknown from now on")
+            for target in self._targets.values():  # no engine is left out for ever
+                for readings in target.ranks:
+                    readings.silence = ""
         finally:
             self._has_begun.set()
 
@@ -159,11 +162,17 @@ class LoadPoller:
         try:
             async with self._slots:
                 answer = await self._connections.get(target.url, _HEADERS)
+            for readings in target.ranks:
+                readings.has_answered, readings.silence = True, ""
+            if not any(readings.source.reads_load for readings in target.ranks):
+                return ""
             if answer.status == 200:
                 return target.store(answer.body, time.monotonic())
             fault = f"answers with status {answer.status}"
         except HttpError as error:
             fault = f"does not answer: {error}" if error.kind != "timeout" else "does not answer in time"
+            for readings in target.ranks:
+                readings.silence = f"{target.url} {fault}" if readings.has_answered else ""
         except LoadError as error:
             fault = str(error)
         for readings in target.ranks:

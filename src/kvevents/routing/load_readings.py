@@ -1,4 +1,4 @@
-"""What follows the load of engines: settings, sources, the newest reading of each, and the metrics that are read.
+"""Loads of engines: settings, sources, the newest reading of each source, and the metrics that are read.
 
 An HTTP server reports load in the Prometheus metrics of vLLM and SGLang, and in vLLM's `/load`.
 
@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvevents.endpoints import validate_endpoint
-from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
+from kvevents.errors import ConfigError, ExternalError
+from kvevents.prometheus import require
 from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
 from kvevents.zeromq.keys import Curve
@@ -34,7 +35,7 @@ _logger: Final = logging.getLogger(__name__)
 MAX_METRICS_BYTES: Final = 4 << 20
 """Largest answer that is read. A vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
-"""Most series of load in one answer: some for each rank."""
+"""Maximum number of series of load in one answer: some for each rank."""
 MAX_COUNT: Final = 1 << 53
 """Largest value of a metric that is a count: above, a double is not exact."""
 METRICS_PATH: Final = "/metrics"
@@ -123,10 +124,10 @@ class ReportedLoad:
             raise LoadError(f"has more than {MAX_SERIES} series of load")
         series: dict[str, list[_Series]] = {}
         # Labels of the configuration are long and the same in each answer.
-        constant = [name + rest for name, rest in lines if name == _CACHE_INFO]
-        changing = [name + rest for name, rest in lines if name != _CACHE_INFO]
-        parsed = (*_parse_metrics(b"\n".join(changing)), *(each for line in constant for each in _parse_line(line)))
-        for name, labels, value in parsed:
+        constant = [name + fields for name, fields in lines if name == _CACHE_INFO]
+        changing = [name + fields for name, fields in lines if name != _CACHE_INFO]
+        samples = (*_parse_metrics(b"\n".join(changing)), *(sample for line in constant for sample in _parse_line(line)))
+        for name, labels, value in samples:
             series.setdefault(name, []).append(_Series(labels, value))
         return cls(series)
 
@@ -142,11 +143,11 @@ class ReportedLoad:
     def _load(self, names: _Names, rank: int) -> EngineLoad:
         running, waiting = self._value(names, names.running, rank), self._value(names, names.waiting, rank)
         if running is None or waiting is None:
-            missing = names.running if running is None else names.waiting
-            raise LoadError(f"has no {missing} of rank {rank}")
+            metric = names.running if running is None else names.waiting
+            raise LoadError(f"has no {metric} of rank {rank}")
         capacity = self._capacity(names, rank)
         used = None if names.used is None else self._value(names, names.used, rank)
-        usage = next((found for name in names.usage if (found := self._value(names, name, rank)) is not None), 0.0)
+        usage = next((value for name in names.usage if (value := self._value(names, name, rank)) is not None), 0.0)
         return EngineLoad(
             running=_count(running),
             waiting=_count(waiting),
@@ -158,20 +159,20 @@ class ReportedLoad:
     def _capacity(self, names: _Names, rank: int) -> float:
         if names.capacity is not None:
             return self._value(names, names.capacity, rank) or 0.0
-        for one in self._of(names, names.cache_info or "", rank):
-            blocks, size = one.labels.get("num_gpu_blocks", ""), one.labels.get("block_size", "")
+        for row in self._series_of(names, names.cache_info or "", rank):
+            blocks, size = row.labels.get("num_gpu_blocks", ""), row.labels.get("block_size", "")
             if _is_number(blocks) and _is_number(size):
                 return float(blocks) * float(size)
         return 0.0
 
     def _value(self, names: _Names, name: str, rank: int) -> float | None:
         """Return the value of a rank; the largest if there are several series of it."""
-        return max((one.value for one in self._of(names, name, rank)), default=None)
+        return max((row.value for row in self._series_of(names, name, rank)), default=None)
 
-    def _of(self, names: _Names, name: str, rank: int) -> list[_Series]:
-        ranks = {one.labels.get(names.rank) for one in self._series.get(names.running, ())}
-        wanted = ranks if len(ranks) == 1 else {str(rank)}
-        return [one for one in self._series.get(name, ()) if one.labels.get(names.rank) in wanted]
+    def _series_of(self, names: _Names, name: str, rank: int) -> list[_Series]:
+        ranks = {row.labels.get(names.rank) for row in self._series.get(names.running, ())}
+        labels = ranks if len(ranks) == 1 else {str(rank)}
+        return [row for row in self._series.get(name, ()) if row.labels.get(names.rank) in labels]
 
 
 def _is_number(text: str) -> bool:
@@ -185,7 +186,7 @@ def _count(value: float) -> int:
 
 
 def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
-    require_parser()
+    require("the load of vLLM needs")
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - an extra
 
     try:
@@ -204,20 +205,12 @@ def _parse_line(line: bytes) -> tuple[tuple[str, Mapping[str, str], float], ...]
     return tuple(_parse_metrics(line)) if len(line) <= MAX_LINE_BYTES else ()
 
 
-def require_parser() -> None:
-    """Raise `MissingDependencyError` if the parser of metrics is not installed."""
-    try:
-        import prometheus_client  # noqa: F401, PLC0415 - an extra
-    except ImportError as error:
-        raise MissingDependencyError("the load of vLLM needs prometheus_client: pip install 'kvevents[service]'") from error
-
-
 def _server_load(body: bytes) -> int:
     try:
-        found = msgspec.json.decode(body, type=_ServerLoad).server_load
+        count = msgspec.json.decode(body, type=_ServerLoad).server_load
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise LoadError(f"is not an answer of vLLM's /load: {error}") from error
-    return _count(found)
+        raise LoadError(f"is neither metrics nor vLLM's /load: {error}") from error
+    return _count(count)
 
 
 def is_load_url(text: str) -> bool:
@@ -257,13 +250,17 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     poll_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 1.0
     """Seconds between two requests to a server that is polled, such as vLLM's `/metrics`. Each request costs the server some
     milliseconds."""
-    request_seconds: Seconds = 2.0
-    """Longest time for one answer."""
+    resolve_seconds: Seconds = 5.0
+    """Seconds without a message after which the host name of an engine that publishes load is resolved again, since it may have
+    another address. They double with each further lookup, up to a minute."""
+    request_seconds: Seconds = 1.5
+    """Longest time for one answer. A server that answered before, and now does not, gets no requests from `/v1/select`: a pause
+    and an answer's time are less than 3 s."""
     at_once: Positive = 64
-    """Most requests at one time."""
+    """Maximum number of requests at one time."""
     polls_per_second: Positive = 500
-    """Most requests in a second, each of which takes about 0.4 ms of CPU. With more servers `poll_seconds` grows, up to four
-    fifths of `max_age_seconds`."""
+    """Maximum number of requests in a second, each of which takes about 0.4 ms of CPU. With more servers `poll_seconds` grows,
+    up to four fifths of `max_age_seconds`."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -274,9 +271,9 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def interval(self, servers: int) -> float:
-        """Return the seconds between two requests to one of so many servers."""
-        longest = max(self.poll_seconds, _SHARE_OF_AGE * self.max_age_seconds)
-        return min(max(self.poll_seconds, servers / self.polls_per_second), longest)
+        """Return the seconds between two requests to a server when so many servers are polled."""
+        max_interval = max(self.poll_seconds, _SHARE_OF_AGE * self.max_age_seconds)
+        return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +290,8 @@ class LoadSource:
     topic: str = LOAD_TOPIC
     """Prefix of the topics to receive."""
     curve: Curve | None = None
+    reads_load: bool = True
+    """Whether its answers must have a load. Without one they only say that the server answers (`LoadReading.silence`)."""
 
     def __post_init__(self) -> None:
         if is_load_url(self.endpoint):
@@ -310,10 +309,10 @@ class LoadSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    """The newest load of one rank, and what was received of it."""
+    """The newest load of one rank, and counters of its messages."""
 
     load: EngineLoad | None
-    """None if none has come, or the newest one is older than `max_age_seconds`."""
+    """None if no load has arrived, or if the newest load is older than `max_age_seconds`."""
     age: float | None
     """Seconds since the newest load arrived; None before the first."""
     received: int
@@ -322,6 +321,8 @@ class LoadReading:
     """Messages that are not a load, and requests without one."""
     fault: str
     """Why the newest load is unknown; empty if it is known."""
+    silence: str = ""
+    """The fault of a server that answered before, and now does not; empty if it answers, or never has."""
 
 
 class Readings:
@@ -335,6 +336,10 @@ class Readings:
         self.rejected = 0
         self.fault = ""
         """Why the last request brought no load; empty if it did."""
+        self.has_answered = False
+        """Whether the server has ever answered."""
+        self.silence = ""
+        """Why the server no longer answers although it did before; empty if it answers."""
         self._newest: tuple[EngineLoad, float] | None = None
 
     def store(self, load: EngineLoad, now: float) -> None:
@@ -365,7 +370,8 @@ class Readings:
         newest = self._newest
         age = None if newest is None else max(now - newest[1], 0.0)
         load = None if newest is None or age is None or age > max_age else newest[0]
-        return LoadReading(load, age, self.received, self.rejected, "" if load is not None else self._describe_fault(age))
+        fault = "" if load is not None else self._describe_fault(age)
+        return LoadReading(load, age, self.received, self.rejected, fault, self.silence)
 
     def _describe_fault(self, age: float | None) -> str:
         if self.fault:

@@ -3,22 +3,25 @@
 Theory of operation: readings have no time of their own, and only the newest one matters. A thread receives them as they come,
 so that the age of a reading is that of its arrival; a reading older than `max_age_seconds` is not returned. A stream that is
 absent, silent or invalid therefore costs its signal and nothing else. One reading is stored for each source. Engines that
-publish no load are polled instead, in another thread (`load_polling`).
+publish no load are polled instead, in another thread (`load_polling`). Host names are resolved in threads of their own
+(`zeromq.name_resolver`): while a stream with a name is silent, its socket goes through the addresses of the name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
+from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.routing.load_readings import (
@@ -31,6 +34,7 @@ from kvevents.routing.load_readings import (
     is_load_url,
 )
 from kvevents.wire.framing import Malformed, parse_live
+from kvevents.zeromq.name_resolver import Lookup, NameResolver, has_name
 from kvevents.zeromq.sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
@@ -39,29 +43,66 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger(__name__)
 _MESSAGES_PER_TURN: Final = 64
-"""Messages of one stream that are read before those of the others."""
+"""Maximum number of messages of one stream that are read before other streams have their turn."""
 _OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
 _DEFAULT_SETTINGS: Final = LoadSettings()
+_MAX_RESOLVE_SECONDS: Final = 60.0
+"""Longest time between two lookups of the name of a silent stream."""
 
 
 class _Stream(Readings):
-    """One load stream. The thread of the subscriber writes it."""
+    """The load stream of one engine. The thread of the subscriber writes it."""
 
     def __init__(
-        self, source: LoadSource, socket: zmq.Socket[bytes], security: SocketSecurity | None, on_load: OnLoad | None
+        self,
+        source: LoadSource,
+        socket: zmq.Socket[bytes],
+        security: SocketSecurity | None,
+        on_load: OnLoad | None,
+        resolve_seconds: float,
     ) -> None:
         super().__init__(source, on_load)
         self.socket: Final = socket
         self._security = security
+        self._quiet_seconds: Final = resolve_seconds if has_name(source.endpoint) else math.inf
+        self._pause = self._quiet_seconds
+        self._resolve_at = 0.0 if has_name(source.endpoint) else math.inf
+        self._lookup: Lookup | None = None
+        self._address = ""
+        self._attempts = 0
+
+    def connect(self, names: NameResolver[_Stream], now: float) -> None:
+        """If the stream is silent, connect to the next address of its host name; `names` reports when that is known."""
+        if now < self._resolve_at:
+            return
+        lookup = self._lookup or names.resolve(self.source.endpoint, self)
+        if not lookup.is_done:
+            self._lookup = lookup
+            return
+        self._lookup = None
+        self._resolve_at, self._pause = now + self._pause, min(2 * self._pause, _MAX_RESOLVE_SECONDS)
+        self.fault = lookup.error
+        if lookup.endpoints:
+            self._connect_to(lookup.endpoints[self._attempts % len(lookup.endpoints)])
+            self._attempts += 1
+
+    def _connect_to(self, address: str) -> None:
+        if address != self._address:
+            with contextlib.suppress(zmq.ZMQError):  # there was no address before
+                self.socket.disconnect(self._address)
+            self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
+            connect_or_bind(self.socket, address, bind=False)
+            self._address = address
 
     def receive(self, now: float) -> None:
         """Read the messages that have arrived, up to a limit."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
-                parsed = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
+                message = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            load = None if isinstance(parsed, Malformed) else decode_load(parsed.payload)
+            self._pause, self._resolve_at = self._quiet_seconds, now + self._quiet_seconds
+            load = None if isinstance(message, Malformed) else decode_load(message.payload)
             if load is None:
                 self.reject()
             else:
@@ -76,7 +117,7 @@ class _Stream(Readings):
 
 
 class LoadSubscriber:
-    """Receives the load that engines report, and polls those that publish none. Any thread may call every method.
+    """Receives the loads that engines publish, and polls engines that publish none. Any thread may call every method.
 
     `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; what it
     raises is logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` for a source to poll without the
@@ -99,6 +140,9 @@ class LoadSubscriber:
         self._lock: Final = threading.Lock()
         self._commands: Final[deque[tuple[_Stream, bool]]] = deque()
         self._is_closing = False
+        self._selector: Final = zmq.Poller()
+        self._names: Final = NameResolver[_Stream](self._watch_names)
+        self._take_resolved: Callable[[], Collection[_Stream]] = tuple
         self._wake_end, self._waking_end = socket.socketpair()
         self._wake_end.setblocking(False)
         self._waking_end.setblocking(False)
@@ -131,16 +175,17 @@ class LoadSubscriber:
     def _connect(self, source: LoadSource) -> _Stream:
         security = secure_sockets(self._context, source.curve, source.endpoint)
         try:
-            connected = SocketFactory(self._context, _OPTIONS, security, is_private=True).open(zmq.SUB, source.endpoint)
+            socket = SocketFactory(self._context, _OPTIONS, security, is_private=True).open(zmq.SUB, source.endpoint)
         except EndpointError:
             if security is not None:
                 security.close()
             raise
-        stream = _Stream(source, connected, security, self._on_load)
+        stream = _Stream(source, socket, security, self._on_load, self._settings.resolve_seconds)
         try:
-            connected.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
-            connected.set(zmq.SUBSCRIBE, source.topic.encode())
-            connect_or_bind(connected, source.endpoint, bind=False)
+            socket.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
+            socket.set(zmq.SUBSCRIBE, source.topic.encode())
+            if not has_name(source.endpoint):
+                connect_or_bind(socket, source.endpoint, bind=False)
         except EndpointError:
             stream.close()
             raise
@@ -154,7 +199,7 @@ class LoadSubscriber:
         return self._poller
 
     def remove(self, worker: Worker) -> None:
-        """Stop following a worker's load; nothing if it is unknown."""
+        """Stop following a worker's load. Does nothing if it is unknown."""
         with self._lock:
             self._end(self._readings.pop(worker, None))
         self._wake()
@@ -178,9 +223,9 @@ class LoadSubscriber:
     def readings(self) -> dict[Worker, LoadReading]:
         """Return the newest reading of every worker with its age, for people and metrics."""
         with self._lock:
-            followed = list(self._readings.items())
+            items = list(self._readings.items())
         now = time.monotonic()
-        return {worker: readings.reading(now, self._settings.max_age_seconds) for worker, readings in followed}
+        return {worker: readings.reading(now, self._settings.max_age_seconds) for worker, readings in items}
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent."""
@@ -208,22 +253,32 @@ class LoadSubscriber:
     # --- the thread
 
     def _run(self) -> None:
-        poller, followed = zmq.Poller(), dict[zmq.Socket[bytes], _Stream]()
-        poller.register(self._wake_end, zmq.POLLIN)
+        streams = dict[zmq.Socket[bytes], _Stream]()
+        self._selector.register(self._wake_end, zmq.POLLIN)
+        seconds, look_at = self._settings.resolve_seconds, 0.0
         try:
             while not self._is_closing:
-                for ready, _ in poller.poll():
-                    stream = followed.get(ready)
+                for ready, _ in self._selector.poll(int(seconds * 1000)):
+                    stream = streams.get(ready)
                     if stream is None:
-                        self._run_requests(poller, followed)
+                        self._run_requests(streams)
                     elif not stream.socket.closed:
                         stream.receive(time.monotonic())
+                due, now = self._take_resolved(), time.monotonic()
+                if now >= look_at:
+                    due, look_at = streams.values(), now + seconds
+                for stream in due:
+                    stream.connect(self._names, now)
         except Exception:
-            _logger.exception("the load of engines is no longer received")
+            _logger.exception("receiving the load of engines has failed; their load is unknown from now on")
         finally:
             self._release()
 
-    def _run_requests(self, poller: zmq.Poller, followed: dict[zmq.Socket[bytes], _Stream]) -> None:
+    def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_Stream]]) -> None:
+        self._selector.register(end, zmq.POLLIN)
+        self._take_resolved = take_resolved
+
+    def _run_requests(self, streams: dict[zmq.Socket[bytes], _Stream]) -> None:
         """Start or stop following streams, as other threads have requested."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_end.recv(4_096):
@@ -234,11 +289,13 @@ class LoadSubscriber:
                     return
                 stream, follows = self._commands.popleft()
             if follows:
-                poller.register(stream.socket, zmq.POLLIN)
-                followed[stream.socket] = stream
+                self._selector.register(stream.socket, zmq.POLLIN)
+                streams[stream.socket] = stream
+                stream.connect(self._names, time.monotonic())
             else:
-                if followed.pop(stream.socket, None) is not None:
-                    poller.unregister(stream.socket)
+                if streams.pop(stream.socket, None) is not None:
+                    self._selector.unregister(stream.socket)
+                self._names.forget(stream)
                 stream.close()
 
     def _wake(self) -> None:
@@ -253,5 +310,6 @@ class LoadSubscriber:
                     stream.close()
             self._commands.clear()
         self._context.destroy(linger=0)
+        self._names.close()
         self._wake_end.close()
         self._waking_end.close()

@@ -21,7 +21,7 @@ Worker: TypeAlias = tuple[str, int]
 class Load(Struct, frozen=True, gc=False):
     """The work of a worker as the router knows it: requests that it sent and that have not finished.
 
-    What the engine reports counts instead if that is more (`Router`).
+    If the engine reports more work, its report counts instead (`Router`).
     """
 
     requests: int = 0
@@ -31,7 +31,7 @@ class Load(Struct, frozen=True, gc=False):
     decoding: int = 0
     """Requests after their first token."""
     decoding_tokens: int = 0
-    """Prompt tokens of those, cached ones included: their answers attend to them."""
+    """Prompt tokens of these requests, including cached tokens: their answers attend to all of them."""
 
 
 IDLE = Load()
@@ -51,11 +51,11 @@ class Candidate(Struct, frozen=True, gc=False):
     inexact_tiers: tuple[str, ...] = ()
     """Tiers that the state is not about, as in `Trust.inexact_tiers`; what an EXACT worker holds there counts as DEGRADED."""
     uncertain: int = 0
-    """How many of `tokens`, from the end, might be gone (`WorkerMatch.certain` of the index has the others)."""
+    """Number of tokens at the end of `tokens` that might be gone (`WorkerMatch.certain` has the others)."""
 
 
 class Prompt(Struct, frozen=True, gc=False):
-    """What is to be routed."""
+    """A prompt to route."""
 
     length: int
     """Length in tokens."""
@@ -72,7 +72,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
     uncached: float
     """Share of the prompt that the worker would have to compute, 0 to 1, after weights of tiers and trust."""
     load: float
-    """What its load adds to the score."""
+    """Part of the score that its load adds."""
     hot: bool = False
     """Whether it has so many requests that its cache was ignored."""
 
@@ -83,7 +83,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
 
 
 class Choice(Struct, frozen=True, gc=False):
-    """What a policy chose, and why."""
+    """The choice of a policy, with its reason."""
 
     chosen: Candidate
     reason: str
@@ -115,11 +115,11 @@ class Policy(Protocol):
 # --- validation of settings
 
 
-def check_range(name: str, value: float, low: float, high: float = math.inf, *, finite: bool = False) -> None:
-    """Raise `ConfigError` unless `value` is a number from `low` to `high`, both included unless `finite` excludes infinity."""
-    if not low <= value <= high or (finite and math.isinf(value)):
-        expected = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-        raise ConfigError(f"invalid {name} {value}: expected a {'finite ' if finite else ''}number {expected}")
+def check_range(name: str, value: float, minimum: float, maximum: float = math.inf, *, finite: bool = False) -> None:
+    """Raise `ConfigError` unless `value` is from `minimum` to `maximum`, both included; `finite` excludes infinity."""
+    if not minimum <= value <= maximum or (finite and math.isinf(value)):
+        range_text = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"of at least {minimum:g}"
+        raise ConfigError(f"invalid {name} {value}: expected a {'finite ' if finite else ''}number {range_text}")
 
 
 def check_count(name: str, value: int) -> None:

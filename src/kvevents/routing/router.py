@@ -26,19 +26,19 @@ MAX_IN_FLIGHT: Final = 65_536
 EXPIRY_SECONDS: Final = 300.0
 """Default time after which a request without an end counts as finished."""
 HALF_LIFE: Final = 10.0
-"""Seconds after which half of the load counts that a new worker begins with."""
+"""Half-life in seconds of the load with which a new worker begins."""
 MAX_HALVINGS: Final = 16
-"""Times that it is halved before it no longer counts."""
+"""Number of halvings after which that load no longer counts."""
 
 
 class _WorkerLoad:
     """The load of a worker. Requests of a removed worker keep its object, and a new worker of the same name gets another.
 
-    A worker that is added while others work begins with their mean load, which is halved again and again. Otherwise every
+    A worker that is added while others work begins with their mean load, which is halved regularly. Otherwise every
     prompt would go to it until it has as many requests as they have, some of which might have ended without a report.
     """
 
-    __slots__ = ("_added_at", "_initial", "_reading", "_sent", "_sent_tokens", "load")
+    __slots__ = ("_added_at", "_initial", "_reading", "_sent_requests", "_sent_tokens", "load")
 
     def __init__(self, initial: Load, now: float) -> None:
         self.load = IDLE
@@ -46,35 +46,35 @@ class _WorkerLoad:
         self._added_at = now
         self._reading: EngineLoad | None = None
         """The newest load that the engine has reported."""
-        self._sent = 0
+        self._sent_requests = 0
         """Requests that were sent since."""
         self._sent_tokens = 0
         """Tokens of their prompts that the worker must compute."""
 
-    def add(self, waiting: int) -> None:
-        """Add a request of `waiting` tokens to compute."""
+    def add(self, tokens: int) -> None:
+        """Add a request of `tokens` to compute."""
         load = self.load
-        self.load = Load(load.requests + 1, load.waiting_tokens + waiting, load.decoding, load.decoding_tokens)
-        self._sent += 1
-        self._sent_tokens += waiting
+        self.load = Load(load.requests + 1, load.waiting_tokens + tokens, load.decoding, load.decoding_tokens)
+        self._sent_requests += 1
+        self._sent_tokens += tokens
 
     def current(self, reading: EngineLoad | None, now: float) -> Load:
         """Return the load that counts: what the engine has reported and what was sent since; without a report the own count."""
-        load = self.load if reading is None else self._reported(reading)
+        load = self.load if reading is None else self._combine(reading)
         halvings = int((now - self._added_at) / HALF_LIFE)
         if self._initial is IDLE or halvings > MAX_HALVINGS:
             return load
-        return Load(*(mine + (given >> halvings) for mine, given in zip(astuple(load), astuple(self._initial), strict=True)))
+        return Load(*(own + (initial >> halvings) for own, initial in zip(astuple(load), astuple(self._initial), strict=True)))
 
-    def _reported(self, reading: EngineLoad) -> Load:
+    def _combine(self, reading: EngineLoad) -> Load:
         if reading is not self._reading:
-            self._reading, self._sent, self._sent_tokens = reading, 0, 0
-        own, tokens = self.load, reading.waiting_uncached_tokens
+            self._reading, self._sent_requests, self._sent_tokens = reading, 0, 0
+        load, tokens = self.load, reading.waiting_uncached_tokens
         if tokens is None:
-            waiting = own.requests - own.decoding
-            tokens = int(reading.waiting * (own.waiting_tokens / waiting if waiting else DECODING_WEIGHT))
-        requests, cached = reading.requests + self._sent, max(own.decoding_tokens, reading.used_tokens)
-        return Load(requests, tokens + self._sent_tokens, reading.running, cached)
+            waiting = load.requests - load.decoding
+            tokens = int(reading.waiting * (load.waiting_tokens / waiting if waiting else DECODING_WEIGHT))
+        requests, cached_tokens = reading.requests + self._sent_requests, max(load.decoding_tokens, reading.used_tokens)
+        return Load(requests, tokens + self._sent_tokens, reading.running, cached_tokens)
 
 
 class _Request:
@@ -116,34 +116,33 @@ class InFlightRequests:
         return tuple(self._workers)
 
     def add_worker(self, worker: Worker) -> None:
-        """Add a worker, which begins with the mean load of the others; nothing if it exists."""
+        """Add a worker, which begins with the mean load of the others. Does nothing if it exists."""
         if worker not in self._workers:
-            others = [astuple(other.load) for other in self._workers.values()]
-            mean = Load(*(sum(part) // len(others) for part in zip(*others, strict=True))) if others else IDLE
+            loads = [astuple(entry.load) for entry in self._workers.values()]
+            mean = Load(*(sum(part) // len(loads) for part in zip(*loads, strict=True))) if loads else IDLE
             self._workers[worker] = _WorkerLoad(mean if mean.requests else IDLE, self._clock())
 
     def remove_worker(self, worker: Worker) -> None:
-        """Remove a worker with its load; nothing if it does not exist."""
+        """Remove a worker with its load. Does nothing if it does not exist."""
         self._workers.pop(worker, None)
 
     def loads(self, engine_load: Callable[[Worker], EngineLoad | None] | None) -> list[tuple[Worker, Load]]:
-        """Return the load of every worker that counts for a choice, with what engines report of themselves."""
+        """Return the load of every worker, as a choice counts it, including the reports of engines."""
         now = self._clock()
-        return [
-            (worker, own.current(engine_load(worker) if engine_load else None, now)) for worker, own in self._workers.items()
-        ]
+        entries = self._workers.items()
+        return [(worker, entry.current(engine_load(worker) if engine_load else None, now)) for worker, entry in entries]
 
     def load(self, worker: Worker) -> Load | None:
         """Return the load of a worker; None if it does not exist."""
-        found = self._workers.get(worker)
-        return found.load if found else None
+        entry = self._workers.get(worker)
+        return entry.load if entry else None
 
     def add(self, key: Hashable, worker: Worker, length: int, waiting: int) -> None:
         """Add a request of `length` prompt tokens, of which the worker must compute `waiting`. Replaces an equal key."""
         self.finish(key)
-        found = self._workers[worker]
-        found.add(waiting)
-        self._requests[key] = _Request(found, length, waiting, self._clock())
+        entry = self._workers[worker]
+        entry.add(waiting)
+        self._requests[key] = _Request(entry, length, waiting, self._clock())
         if len(self._requests) > self._max_in_flight:
             self.evicted += 1
             self.finish(next(iter(self._requests)))
@@ -159,7 +158,7 @@ class InFlightRequests:
             self.finish(key)
 
     def record_first_token(self, key: Hashable) -> None:
-        """Record that the prompt is computed; nothing for an unknown key, or if it was recorded before."""
+        """Record that the prompt is computed. Does nothing for an unknown key, or if it was recorded before."""
         request = self._requests.get(key)
         if request is None or request.is_decoding:
             return
@@ -170,7 +169,7 @@ class InFlightRequests:
         )
 
     def finish(self, key: Hashable) -> None:
-        """Remove a request that was answered, failed or was cancelled; nothing for an unknown key."""
+        """Remove a request that was answered, failed or was cancelled. Does nothing for an unknown key."""
         self.record_first_token(key)
         request = self._requests.pop(key, None)
         if request is None:
@@ -195,12 +194,12 @@ class Decision(Struct, frozen=True):
     """Name of the policy."""
     prompt: Prompt
     candidates: int
-    """Number of workers to choose from: those with a connection, or all if no worker has one."""
+    """Number of workers to choose from: the workers with a connection, or all workers if there is no connection."""
     choice: Choice
     used_index: bool
     """Whether the index was queried."""
     unreachable: int = 0
-    """Workers that were excluded because they have no connection and others have one."""
+    """Number of workers that were excluded because they have no connection, unlike others."""
     key: Hashable = None
     """The key under which the request is in flight."""
 
@@ -233,7 +232,7 @@ class Decision(Struct, frozen=True):
     def scored(self) -> list[ScoredCandidate]:
         """The candidates that the policy scored: the chosen one, then by score; empty if it does not score."""
         chosen = self.choice.chosen
-        return sorted(self.choice.scored, key=lambda one: (one.candidate is not chosen, one.score, one.uncached, one.worker))
+        return sorted(self.choice.scored, key=lambda s: (s.candidate is not chosen, s.score, s.uncached, s.worker))
 
     def explain(self) -> str:
         """Explain the decision in one sentence."""
@@ -250,18 +249,18 @@ class Decision(Struct, frozen=True):
 
     def _explain_cache(self, chosen: Candidate) -> str:
         tiers = describe_tiers(chosen.tiers)
-        held = f"{chosen.tokens:,} of {self.prompt.length:,} tokens{f' ({tiers})' if tiers else ''}"
+        tokens = f"{chosen.tokens:,} of {self.prompt.length:,} tokens{f' ({tiers})' if tiers else ''}"
         if chosen.uncertain:
-            held += f", of which {chosen.uncertain:,} might be gone"
-        return f"is {chosen.trust}, holds {held}, "
+            tokens += f", of which {chosen.uncertain:,} might be gone"
+        return f"is {chosen.trust}, holds {tokens}, "
 
     def _explain_score(self) -> str:
         if not self.choice.scored:
             return ""
-        one = self.scored[0]
-        hot = sum(each.hot for each in self.choice.scored)
-        guarded = f"; {hot} with too many requests got no credit for their caches" if hot else ""
-        return f", must compute {one.uncached:.0%}, and its load adds {one.load:.3f}: score {one.score:.3f}{guarded}"
+        best = self.scored[0]
+        hot = sum(item.hot for item in self.choice.scored)
+        note = f"; {hot} with too many requests got no credit for their caches" if hot else ""
+        return f", must compute {best.uncached:.0%}, and its load adds {best.load:.3f}: score {best.score:.3f}{note}"
 
     def _explain_connection(self) -> str:
         if self.unreachable:
@@ -280,10 +279,10 @@ class Router:
       without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
       any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router, and return the same object until the engine reports again. A report counts instead of the router's
-      own count: it includes the requests of other routers, and not those that ended unnoticed. What this router has sent since
-      is added. For an engine that does not report how many tokens wait, such as vLLM, each waiting request counts as the mean
-      of this router's own, or as `DECODING_WEIGHT` tokens if it has none.
+    not call the router, and return the same object until the engine reports again. A report counts instead of the router's own
+    count: it includes the requests of other routers, and not those that ended unnoticed. Requests that this router has sent
+    since are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting request counts as the
+    mean of this router's own, or as `DECODING_WEIGHT` tokens if it has none.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished. So does each request
@@ -324,12 +323,12 @@ class Router:
     # --- workers
 
     def add(self, worker: Worker) -> None:
-        """Add a worker to choose from; nothing if it was added before."""
+        """Add a worker to choose from. Does nothing if it was added before."""
         with self._lock:
             self._requests.add_worker(worker)
 
     def remove(self, worker: Worker) -> None:
-        """Remove a worker with its load, but not from the index; nothing if it is unknown."""
+        """Remove a worker with its load, but not from the index. Does nothing if it is unknown."""
         with self._lock:
             self._requests.remove_worker(worker)
 
@@ -366,25 +365,25 @@ class Router:
         that is in flight already is a retry, and replaces the earlier request. Raises `NoWorkerError` if no worker is left.
         """
         prompt = Prompt(len(tokens), session)
-        held = {} if ignores_cache else self._look_up(tokens, prompt.length, namespace)
+        matches = {} if ignores_cache else self._look_up(tokens, prompt.length, namespace)
         with self._lock:
             self._requests.finish(key)
             self._requests.expire()
-            known = self._candidates(held, without)
-            if not known:
+            all_candidates = self._candidates(matches, without)
+            if not all_candidates:
                 workers = len(self._requests.workers)
                 raise NoWorkerError(
                     f"all {workers} workers are excluded: exclude fewer in `without`, or add others"
                     if workers
                     else "the router has no workers: add one first"
                 )
-            candidates = nearest(known, [distance_of(one.trust) for one in known])
+            candidates = nearest(all_candidates, [distance_of(candidate.trust) for candidate in all_candidates])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
             self._requests.add(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
         if self._index is not None and self._overlay_seconds:
             self._index.speculate(chosen.worker, tokens, namespace, self._overlay_seconds)
-        unreachable = len(known) - len(candidates)
+        unreachable = len(all_candidates) - len(candidates)
         return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, unreachable, key)
 
     @contextmanager
@@ -397,7 +396,7 @@ class Router:
         without: Collection[Worker] = (),
         ignores_cache: bool = False,
     ) -> Iterator[Decision]:
-        """Choose a worker as `route` does, for a request that ends with the block of a `with` statement, however it ends.
+        """Choose a worker as `route` does, for a request that ends with the block of a `with` statement, also by an exception.
 
         `record_first_token(decision.key)` records that the answer begins.
         """
@@ -410,18 +409,18 @@ class Router:
             self.finish(decision.key)
 
     def record_first_token(self, key: Hashable) -> None:
-        """Record that the answer begins, so that the prompt waits no more; nothing for an unknown key or a second call."""
+        """Record that the answer begins, so that the prompt waits no more. Does nothing for an unknown key or a second call."""
         with self._lock:
             self._requests.record_first_token(key)
 
     def finish(self, key: Hashable) -> None:
-        """Record that the answer ended, failed or was cancelled; nothing for an unknown key or a second call."""
+        """Record that the answer ended, failed or was cancelled. Does nothing for an unknown key or a second call."""
         with self._lock:
             self._requests.finish(key)
 
     @property
     def in_flight(self) -> int:
-        """Number of requests in flight, including those of removed workers."""
+        """Number of requests in flight, including requests of removed workers."""
         return len(self._requests)
 
     @property
@@ -441,26 +440,26 @@ class Router:
         """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and how many might be gone."""
         if self._index is None:
             return {}
-        longest = length if self._whole_prompt else max(length - 1, 0)
-        match = self._index.match(tokens, namespace, overlay=self._overlay_seconds > 0, max_tokens=longest)
+        max_tokens = length if self._whole_prompt else max(length - 1, 0)
+        match = self._index.match(tokens, namespace, overlay=self._overlay_seconds > 0, max_tokens=max_tokens)
         return {
-            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk}, held - certain)
-            for source, rank, gpu, cpu, disk, held, certain, _ in match.rows()
+            (source, rank): (tokens_held, {"gpu": gpu, "cpu": cpu, "disk": disk}, tokens_held - certain)
+            for source, rank, gpu, cpu, disk, tokens_held, certain, _ in match.rows()
         }
 
     def _candidates(
-        self, held: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
+        self, matches: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
         trust = self._trust
         candidates: list[Candidate] = []
         for worker, load in self._requests.loads(self._engine_load):
             if worker in without:
                 continue
-            tokens, tiers, uncertain = held.get(worker, _NOTHING)
-            found = "EXACT" if trust is None else trust(worker)
-            inexact: tuple[str, ...] = () if isinstance(found, str) else found.inexact_tiers
+            tokens, tiers, uncertain = matches.get(worker, _NOTHING)
+            report = "EXACT" if trust is None else trust(worker)
+            inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers
             # An idle engine has proven nothing yet, and nothing contradicts it.
-            state = found if isinstance(found, str) else "EXACT" if found.unproven else found.name
+            state = report if isinstance(report, str) else "EXACT" if report.unproven else report.name
             candidates.append(Candidate(worker, load, tokens, tiers, state, inexact, uncertain))
         return candidates
 

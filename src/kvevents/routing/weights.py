@@ -26,6 +26,8 @@ TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
 
 _DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
 """Reachability of a worker by its trust state: 0 connected, 1 not yet connected, 2 connection lost."""
+DISTANCE_SILENT: Final = 1
+"""Distance of a worker whose stream is connected and whose server does not answer."""
 DISTANCE_LOST: Final = 2
 """Distance of a worker whose connection is lost, or that cannot be reached."""
 
@@ -36,16 +38,16 @@ def distance_of(state: str) -> int:
 
 
 def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return tiers with the length of the prefix down to them, without those that add nothing to a faster tier."""
+    """Return tiers with the length of the prefix down to them, without tiers that add nothing to a faster one."""
     order = [*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))]
-    found: list[tuple[str, int]] = []
+    reach: list[tuple[str, int]] = []
     for tier in order:
-        if tiers[tier] > (found[-1][1] if found else 0):
-            found.append((tier, tiers[tier]))
-    return found
+        if tiers[tier] > (reach[-1][1] if reach else 0):
+            reach.append((tier, tiers[tier]))
+    return reach
 
 
 def describe_tiers(tiers: Mapping[str, int]) -> str:
     """Return a text such as `2,176 on gpu`, or `20 on gpu, 50 including cpu` if the prefix continues in host memory."""
-    reached = tiers_by_reach(tiers)
-    return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reached))
+    reach = tiers_by_reach(tiers)
+    return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reach))

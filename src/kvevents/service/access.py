@@ -24,7 +24,7 @@ from msgspec import Struct
 from kvevents.errors import ConfigError
 
 MIN_TOKEN_BYTES: Final = 16
-"""64 random bits as hexadecimal digits or 96 as base64, too many to guess over a network."""
+"""Minimum length: 64 random bits as hexadecimal digits or 96 as base64, too many to guess over a network."""
 MAX_TOKEN_BYTES: Final = 4096
 """Limit of the headers that servers and proxies accept."""
 _HINT: Final = "create one with `openssl rand -base64 32`"
@@ -44,7 +44,7 @@ class Caller:
 
     role: Role
     name: str
-    """Name of the token for logs, or a note that the request had no token."""
+    """Name of the token for logs; `anonymous` without one."""
 
 
 class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,10 +62,10 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Name of the token's user in logs."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _TOKEN_SOURCES if getattr(self, name) is not None]
-        if len(given) != 1:
+        names = [name for name in _TOKEN_SOURCES if getattr(self, name) is not None]
+        if len(names) != 1:
             raise ConfigError(
-                f"invalid token: expected exactly one of {', '.join(_TOKEN_SOURCES)}, got {' and '.join(given) or 'none'}"
+                f"invalid token: expected exactly one of {', '.join(_TOKEN_SOURCES)}, got {' and '.join(names) or 'none'}"
             )
 
     def __repr__(self) -> str:
@@ -73,8 +73,8 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """Fields for printing, without the token."""
-        shown = ("role", "name", "token_file", "token_env")
-        return [(name, value) for name in shown if (value := getattr(self, name)) is not None]
+        names = ("role", "name", "token_file", "token_env")
+        return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
 
 _TOKEN_SOURCES: Final = ("token", "token_file", "token_env")
@@ -96,14 +96,14 @@ class Access:
     """
 
     def __init__(self, config: AccessSettings, environ: Mapping[str, str] = os.environ) -> None:
-        self._known: dict[bytes, Caller] = {}
+        self._callers: dict[bytes, Caller] = {}
         for number, token in enumerate(config.tokens, 1):
             label = token.name or f"token {number}"
-            digest = sha256(_check_token(_read(token, label, environ), label)).digest()
-            if digest in self._known:
-                raise ConfigError(f"{self._known[digest].name} and {label} are the same token; {_HINT}")
-            self._known[digest] = Caller(Role[token.role.upper()], label)
-        self.anonymous = Caller(_anonymous_role(config), "no token")
+            digest = sha256(_check_token(_read_token(token, label, environ), label)).digest()
+            if digest in self._callers:
+                raise ConfigError(f"{self._callers[digest].name} and {label} are the same token; {_HINT}")
+            self._callers[digest] = Caller(Role[token.role.upper()], label)
+        self.anonymous = Caller(_anonymous_role(config), "anonymous")
 
     def caller(self, authorization: bytes | None) -> Caller:
         """Return the caller for a value of the `Authorization` header, or for a request without this header (None).
@@ -111,22 +111,22 @@ class Access:
         An unknown token has no role even if anonymous callers have one, so that its owner notices the mistake. The comparison
         takes the same time for every token.
         """
-        if authorization is None or not self._known:
+        if authorization is None or not self._callers:
             return self.anonymous
         scheme, _, token = authorization.partition(b" ")
         digest = sha256(token.strip(b" \t")).digest()
-        found = _UNKNOWN
-        for known, caller in self._known.items():
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found if scheme.lower() == b"bearer" else _UNKNOWN
+        match = _UNKNOWN
+        for candidate, caller in self._callers.items():
+            if hmac.compare_digest(candidate, digest):
+                match = caller
+        return match if scheme.lower() == b"bearer" else _UNKNOWN
 
     def digests(self, role: Role) -> list[bytes]:
         """Return the SHA-256 digests of the tokens with at least this role."""
-        return [digest for digest, caller in self._known.items() if caller.role >= role]
+        return [digest for digest, caller in self._callers.items() if caller.role >= role]
 
     def __repr__(self) -> str:
-        return f"<Access {len(self._known)} tokens, anonymous callers {self.anonymous.role.name}>"
+        return f"<Access {len(self._callers)} tokens, anonymous callers {self.anonymous.role.name}>"
 
 
 _UNKNOWN: Final = Caller(Role.NONE, "unknown token")
@@ -138,7 +138,7 @@ def _anonymous_role(config: AccessSettings) -> Role:
     return Role[config.anonymous.upper()]
 
 
-def _read(token: TokenSettings, label: str, environ: Mapping[str, str]) -> bytes:
+def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) -> bytes:
     if token.token is not None:
         return token.token.encode("utf-8", "surrogatepass")
     if token.token_env is not None:
@@ -207,8 +207,8 @@ class HostPatterns:
                     f"invalid {setting} entry {pattern!r}: expected HOST, NETWORK/BITS or *.SUFFIX, without a port"
                 )
         self._networks: Final = [network for network in networks.values() if network is not None]
-        self._names: Final = {each.lower() for each in patterns if not each.startswith("*.")}
-        self._suffixes: Final = tuple(each[1:].lower() for each in patterns if each.startswith("*."))
+        self._names: Final = {name.lower() for name in patterns if not name.startswith("*.")}
+        self._suffixes: Final = tuple(name[1:].lower() for name in patterns if name.startswith("*."))
 
     def __contains__(self, host: str) -> bool:
         if host in self._names or (bool(self._suffixes) and host.endswith(self._suffixes)):
@@ -229,7 +229,10 @@ def _network_of(pattern: str) -> Network | None:
 log = logging.getLogger("kvevents.service.audit")
 
 REFUSALS_PER_SECOND: Final = 10
-"""Refused requests that are logged in a second. The log counts the others, so that no client can fill a disk."""
+"""Maximum number of refused requests logged per second. The log counts the others, so that no client can fill a disk."""
+
+MAX_REASON: Final = 800
+"""Maximum number of characters of a reason, which can quote the request."""
 
 
 class AuditLog:
@@ -243,7 +246,11 @@ class AuditLog:
 
     def log_change(self, change: str, *, caller: str, peer: str) -> None:
         """Log a change that a client made; `change` begins with a verb in the past tense."""
-        log.info("%s from %s %s", caller, peer, change)
+        log.info("%s client=%s %s", caller, peer, change)
+
+    def log_end(self, change: str) -> None:
+        """Log a change that the service made because a registration had ended; `change` is as in `log_change`."""
+        log.info("%s", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
         """Log a request that was refused, unless too many were logged in this second."""
@@ -256,4 +263,5 @@ class AuditLog:
             self._suppressed += 1
             return
         self._logged += 1
-        log.warning("refused %s of %s from %s: %s", request, caller, peer, reason)
+        text = reason if reason.isprintable() else ascii(reason)
+        log.warning("refused %s by %s client=%s: %s", request, caller, peer, text[:MAX_REASON])

@@ -67,11 +67,10 @@ _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
 class EndpointRefusedError(ServiceError):
     """A registration over HTTP must not name this endpoint."""
 
-    def __init__(self, endpoint: str, why: str, hint: str) -> None:
-        shown = endpoint if len(endpoint) <= MAX_NAME_BYTES else f"{endpoint[:64]}..."
-        super().__init__(f"endpoint {shown!r} is refused: {why}", "endpoint-refused", hint)
+    def __init__(self, endpoint: str, reason: str, hint: str) -> None:
+        text = endpoint if len(endpoint) <= MAX_NAME_BYTES else f"{endpoint[:64]}..."
+        super().__init__(f"endpoint {text!r} is refused: {reason}", "endpoint-refused", hint)
         self.endpoint = endpoint
-        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,9 @@ class _Target:
     address: Address | None
     """The host's address; None if the host is a name."""
 
-    def refused(self, why: str, hint: str) -> EndpointRefusedError:
+    def refusal(self, reason: str, hint: str) -> EndpointRefusedError:
         """Return the error that refuses this endpoint."""
-        return EndpointRefusedError(self.endpoint, why, hint)
+        return EndpointRefusedError(self.endpoint, reason, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +106,11 @@ class _TcpPattern:
     def has_port(self, port: int) -> bool:
         return self.first <= port <= self.last
 
-    def has(self, address: Address, port: int) -> bool:
+    def covers(self, address: Address, port: int) -> bool:
         return self.network is not None and address in self.network and self.has_port(port)
 
     def is_exactly(self, address: Address, port: int) -> bool:
-        return self.has(address, port) and self.network is not None and self.network.num_addresses == 1
+        return self.covers(address, port) and self.network is not None and self.network.num_addresses == 1
 
 
 class EndpointAllowList:
@@ -127,20 +126,20 @@ class EndpointAllowList:
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns) or DEFAULT_ALLOW
         split = [(pattern, *pattern.partition("://")[::2]) for pattern in self.patterns]
-        self._tcp_patterns = [_tcp_pattern(pattern, rest) for pattern, transport, rest in split if transport == "tcp"]
-        self._paths = [_path(pattern, transport, rest) for pattern, transport, rest in split if transport != "tcp"]
+        self._tcp_patterns = [_tcp_pattern(pattern, location) for pattern, transport, location in split if transport == "tcp"]
+        self._paths = [_path(pattern, transport, location) for pattern, transport, location in split if transport != "tcp"]
 
     def check(self, endpoint: str, *, bind: bool = False) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether its host is a name: its addresses need `check_addresses` too. With `bind` the service is to listen at
-        the endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes
-        a file that is at the path.
+        Return whether its host is a name: its addresses need `check_addresses` too. With `bind` the service listens at the
+        endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes a
+        file that is at the path.
         """
         _check_characters(endpoint)
-        transport, _, rest = endpoint.partition("://")
+        transport, _, location = endpoint.partition("://")
         if transport != "tcp":
-            self._check_path(endpoint, transport, rest, bind=bind)
+            self._check_path(endpoint, transport, location, bind=bind)
             return False
         target = _target(endpoint, bind=bind)
         if target.address is not None:
@@ -149,7 +148,7 @@ class EndpointAllowList:
         if not any(
             pattern.has_name(target) or (pattern.network and pattern.has_port(target.port)) for pattern in self._tcp_patterns
         ):
-            raise target.refused("no pattern of the allow-list covers it", _hint(target.host, target.port))
+            raise target.refusal("no pattern of the allow-list covers it", _hint(target.host, target.port))
         return True
 
     def check_addresses(self, endpoint: str, addresses: Iterable[str | Address], *, bind: bool = False) -> None:
@@ -162,38 +161,38 @@ class EndpointAllowList:
         if not endpoint.startswith("tcp://"):
             return
         target = _target(endpoint, bind=bind)
-        found = [_normalize_address(ipaddress.ip_address(address)) for address in addresses]
-        if not found:
-            raise target.refused(f"{target.host} has no address", "check the name and the resolver")
-        for address in found:
+        resolved = [_normalize_address(ipaddress.ip_address(address)) for address in addresses]
+        if not resolved:
+            raise target.refusal(f"{target.host} has no address", "check the name and the resolver")
+        for address in resolved:
             self._check_address(target, address, bind=bind)
 
     def _check_address(self, target: _Target, address: Address, *, bind: bool) -> None:
         port = target.port
         if any(pattern.is_exactly(address, port) for pattern in self._tcp_patterns):
             return
-        which = f"{address}" if target.address else f"it resolves to {address}, which"
+        subject = f"{address}" if target.address else f"it resolves to {address}, which"
         exact = f"add a pattern for exactly this address to `allow`: {_format(address, port)}"
-        if what := _forbidden_kind(address):
-            raise target.refused(f"{which} is {what}", exact)
+        if kind := _forbidden_kind(address):
+            raise target.refusal(f"{subject} is {kind}", exact)
         if bind and not address.is_loopback:
-            raise target.refused(f"{which} is not loopback, and the service listens for engines on loopback only", exact)
-        if not any(pattern.has(address, port) or pattern.has_name(target) for pattern in self._tcp_patterns):
-            uncovered = (
-                "no pattern of the allow-list covers it" if target.address else f"{which} no pattern of the allow-list covers"
+            raise target.refusal(f"{subject} is not loopback, and the service listens for engines on loopback only", exact)
+        if not any(pattern.covers(address, port) or pattern.has_name(target) for pattern in self._tcp_patterns):
+            reason = (
+                "no pattern of the allow-list covers it" if target.address else f"{subject} no pattern of the allow-list covers"
             )
-            raise target.refused(uncovered, _hint(str(address), port))
+            raise target.refusal(reason, _hint(str(address), port))
 
-    def _check_path(self, endpoint: str, transport: str, rest: str, *, bind: bool) -> None:
+    def _check_path(self, endpoint: str, transport: str, location: str, *, bind: bool) -> None:
         if transport not in _PATHS:
             raise EndpointRefusedError(endpoint, "the service does not support its transport", f"write {_FORMS}")
-        parts = rest.split("/")
+        parts = location.split("/")
         if not _PATHS[transport](parts):
             raise EndpointRefusedError(endpoint, "its path is not plain", f"write {_FORMS} without '.', '..' and empty parts")
-        if not any(kind == transport and _matches_parts(parts, known, exactly=bind) for kind, known in self._paths):
-            which = "exactly this path" if bind else "this path"
+        if not any(kind == transport and _matches_parts(parts, pattern, exactly=bind) for kind, pattern in self._paths):
+            wording = "exactly this path" if bind else "this path"
             raise EndpointRefusedError(
-                endpoint, "no pattern of the allow-list covers it", f"add a pattern for {which} to `allow`: {endpoint}"
+                endpoint, "no pattern of the allow-list covers it", f"add a pattern for {wording} to `allow`: {endpoint}"
             )
 
     def __repr__(self) -> str:
@@ -211,33 +210,33 @@ def _check_characters(endpoint: str) -> None:
 
 
 def _target(endpoint: str, *, bind: bool) -> _Target:
-    read = _ENDPOINT.fullmatch(endpoint.partition("://")[2])
-    if read is None or int(read["port"]) > MAX_PORT:
+    match = _ENDPOINT.fullmatch(endpoint.partition("://")[2])
+    if match is None or int(match["port"]) > MAX_PORT:
         raise EndpointRefusedError(
             endpoint,
             f"it is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}",
             "write one host and one port, and an IPv6 address in brackets",
         )
-    host = (read["host"] or "").lower().removesuffix(".")
-    address = _parse_address(endpoint, read["six"], read["host"] or "", bind=bind)
+    host = (match["host"] or "").lower().removesuffix(".")
+    address = _parse_address(endpoint, match["six"], match["host"] or "", bind=bind)
     if address is None and not _is_name(host):
-        raise EndpointRefusedError(endpoint, f"invalid host name {read['host']!r}", "write a name or an address")
+        raise EndpointRefusedError(endpoint, f"invalid host name {match['host']!r}", "write a name or an address")
     if address is None and bind:
         raise EndpointRefusedError(endpoint, "the service can listen only at an address", "replace the name by an address")
-    return _Target(endpoint, host, int(read["port"]), address)
+    return _Target(endpoint, host, int(match["port"]), address)
 
 
-def _parse_address(endpoint: str, six: str | None, host: str, *, bind: bool) -> Address | None:
+def _parse_address(endpoint: str, ipv6: str | None, host: str, *, bind: bool) -> Address | None:
     """Return the address that the text of a host means; None for a name."""
     try:
-        if six is not None:
-            return _normalize_address(IPv6Address(_without_zone(six)))
+        if ipv6 is not None:
+            return _normalize_address(IPv6Address(_without_zone(ipv6)))
         if host == "*" and bind:
             return _EVERYWHERE
         return IPv4Address(host) if _NUMERIC.fullmatch(host.lower()) else None
     except ValueError as error:
         raise EndpointRefusedError(
-            endpoint, f"invalid address {host or six!r}", "write IPv4 as four decimal numbers, IPv6 without a zone"
+            endpoint, f"invalid address {host or ipv6!r}", "write IPv4 as four decimal numbers, IPv6 without a zone"
         ) from error
 
 
@@ -264,7 +263,7 @@ def _forbidden_kind(address: Address) -> str | None:
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []
         aliases += [IPv4Address(int(address) & 0xFFFF_FFFF)] if address in _NAT64 else []
-    return next((what for network, what in _FORBIDDEN for alias in aliases if alias in network), None)
+    return next((kind for network, kind in _FORBIDDEN for alias in aliases if alias in network), None)
 
 
 def _is_plain_path(parts: Sequence[str]) -> bool:
@@ -282,12 +281,12 @@ _PATHS: Final[dict[str, Callable[[Sequence[str]], bool]]] = {"ipc": _is_plain_pa
 def _matches_parts(parts: Sequence[str], pattern: Sequence[str], *, exactly: bool) -> bool:
     if exactly:
         return parts == pattern and not {"*", "?", "["} & set("".join(parts))
-    return len(parts) == len(pattern) and all(fnmatchcase(part, known) for part, known in zip(parts, pattern, strict=True))
+    return len(parts) == len(pattern) and all(fnmatchcase(part, glob) for part, glob in zip(parts, pattern, strict=True))
 
 
 def _hint(host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"add a pattern such as tcp://{shown}:{port} to `allow` in the service's configuration, or name the engine there"
+    address = f"[{host}]" if ":" in host else host
+    return f"add a pattern such as tcp://{address}:{port} to `allow` in the service's configuration, or name the engine there"
 
 
 def _format(address: Address, port: int) -> str:
@@ -297,14 +296,14 @@ def _format(address: Address, port: int) -> str:
 # --- patterns ---------------------------------------------------------------------------------------------------------------
 
 
-def _tcp_pattern(pattern: str, rest: str) -> _TcpPattern:
-    read = _PATTERN.fullmatch(rest)
-    if read is None:
+def _tcp_pattern(pattern: str, location: str) -> _TcpPattern:
+    match = _PATTERN.fullmatch(location)
+    if match is None:
         raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
-    first, last = _ports(pattern, read["ports"])
-    host = (read["host"] or "").lower().removesuffix(".")
-    if read["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
-        return _TcpPattern(_network(pattern, read["six"], host), "", first, last)
+    first, last = _ports(pattern, match["ports"])
+    host = (match["host"] or "").lower().removesuffix(".")
+    if match["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
+        return _TcpPattern(_network(pattern, match["six"], host), "", first, last)
     name = host[1:] if host.startswith("*.") else host
     if not _is_name(host.removeprefix("*.")):
         raise _pattern_error(
@@ -323,9 +322,9 @@ def _ports(pattern: str, text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def _network(pattern: str, six: str | None, host: str) -> Network:
+def _network(pattern: str, ipv6: str | None, host: str) -> Network:
     try:
-        network = IPv4Network(host) if six is None else IPv6Network(_without_zone(six))
+        network = IPv4Network(host) if ipv6 is None else IPv6Network(_without_zone(ipv6))
     except ValueError as error:
         raise _pattern_error(pattern, f"{error}") from error
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped and network.prefixlen >= 96:
@@ -333,12 +332,12 @@ def _network(pattern: str, six: str | None, host: str) -> Network:
     return network
 
 
-def _path(pattern: str, transport: str, rest: str) -> tuple[str, list[str]]:
-    parts = rest.split("/")
+def _path(pattern: str, transport: str, location: str) -> tuple[str, list[str]]:
+    parts = location.split("/")
     if transport not in _PATHS or not _PATHS[transport](parts):
         raise _pattern_error(pattern, f"expected {_FORMS}")
     return transport, parts
 
 
-def _pattern_error(pattern: str, why: str) -> ConfigError:
-    return ConfigError(f"allow: invalid pattern {pattern!r}: {why}")
+def _pattern_error(pattern: str, reason: str) -> ConfigError:
+    return ConfigError(f"allow: invalid pattern {pattern!r}: {reason}")

@@ -45,7 +45,7 @@ class CertificateFiles:
     def __init__(self, tls: Tls, reload: Callable[[], None]) -> None:
         self._tls: Final = tls
         self._reload: Final = reload
-        self._read = self._newest = self._stamps()
+        self._loaded_stamps = self._newest_stamps = self._stamps()
         self.fault: str | None = None
         """Why the newest files are not used; None if they are."""
 
@@ -60,10 +60,10 @@ class CertificateFiles:
 
         Files that cannot be used change nothing, except that `fault` says so.
         """
-        before, self._newest = self._newest, self._stamps()
-        if self._newest == self._read or self._newest != before:
+        former, self._newest_stamps = self._newest_stamps, self._stamps()
+        if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:
             return
-        self._read = self._newest
+        self._loaded_stamps = self._newest_stamps
         try:
             check_tls(self._tls)
             self._reload()

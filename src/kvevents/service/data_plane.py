@@ -2,28 +2,25 @@
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
 `DataPlane.publish` writes what has changed of it whenever the fleet changes. The data plane forwards all other requests to
-`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. With spans
-it forwards all queries; the start decides that once.
+`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. Queries
+without an error come back to `DataPlane.answer`. With spans all queries go this way; the start decides that once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import socket
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, TrustStatus
+from kvevents.service.errors import ServiceError
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
@@ -53,6 +50,17 @@ class Answers(msgspec.Struct):
     requests: dict[str, PathCounts] = {}
 
 
+class ReservationCounts(msgspec.Struct):
+    """Numbers of reservations by state or outcome."""
+
+    open: int = 0
+    made: int = 0
+    finished: int = 0
+    expired: int = 0
+    replaced: int = 0
+    refused: int = 0
+
+
 class Counts(msgspec.Struct):
     """Counters of the data plane."""
 
@@ -63,12 +71,36 @@ class Counts(msgspec.Struct):
     refusals: dict[str, int] = {}
     received: int = 0
     unread: int = 0
+    reservations: ReservationCounts = msgspec.field(default_factory=ReservationCounts)
 
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_WAKES: Final = 64
+"""Maximum number of wake-up bytes that are read at once. There is one for each time that the queue was empty."""
 _numbers = count()
 """Numbers of workers in routing tables."""
+
+
+class Answered(NamedTuple):
+    """The response to a query."""
+
+    body: bytes
+    longest: int
+    """Tokens that the best worker holds."""
+
+
+class RequestHandler(Protocol):
+    """Handles the requests that the data plane forwards. Both methods return at once."""
+
+    def handle(self, request: _native.Request) -> None:
+        """Begin to handle a request."""
+        ...
+
+    def on_changed(self, stream: int) -> None:
+        """Note that a response in pieces has room for one more, or that its client has left."""
+        ...
 
 
 class ControlPlane(Protocol):
@@ -94,29 +126,26 @@ class DataPlane:
     def __init__(self, service: ControlPlane) -> None:
         self._service: Final = service
         self._native: _native.DataPlane | None = None
-        self._upstream: socket.socket | None = None
+        self._wakes: socket.socket | None = None
         self._lock: Final = threading.Lock()
-        self._published: tuple[Any, ...] | None = None
+        self._published_version: tuple[Any, ...] | None = None
         self._rows: dict[Member, _Row] = {}
-        """What the newest table has of each worker, so that the change of one is not written with all others."""
-        self._answers_queries = False
+        """The row of each worker in the newest table, so that only changed rows are written."""
 
-    def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], settings: Mapping[str, Any]) -> None:
+    def start(self, listening: socket.socket, handler: RequestHandler, settings: Mapping[str, Any]) -> None:
         """Serve at a listening socket. Only the event loop may call this.
 
-        `accept` is called with each connection over which the data plane forwards requests. `settings` are the fields of
-        `native/server/src/settings.rs`.
+        `settings` are the fields of `native/server/src/settings.rs`.
         """
-        self._answers_queries = settings["answers_queries"]
-        upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        upstream.setblocking(False)
-        with sender:
+        wakes, waker = socket.socketpair()
+        wakes.setblocking(False)
+        with waker:
             native = _native.DataPlane(
-                _encode(settings), listening.fileno(), sender.fileno(), self._service.fleet.loads.requests
+                _encode(settings), listening.fileno(), waker.fileno(), self._service.fleet.loads.requests
             )
         self._native = native
-        self._upstream = upstream
-        asyncio.get_running_loop().add_reader(upstream, _accept_all, upstream, accept)
+        self._wakes = wakes
+        asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handler)
         self._service.fleet.on_change = self.publish
         self.publish()
         self.refresh()
@@ -132,21 +161,32 @@ class DataPlane:
             fleet = self._service.fleet
             # Read the version before the fleet, so that a concurrent change is published by the next call.
             version = (fleet.revision.number, fleet.adapters, fleet.failure, fleet.index)
-            if version == self._published:
+            if version == self._published_version:
                 return
-            self._published = version
-            if self._answers_queries:
-                rows = {member: _row(member, self._rows.get(member)) for member in list(fleet.workers.values())}
-                native.replace_table(fleet.index, _encode(_changes(fleet, rows, self._rows)))
-                self._rows = rows
+            self._published_version = version
+            members = self._update_rows(fleet)
+            native.replace_table(fleet.index, _encode(_changes(fleet, self._rows, members)))
         self.refresh()
+
+    def _update_rows(self, fleet: Fleet) -> list[Member]:
+        """Bring the rows up to date, and return the workers with new or changed rows."""
+        changes, members = fleet.revision.changed_members, set[Member]()
+        while changes:
+            members.add(changes.popitem()[0])
+        former = self._rows
+        current = {member: former.get(member) for member in list(fleet.workers.values())}
+        members.update(member for member, row in current.items() if row is None)
+        rows = {member: _row(member, former.get(member)) for member in members if member in current}
+        self._rows = {**current, **rows}  # type: ignore[dict-item]  # the rows that are missing in the first are in the second
+        return [member for member, row in rows.items() if former.get(member) is not row]
 
     def refresh(self) -> None:
         """Replace the responses to probes."""
-        if self._native is None:
+        native = self._native  # `close` may set it to None in another thread at any moment
+        if native is None:
             return
         health, ready = self._service.health(), self._service.readiness()
-        self._native.replace_probes(
+        native.replace_probes(
             (503 if health.status == "failed" else 200, _encode(health)),
             (200 if ready.ready else 503, _encode(ready)),
         )
@@ -158,9 +198,37 @@ class DataPlane:
 
     # --- from the data plane
 
+    def answer(self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool) -> Answered | None:
+        """Answer a query by the fields of its body, and the token ids of its prompt.
+
+        Returns None if no worker serves the model, or the fleet has failed. Raises `ServiceError` if the fleet does not permit
+        the request, and `OverflowError` for a number of more than 64 bits.
+        """
+        native = self._native
+        if native is None:
+            return None
+        match native.answer(method, path, _encode_msgpack(fields), tokens, wants_msgpack):
+            case None:
+                return None
+            case body, longest:
+                return Answered(body, longest)
+            case status, reason, sentence, hint:
+                raise ServiceError(sentence, reason, hint, status=status)
+
+    def decisions(self) -> bytes:
+        """Return a sample of the newest selections as JSON: a `DecisionsAnswer`."""
+        native = self._native
+        return b'{"decisions":[]}' if native is None else native.decisions()
+
+    def reservations(self, limit: int) -> bytes:
+        """Return the open reservations that expire first as JSON: a `ReservationsAnswer`."""
+        native = self._native
+        return b'{"open":0,"reservations":[]}' if native is None else native.reservations(limit)
+
     def counts(self) -> Counts:
         """Return the counters of the data plane."""
-        return Counts() if self._native is None else _decode_counts(self._native.metrics())
+        native = self._native
+        return Counts() if native is None else _decode_counts(native.metrics())
 
     # --- shutdown
 
@@ -171,15 +239,15 @@ class DataPlane:
 
     async def close(self) -> None:
         """Close all connections, after a short time to read their responses."""
+        self._service.fleet.on_change = lambda: None
         native, self._native = self._native, None
-        upstream, self._upstream = self._upstream, None
+        wakes, self._wakes = self._wakes, None
         if native is not None:
             await asyncio.to_thread(native.drain, CLOSE_SECONDS)
             await asyncio.to_thread(native.close)
-        if upstream is not None:
-            asyncio.get_running_loop().remove_reader(upstream)
-            _accept_all(upstream, socket.socket.close)
-            upstream.close()
+        if wakes is not None:
+            asyncio.get_running_loop().remove_reader(wakes)
+            wakes.close()
 
     def abort(self) -> None:
         """Close all connections at once."""
@@ -187,36 +255,38 @@ class DataPlane:
             self._native.close()
 
 
-def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-    """Accept the connections whose file descriptors the data plane sent."""
-    with suppress(BlockingIOError, ConnectionResetError):
-        while number := upstream.recv(ctypes.sizeof(ctypes.c_int)):
-            accept(socket.socket(fileno=int.from_bytes(number, sys.byteorder)))
+def _take_all(native: _native.DataPlane, wakes: socket.socket, handler: RequestHandler) -> None:
+    """Pass everything that the data plane has for the control plane to `handler`."""
+    wakes.recv(_WAKES)
+    for item in native.take():
+        if isinstance(item, int):
+            handler.on_changed(item)
+        else:
+            handler.handle(item)
 
 
 # --- the routing table
 
 
 class _Row(NamedTuple):
-    """What the newest table has of a worker."""
+    """The row of a worker in the newest table."""
 
     number: int
     state: tuple[TrustStatus, bool, int]
-    """What may change of it."""
-    scope: Scope
+    """The parts of the row that can change."""
 
 
-def _row(member: Member, known: _Row | None) -> _Row:
-    """Return the row of a worker: the known one if the worker is as it was."""
+def _row(member: Member, former: _Row | None) -> _Row:
+    """Return the row of a worker: the former row if nothing has changed."""
     state = (member.trust_status, member.is_hidden, member.distance)
-    if known is not None and known.state == state:
-        return known
-    return _Row(next(_numbers) if known is None else known.number, state, member.registration.scope)
+    if former is not None and former.state == state:
+        return former
+    return _Row(next(_numbers) if former is None else former.number, state)
 
 
-def _changes(fleet: Fleet, rows: Mapping[Member, _Row], before: Mapping[Member, _Row]) -> Mapping[str, Any]:
-    """Return the order of all workers, what is new of them, and what the fleet has beside them."""
-    scopes = {row.scope for row in rows.values()}
+def _changes(fleet: Fleet, rows: Mapping[Member, _Row], members: Sequence[Member]) -> Mapping[str, Any]:
+    """Return the order of all workers, their changes, and the scopes and adapters of the fleet."""
+    scopes = fleet.scopes
     models = {scope[:3] for scope in scopes}
     bases: dict[tuple[str, str, str], set[str]] = {}
     for scope in scopes | fleet.adapters:
@@ -225,9 +295,9 @@ def _changes(fleet: Fleet, rows: Mapping[Member, _Row], before: Mapping[Member, 
     return {
         "has_failed": fleet.failure is not None,
         "order": [row.number for row in rows.values()],
-        "workers": {row.number: _worker(member) for member, row in rows.items() if before.get(member) is not row},
+        "workers": {rows[member].number: _worker(member) for member in members},
         "block_sizes": [(*scope, sizes) for scope, sizes in fleet.all_block_sizes.items()],
-        "bases": [(*adapter, sorted(found)) for adapter, found in bases.items()],
+        "bases": [(*adapter, sorted(names)) for adapter, names in bases.items()],
     }
 
 
@@ -239,6 +309,8 @@ def _worker(member: Member) -> Mapping[str, Any]:
         "source": source,
         "rank": rank,
         "instance": registration.instance,
+        "url": registration.url,
+        "labels": registration.labels,
         "scope": scope._asdict(),
         "label": scope.name,
         "trust": member.trust_status,

@@ -2,7 +2,7 @@
 
 Every label has a bounded set of values, and none of them comes from a peer:
 
-- `engine`, `rank`, `model`, `tenant`, `group`: from registrations, of which there are at most `limits.max_sources`. A
+- `engine`, `rank`, `model`, `tenant`, `group`: from the first `limits.max_metric_sources` registrations. A
   registration calls the engine an instance; Prometheus reserves that label for the address that it scrapes
 - `state` of a source: the trust states
 - `reason` of a source: `Reason`; of rejected events and stores: the fixed words of `Rejected` and of the index
@@ -11,30 +11,32 @@ Every label has a bounded set of values, and none of them comes from a peer:
 - `tier`: gpu, cpu and disk; all other media count as other
 - `path`, `status`: from the table of endpoints; requests for other paths are not counted
 - `provider`: discovery providers of the configuration
-- `partition`: the partitions of a plane, at most 256
 - `state` and `reason` of connections and rejected requests: fixed words of the data plane
 """
 
 from __future__ import annotations
 
 import platform
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple, get_args
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Final, NamedTuple, TypeVar, get_args
 
 from prometheus_client import generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
 from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
-from kvevents.plane.log_subscriber import PartitionProgress
-from kvevents.plane.partition_state import PartitionState
-from kvevents.service.data_plane import Counts
+from kvevents.index import IndexStats
+from kvevents.prometheus import Table, by_label, families, family, labelled, one_of, registry
+from kvevents.service.data_plane import Counts, HistogramCounts
 from kvevents.service.fleet.member import Member
-from kvevents.service.metrics import Histogram, MetricsPage, Samples, labels
-from kvevents.service.replica.replica import Replica
+from kvevents.service.metrics import Metrics
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
+
+T = TypeVar("T")
+Labels = dict[str, str]
 
 STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 CLOSE_REASONS: Final = (
@@ -63,406 +65,287 @@ REJECT_REASONS: Final = (
 
 def exposition(service: Service) -> bytes:
     """Return the metrics of a service in Prometheus' text format."""
-    page = MetricsPage()
-    _write_sources(page, service)
-    _write_index(page, service)
-    if service.replica is not None:
-        _write_replica(page, service.replica, time.time())
-    _write_requests(page, service)
-    return page.text() + generate_latest(service.metrics.process)
+    return generate_latest(registry(lambda: _collect(service)))
 
 
-def _write_requests(page: MetricsPage, service: Service) -> None:
-    counts = service.data_plane.counts()
-    native, own = counts.answers, service.metrics
-    page.counter("kvevents_lookups_total", "Prefix lookups.", {"": own.lookups + native.lookups})
-    hits = {"": own.hits + native.hits}
-    page.counter("kvevents_lookup_hits_total", "Prefix lookups that matched at least one block.", hits)
-    depth = {"": own.match_ratio.merged_with(native.depth)}
-    page.histogram("kvevents_lookup_match_ratio", "Fraction of a prompt's tokens that the best worker holds.", depth)
-    ignored = {labels(path=path): count for path, count in dict(own.ignored_fields).items()}
-    page.counter("kvevents_http_ignored_fields_total", "Unknown fields in request bodies that the service ignored.", ignored)
-    requests = Counter(dict(own.requests))
-    seconds = dict(own.durations)
-    for path, answered in native.requests.items():
-        requests.update({(path, status): count for status, count in answered.by_status.items()})
-        seconds[path] = seconds.get(path, Histogram(own.DURATION_BOUNDS)).merged_with(answered.seconds)
-    answers = {labels(path=path, status=status): count for (path, status), count in requests.items()}
-    page.counter("kvevents_http_requests_total", "HTTP and gRPC requests by path and status.", answers)
-    histograms = {labels(path=path): tally for path, tally in seconds.items()}
-    page.histogram(
-        "kvevents_http_request_duration_seconds", "Time from the request's headers to the end of the response.", histograms
+def _collect(service: Service) -> Iterator[Metric]:
+    limit, members = service.settings.limits.max_metric_sources, list(service.fleet.members.values())
+    sources = [(_labels(member), member) for member in members[:limit]]
+    # A stream is one source, whose blocks can be those of several ranks.
+    ranks = [rank for member in members for rank in (member, *member.carried)]
+    workers = [(_labels(rank), rank) for rank in ranks[:limit]]
+    states = Counter(member.trust_status.state for member in members)
+    yield family("kvevents_sources", "Sources by trust state.", by_label("state", {state: states[state] for state in STATES}))
+    yield family(
+        "kvevents_sources_without_series",
+        "Ranks without series of their own, since more than limits.max_metric_sources are registered.",
+        max(0, len(ranks) - limit),
     )
-    _write_connections(page, counts, service.settings.limits.max_clients)
+    yield from _source_families(_SOURCES, sources)
+    yield from _source_families(_WORKERS, workers)
+    yield from _source_families(_STREAMS, [(labels, member.status.counters) for labels, member in sources if member.status])
+    scrape = _Scrape(service, service.stats(), service.index.stats(), service.data_plane.counts())
+    yield from families("kvevents_", _SERVICE, scrape)
+    answers = scrape.counts.answers
+    ratio_text = "Fraction of a prompt's tokens that the best worker holds."
+    ratios = {} if answers.depth is None else {"": answers.depth}
+    yield _histogram("kvevents_lookup_match_ratio", ratio_text, Metrics.MATCH_RATIO_BOUNDS, ratios)
+    time_text = "Time from the request's headers to the response."
+    seconds = {path: answers_of_path.seconds for path, answers_of_path in answers.requests.items()}
+    yield _histogram("kvevents_http_request_duration_seconds", time_text, Metrics.DURATION_BOUNDS, seconds, "path")
+    yield from service.index_source.collect()
 
 
-def _write_connections(page: MetricsPage, counts: Counts, max_clients: int) -> None:
-    open_ = {labels(state=state): count for state, count in counts.connections.items()}
-    page.gauge("kvevents_http_connections", "Open connections by state: new, reading, answering, idle or closing.", open_)
-    page.gauge(
-        "kvevents_http_connections_limit",
-        "Connections above which the service answers probes only (limits.max_clients).",
-        {"": max_clients},
-    )
-    page.counter("kvevents_http_connections_opened_total", "Connections that clients opened.", {"": counts.opened})
-    closed = _by_reason(dict.fromkeys(CLOSE_REASONS, 0) | counts.closed)
-    refused = _by_reason(dict.fromkeys(REJECT_REASONS, 0) | counts.refusals)
-    page.counter(
-        "kvevents_http_connections_closed_total",
-        "Connections that the service closed, by reason; full and evicted mean too many.",
-        closed,
-    )
-    page.counter("kvevents_http_rejected_requests_total", "Requests rejected before their path was known, by reason.", refused)
-    page.gauge(
-        "kvevents_http_request_buffer_bytes", "Memory of received request bodies beyond 64 KiB each.", {"": counts.received}
-    )
-    page.gauge(
-        "kvevents_http_response_buffer_bytes", "Memory of responses that clients have not read yet.", {"": counts.unread}
-    )
+def _labels(member: Member) -> Labels:
+    registration = member.registration
+    return {
+        "engine": registration.instance,
+        "rank": str(registration.rank),
+        "model": registration.model,
+        "tenant": registration.tenant,
+        "group": registration.group,
+    }
 
 
-def _by_reason(counts: Mapping[str, int]) -> Samples:
-    return {labels(reason=reason): count for reason, count in counts.items()}
+def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterator[Metric]:
+    for name, (text, read_value) in table.items():
+        samples = [(labels | extra, value) for labels, source in sources for extra, value in labelled(read_value(source))]
+        yield family(f"kvevents_source_{name}", text, samples)
+
+
+def _histogram(
+    name: str, text: str, bounds: tuple[float, ...], histograms: Mapping[str, HistogramCounts], *labels: str
+) -> Metric:
+    """Return a family of histograms by the value of their label, if they have one."""
+    metric = HistogramMetricFamily(name, text, labels=labels)
+    for value, histogram in histograms.items():
+        buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(histogram.counts), strict=True))
+        metric.add_metric([value][: len(labels)], buckets, histogram.sum)
+    return metric
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------------
 
-
-class _Column(NamedTuple):
-    """A gauge of each source."""
-
-    name: str
-    text: str
-    read: Callable[[Member], float | None]
-
-
-class _Count(NamedTuple):
-    """A counter of each source whose stream status is known."""
-
-    name: str
-    text: str
-    read: Callable[[StreamCounters], int]
-
-
-_GAUGES: Final = (
-    _Column("blocks", "Distinct blocks that the index holds for the source.", lambda member: member.blocks),
-    _Column(
-        "orphan_blocks",
-        "Blocks that wait for their parent.",
-        lambda member: member.info.orphans if member.info else 0,
+_SOURCES: Final[Table[Member]] = {
+    "state": (
+        "1 for the current trust state of the source, 0 for the others.",
+        lambda m: one_of("state", STATES, m.trust_status.state),
     ),
-    _Column(
-        "uncertain_blocks",
+    "reason": (
+        "1 for each reason why the source is not EXACT.",
+        lambda m: [
+            ({"state": trust.state, "reason": reason}, 1) for trust in (m.trust_status,) for reason in trust.reason_codes
+        ],
+    ),
+    "inexact_tier": (
+        "1 for each tier whose removals the source does not announce.",
+        lambda m: by_label("tier", dict.fromkeys(m.registration.stores_only, 1)),
+    ),
+}
+_WORKERS: Final[Table[Member]] = {
+    "blocks": ("Distinct blocks that the index holds for the source.", lambda m: m.blocks),
+    "orphan_blocks": ("Blocks that wait for their parent.", lambda m: m.info.orphans if m.info else 0),
+    "uncertain_blocks": (
         "Blocks that might be gone: they were announced several times and removed less often.",
-        lambda member: member.info.uncertain if member.info else 0,
+        lambda m: m.info.uncertain if m.info else 0,
     ),
-    _Column(
-        "waiting_batches",
-        "Received batches that wait for an earlier batch.",
-        lambda member: member.status.waiting if member.status else 0,
-    ),
-    _Column(
-        "lag_seconds",
-        "Delay of the newest live batch: receive time minus the publisher's timestamp.",
-        lambda member: member.lag,
-    ),
-    _Column(
-        "last_batch_timestamp_seconds",
+    "waiting_batches": ("Received batches that wait for an earlier batch.", lambda m: m.status.waiting if m.status else 0),
+    "lag_seconds": ("Delay of the newest live batch: receive time minus the publisher's timestamp.", lambda m: m.lag),
+    "last_batch_timestamp_seconds": (
         "Unix time at which the newest batch arrived; absent before the first.",
-        lambda member: member.last_event,
+        lambda m: m.last_event,
     ),
-    _Column(
-        "last_seq",
+    "last_seq": (
         "Sequence number of the newest batch of the current incarnation; absent before the first.",
-        lambda member: member.status.last_seq if member.status and member.status.last_seq >= 0 else None,
+        lambda m: m.status.last_seq if m.status and m.status.last_seq >= 0 else None,
     ),
-    _Column(
-        "engine_requests",
+    "engine_requests": (
         "Requests that the engine reports, running and waiting; absent without a recent report.",
-        lambda member: load.requests if (load := member.engine_load) else None,
+        lambda m: load.requests if (load := m.engine_load) else None,
     ),
-    _Column(
-        "engine_load_known",
+    "engine_load_known": (
         "1 if the engine has reported its load recently, else 0; absent if it is not read.",
-        lambda member: None if (reading := member.load()) is None else float(reading.load is not None),
+        lambda m: None if (reading := m.load()) is None else reading.load is not None,
     ),
-    _Column(
-        "engine_waiting_tokens",
+    "engine_waiting_tokens": (
         "Prompt tokens that waiting requests of the engine must compute; absent without a recent report.",
-        lambda member: load.waiting_uncached_tokens if (load := member.engine_load) else None,
+        lambda m: load.waiting_uncached_tokens if (load := m.engine_load) else None,
     ),
-)
-_COUNTS: Final = (
-    _Count("batches", "Batches delivered to the index.", lambda counters: counters.delivered),
-    _Count("replayed_batches", "Delivered batches that arrived by replay.", lambda counters: counters.replayed),
-    _Count("lost_batches", "Batches that were never received and can no longer be replayed.", lambda counters: counters.lost),
-    _Count("compacted_batches", "Batches that a snapshot of the publisher replaced.", lambda counters: counters.compacted),
-    _Count(
-        "resets",
+    "evicted_blocks_total": (
+        "Blocks of the source that the index refused at its memory limit.",
+        lambda m: m.info.evicted if m.info else None,
+    ),
+}
+_STREAMS: Final[Table[StreamCounters]] = {
+    "batches_total": ("Batches delivered to the index.", lambda c: c.delivered),
+    "replayed_batches_total": ("Delivered batches that arrived by replay.", lambda c: c.replayed),
+    "lost_batches_total": ("Batches that were never received and can no longer be replayed.", lambda c: c.lost),
+    "compacted_batches_total": ("Batches that a snapshot of the publisher replaced.", lambda c: c.compacted),
+    "resets_total": (
         "Resets of the stream: incarnations after the first, including those that might be the same.",
-        lambda counters: counters.resets,
+        lambda c: c.resets,
     ),
-    _Count("reconnects", "Connections after the first.", lambda counters: counters.reconnects),
-    _Count("duplicate_messages", "Messages that contained nothing new.", lambda counters: counters.duplicates),
-    _Count(
-        "overflowed_batches",
+    "reconnects_total": ("Connections after the first.", lambda c: c.reconnects),
+    "duplicate_messages_total": ("Messages that contained nothing new.", lambda c: c.duplicates),
+    "overflowed_batches_total": (
         "Live batches dropped because the waiting buffer was full; they are replayed later.",
-        lambda counters: counters.overflowed,
+        lambda c: c.overflowed,
     ),
-    _Count("malformed_messages", "Messages that are not a batch.", lambda counters: sum(counters.malformed.values())),
-    _Count("rejected_events", "Events that could not be decoded.", lambda counters: sum(counters.rejected.values())),
-    _Count("replay_requests", "Replay requests sent.", lambda counters: counters.requests),
-    _Count("heartbeats", "Heartbeats received with the publisher's digest.", lambda counters: counters.heartbeats),
-    _Count("digest_matches", "Heartbeats whose digest matched the index.", lambda counters: counters.digests_matched),
-    _Count(
-        "divergences",
+    "malformed_messages_total": ("Messages that are not a batch.", lambda c: sum(c.malformed.values())),
+    "rejected_events_total": ("Events that could not be decoded.", lambda c: sum(c.rejected.values())),
+    "replay_requests_total": ("Replay requests sent.", lambda c: c.requests),
+    "heartbeats_total": ("Heartbeats received with the publisher's digest.", lambda c: c.heartbeats),
+    "digest_matches_total": ("Heartbeats whose digest matched the index.", lambda c: c.digests_matched),
+    "divergences_total": (
         "Heartbeats whose digest differed from the index without a known cause; stays at 0.",
-        lambda counters: counters.digests_mismatched,
+        lambda c: c.digests_mismatched,
     ),
-    _Count(
-        "attestation_matches",
+    "attestation_matches_total": (
         "Heartbeats whose attestation of the engine's own cache matched the index.",
-        lambda counters: counters.attestations_matched,
+        lambda c: c.attestations_matched,
     ),
-    _Count(
-        "attestation_mismatches",
+    "attestation_mismatches_total": (
         "Heartbeats whose attestation of the engine's own cache differed from the index; stays at 0.",
-        lambda counters: counters.attestations_mismatched,
+        lambda c: c.attestations_mismatched,
     ),
-)
-_OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]]], ...]] = (
-    (
-        "gaps",
+    "gaps_total": (
         "Runs of missing batches by outcome; a run that was recovered in part counts for both outcomes.",
-        {"lost": lambda counters: counters.gaps, "recovered": lambda counters: counters.gaps_repaired},
+        lambda c: by_label("outcome", {"lost": c.gaps, "recovered": c.gaps_repaired}),
     ),
-    (
-        "replays",
+    "replays_total": (
         "Replay requests by outcome: complete, truncated, unanswered, or contradicted by the live stream.",
-        {
-            "complete": lambda counters: counters.complete,
-            "truncated": lambda counters: counters.truncated,
-            "unanswered": lambda counters: counters.unanswered,
-            "contradicted": lambda counters: counters.conflicts,
-        },
+        lambda c: by_label(
+            "outcome",
+            {"complete": c.complete, "truncated": c.truncated, "unanswered": c.unanswered, "contradicted": c.conflicts},
+        ),
     ),
-)
-
-
-def _write_sources(page: MetricsPage, service: Service) -> None:
-    sources = {_worker_labels(member): member for member in list(service.fleet.members.values())}
-    statuses = {label_text: member.status.counters for label_text, member in sources.items() if member.status is not None}
-    states = Counter(member.trust_status.state for member in sources.values())
-    page.gauge("kvevents_sources", "Sources by trust state.", {labels(state=state): states[state] for state in STATES})
-    page.gauge("kvevents_source_state", "1 for the current trust state of the source, 0 for the others.", _states(sources))
-    page.gauge("kvevents_source_reason", "1 for each reason why the source is not EXACT.", _reasons(sources))
-    # A stream is one source, whose blocks can be those of several ranks.
-    workers = {_worker_labels(member): member for member in list(service.fleet.workers.values())}
-    for name, text, read in _GAUGES:
-        page.gauge(f"kvevents_source_{name}", text, {label_text: read(member) for label_text, member in workers.items()})
-    evicted = {label_text: member.info.evicted for label_text, member in workers.items() if member.info is not None}
-    page.counter(
-        "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
-    )
-    inexact = {_worker_labels(member, tier=tier): 1 for member in sources.values() for tier in member.registration.stores_only}
-    page.gauge("kvevents_source_inexact_tier", "1 for each tier whose removals the source does not announce.", inexact)
-    for name, text, count in _COUNTS:
-        page.counter(
-            f"kvevents_source_{name}_total", text, {label_text: count(counters) for label_text, counters in statuses.items()}
-        )
-    for name, text, outcomes in _OUTCOMES:
-        samples = {
-            f'{label_text},outcome="{outcome}"': read_one(counters)
-            for label_text, counters in statuses.items()
-            for outcome, read_one in outcomes.items()
-        }
-        page.counter(f"kvevents_source_{name}_total", text, samples)
-
-
-def _worker_labels(member: Member, **more: str) -> str:
-    registered = member.registration
-    return labels(
-        engine=registered.instance,
-        rank=registered.rank,
-        model=registered.model,
-        tenant=registered.tenant,
-        group=registered.group,
-        **more,
-    )
-
-
-def _states(sources: dict[str, Member]) -> Samples:
-    return {
-        f'{label_text},state="{state}"': int(state == now)
-        for label_text, member in sources.items()
-        for now in (member.trust_status.state,)
-        for state in STATES
-    }
-
-
-def _reasons(sources: dict[str, Member]) -> Samples:
-    return {
-        f'{label_text},state="{member.trust_status.state}",reason="{reason}"': 1
-        for label_text, member in sources.items()
-        for reason in member.trust_status.reason_codes
-    }
+}
 
 
 # --- the service -------------------------------------------------------------------------------------------------------------
 
 
-def _write_index(page: MetricsPage, service: Service) -> None:
-    stats = service.stats()
-    build = labels(version=stats.version, python=platform.python_version())
-    page.gauge("kvevents_build_info", "Build information; the value is always 1.", {build: 1})
-    for name, text, value in _gauges_of_index(service, stats):
-        page.gauge(name, text, {"": value})
-    page.gauge(
-        "kvevents_index_tier_blocks", "Blocks by tier; a block counts once for each worker that holds it.", _tiers(stats.tiers)
-    )
-    page.gauge("kvevents_discovery_faults", "Current discovery faults by provider.", _faults(service.faults()))
-    page.counter("kvevents_index_batches_total", "Batches applied to the index.", {"": stats.batches})
-    page.counter(
-        "kvevents_index_evicted_blocks_total", "Blocks that the index refused at its memory limit.", {"": stats.evicted}
-    )
-    index = service.index.stats()
-    page.counter(
-        "kvevents_index_displaced_decisions_total",
-        "Expected prompts that ended before their time, since too many were expected at once.",
-        {"": index.displaced},
-    )
-    stores = _by_reason_alone(index.rejected)
-    page.counter("kvevents_index_rejected_stores_total", "Decoded stores that the index could not use, by reason.", stores)
-    page.counter(
-        "kvevents_rejected_events_total",
-        "Events that could not be decoded, by dialect and reason.",
-        _rejection_samples(service.fleet.counts),
-    )
+class _Scrape(NamedTuple):
+    """The sources of the service's metrics."""
+
+    service: Service
+    stats: StatsAnswer
+    index_stats: IndexStats
+    counts: Counts
 
 
-def _gauges_of_index(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, float | None]]:
-    yield "kvevents_ready", "1 while /readyz returns 200.", int(service.readiness().ready)
-    yield (
-        "kvevents_ingest_failed",
-        "1 after the ingest thread failed; restart the service.",
-        int(service.fleet.failure is not None),
-    )
-    yield "kvevents_event_stream_clients", "Clients connected to /v1/events.", len(service.fleet.event_bus)
-    yield "kvevents_index_bytes", "Memory that the index uses.", stats.index_bytes
-    yield "kvevents_index_limit_bytes", "Memory limit of the index; absent without a limit.", stats.memory_limit
-    yield (
-        "kvevents_index_blocks",
+_SERVICE: Final[Table[_Scrape]] = {
+    "build_info": (
+        "Build information; the value is always 1.",
+        lambda s: [({"version": s.stats.version, "python": platform.python_version()}, 1)],
+    ),
+    "ready": ("1 while /readyz returns 200.", lambda s: s.service.readiness().ready),
+    "ingest_failed": ("1 after the ingest thread failed; restart the service.", lambda s: s.service.fleet.failure is not None),
+    "event_stream_clients": ("Clients connected to /v1/events.", lambda s: len(s.service.fleet.event_bus)),
+    "index_bytes": ("Memory that the index uses.", lambda s: s.stats.index_bytes),
+    "index_limit_bytes": ("Memory limit of the index; absent without a limit.", lambda s: s.stats.memory_limit),
+    "index_blocks": (
         "Distinct blocks in the index; a block that several workers hold counts once.",
-        stats.unique_blocks,
-    )
-    if service.state_store is not None:
-        yield (
-            "kvevents_snapshot_timestamp_seconds",
-            "Unix time at which this process last wrote a snapshot; absent before the first.",
-            stats.snapshot_at,
-        )
-        yield "kvevents_snapshot_interval_seconds", "Configured interval between snapshots.", service.settings.snapshot_seconds
-        yield (
-            "kvevents_snapshot_failed",
-            "1 while the last write to state_dir failed.",
-            int(stats.snapshot_fault is not None),
-        )
-
-
-def _tiers(tiers: dict[str, int]) -> Samples:
-    known = {tier: tiers.get(tier, 0) for tier in TIERS}
-    known["other"] = sum(tiers.values()) - sum(known.values())
-    return {labels(tier=tier): blocks for tier, blocks in known.items()}
-
-
-def _faults(faults: dict[str, list[str]]) -> Samples:
-    return {labels(provider=provider): len(sentences) for provider, sentences in faults.items()}
-
-
-def _by_reason_alone(rejected: dict[tuple[str, str], int]) -> Samples:
-    """Sum over kinds of groups, since engines name these."""
-    found = Counter[str]()
-    for (_, reason), count in rejected.items():
-        found[reason] += count
-    return {labels(reason=reason): count for reason, count in found.items()}
-
-
-def _rejection_samples(counts: dict[tuple[str, str], int]) -> Samples:
-    return {labels(dialect=dialect, reason=reason): count for (dialect, reason), count in list(counts.items())}
-
-
-# --- a plane's replica -------------------------------------------------------------------------------------------------------
-
-_LEDGER_COUNTS: Final[tuple[tuple[str, str, Callable[[PartitionState], int]], ...]] = (
-    (
-        "kvevents_plane_invalid_records_total",
-        "Records and messages in the log that no bridge writes; stays at 0.",
-        lambda state: state.invalid_records + state.foreign_messages,
+        lambda s: s.stats.unique_blocks,
     ),
-    (
-        "kvevents_plane_duplicate_records_total",
-        "Records that repeat the log or belong to an incarnation that has ended; stays at 0.",
-        lambda state: state.duplicate_records,
+    "snapshot_timestamp_seconds": (
+        "Unix time at which this process last wrote a snapshot; absent before the first.",
+        lambda s: s.stats.snapshot_at,
     ),
-    (
-        "kvevents_plane_discarded_pages_total",
-        "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
-        lambda state: state.void_pages + state.stale_epoch_pages,
+    "snapshot_interval_seconds": (
+        "Configured interval between snapshots; absent without a state_dir.",
+        lambda s: s.stats.snapshot_seconds,
     ),
-)
-
-
-def _write_replica(page: MetricsPage, replica: Replica, now: float) -> None:
-    """Write what a replica knows about the plane; `now` is a Unix time in seconds."""
-    for name, text, value in (
-        ("kvevents_plane_synced", "1 once the replica has read the log to its end since it started.", replica.is_complete),
-        ("kvevents_plane_readable", "1 while the replica can read the log.", not replica.fault),
-        (
-            "kvevents_plane_snapshot_failed",
-            "1 while the replica's last attempt to take a snapshot failed.",
-            bool(replica.snapshot_fault),
+    "snapshot_failed": (
+        "1 while the last write to state_dir failed; absent without a state_dir.",
+        lambda s: None if s.service.state_store is None else s.stats.snapshot_fault is not None,
+    ),
+    "index_tier_blocks": (
+        "Blocks by tier; a block counts once for each worker that holds it.",
+        lambda s: by_label("tier", _tiers(s.stats.tiers)),
+    ),
+    "discovery_faults": (
+        "Current discovery faults by provider.",
+        lambda s: by_label("provider", {name: len(faults) for name, faults in s.service.faults().items()}),
+    ),
+    "index_batches_total": ("Batches applied to the index.", lambda s: s.stats.batches),
+    "index_evicted_blocks_total": ("Blocks that the index refused at its memory limit.", lambda s: s.stats.evicted),
+    "index_displaced_decisions_total": (
+        "Expected prompts that ended before their time, since too many were expected at once.",
+        lambda s: s.index_stats.displaced,
+    ),
+    "index_rejected_stores_total": (
+        "Decoded stores that the index could not use, by reason.",
+        lambda s: by_label("reason", _reasons_of_stores(s.index_stats.rejected)),
+    ),
+    "rejected_events_total": (
+        "Events that could not be decoded, by dialect and reason.",
+        lambda s: [
+            ({"dialect": dialect, "reason": reason}, count) for (dialect, reason), count in list(s.service.fleet.counts.items())
+        ],
+    ),
+    "lookups_total": ("Prefix lookups.", lambda s: s.counts.answers.lookups),
+    "lookup_hits_total": ("Prefix lookups that matched at least one block.", lambda s: s.counts.answers.hits),
+    "ended_leases_total": (
+        "Ranks that were unregistered because their leases had ended.",
+        lambda s: s.service.registrations.ended_leases,
+    ),
+    "http_ignored_fields_total": (
+        "Unknown fields in request bodies that the service ignored.",
+        lambda s: by_label("path", dict(s.service.metrics.ignored_fields)),
+    ),
+    "reservations_open": (
+        "Reservations of `/v1/select` that were neither finished nor expired.",
+        lambda scrape: scrape.counts.reservations.open,
+    ),
+    "reservations_total": (
+        "Reservations by outcome: made; then finished, expired or replaced; or refused, since too many were open.",
+        lambda scrape: by_label(
+            "outcome",
+            {
+                name: getattr(scrape.counts.reservations, name)
+                for name in ("made", "finished", "expired", "replaced", "refused")
+            },
         ),
-    ):
-        page.gauge(name, text, {"": int(value)})
-    page.counter(
-        "kvevents_plane_index_builds_total", "Times that the replica built its index from the log.", {"": replica.builds}
-    )
-    page.counter(
-        "kvevents_plane_divergences_total",
-        "Times that another replica's digest differed at the same position of the log; stays at 0.",
-        {"": replica.disagreements},
-    )
-    if (build := replica.build) is None:
-        return
-    subscriber = build.subscriber
-    partitions = dict(subscriber.partitions)
-    states = list(subscriber.states.values())
-    for name, text, count in _LEDGER_COUNTS:
-        page.counter(name, text, {"": sum(map(count, states))})
-    page.gauge("kvevents_plane_bridges", "Bridges whose heartbeats arrive.", {"": subscriber.bridges()})
-    page.gauge(
-        "kvevents_plane_partition_position",
-        "Number of the newest page in the index.",
-        _by_partition(partitions, lambda partition: partition.position),
-    )
-    page.gauge(
-        "kvevents_plane_partition_lag_pages",
-        "Pages in the log that are not in the index yet; absent while unknown.",
-        _by_partition(partitions, lambda partition: partition.lag),
-    )
-    page.gauge(
-        "kvevents_plane_partition_last_page_timestamp_seconds",
-        "Unix time at which the newest page in the index was written, by the bridge's clock.",
-        _by_partition(partitions, lambda partition: partition.written_at),
-    )
-    page.gauge(
-        "kvevents_plane_partition_snapshot_timestamp_seconds",
-        "Unix time at which this replica found the newest snapshot; absent before the first.",
-        {f'partition="{partition}"': now - age for partition, age in build.snapshot_ages().items()},
-    )
+    ),
+    "http_requests_total": (
+        "HTTP and gRPC requests by path and status.",
+        lambda s: [
+            ({"path": path, "status": str(status)}, count)
+            for path, answered in s.counts.answers.requests.items()
+            for status, count in answered.by_status.items()
+        ],
+    ),
+    "http_connections": (
+        "Open connections by state: new, reading, answering, idle or closing.",
+        lambda s: by_label("state", s.counts.connections),
+    ),
+    "http_connections_limit": (
+        "Connections above which the service answers probes and /metrics only (limits.max_clients).",
+        lambda s: s.service.settings.limits.max_clients,
+    ),
+    "http_connections_opened_total": ("Connections that clients opened.", lambda s: s.counts.opened),
+    "http_connections_closed_total": (
+        "Connections that the service closed, by reason; full and evicted mean too many.",
+        lambda s: by_label("reason", dict.fromkeys(CLOSE_REASONS, 0) | s.counts.closed),
+    ),
+    "http_rejected_requests_total": (
+        "Requests rejected before their path was known, by reason.",
+        lambda s: by_label("reason", dict.fromkeys(REJECT_REASONS, 0) | s.counts.refusals),
+    ),
+    "http_request_buffer_bytes": ("Memory of received request bodies beyond 64 KiB each.", lambda s: s.counts.received),
+    "http_response_buffer_bytes": ("Memory of responses that clients have not read yet.", lambda s: s.counts.unread),
+}
 
 
-def _by_partition(
-    partitions: Mapping[int, PartitionProgress], value: Callable[[PartitionProgress], float | None]
-) -> dict[str, float | None]:
-    return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
+def _tiers(tiers: Mapping[str, int]) -> dict[str, int]:
+    counts = {tier: tiers.get(tier, 0) for tier in TIERS}
+    return counts | {"other": sum(tiers.values()) - sum(counts.values())}
+
+
+def _reasons_of_stores(rejections: Mapping[tuple[str, str], int]) -> Counter[str]:
+    """Return sums over kinds of groups, since engines name these."""
+    sums = Counter[str]()
+    for (_, reason), count in rejections.items():
+        sums[reason] += count
+    return sums

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from kvevents.backoff import Backoff
 from kvevents.client.reasons import Reason
 from kvevents.diagnosis.handshake import Handshake, HandshakeOutcome, perform_handshake_async
-from kvevents.endpoints import split_tcp
+from kvevents.endpoints import GRPC, split_tcp, tcp_of
 from kvevents.errors import KVEventsError
-from kvevents.routing.load_readings import is_load_url
+from kvevents.routing.load_readings import METRICS_PATH, is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet.faults import SourceFault
@@ -39,51 +39,72 @@ ROUND_SECONDS: Final = 0.1
 AUDIT_SECONDS: Final = 30.0
 """Pause between two checks of all endpoints that clients registered, because a name can resolve to another address later."""
 
+_LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
+
 
 async def addresses_of(endpoint: str) -> list[str]:
-    """Resolve a TCP endpoint; return no addresses for another kind. Raises `socket.gaierror` and `TimeoutError`."""
-    found = split_tcp(endpoint)
-    if found is None:
+    """Return the addresses of a TCP endpoint; empty for another kind. Raises `socket.gaierror` and `TimeoutError`."""
+    target = split_tcp(endpoint)
+    if target is None:
         return []
     async with asyncio.timeout(RESOLVE_SECONDS):
-        looked_up = await asyncio.get_running_loop().getaddrinfo(found[0].strip("[]"), found[1], type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in looked_up]
+        records = await asyncio.get_running_loop().getaddrinfo(target[0].strip("[]"), target[1], type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in records]
 
 
-async def check_allowed(allowed: EndpointAllowList, registration: Registration) -> None:
+async def check_allowed(allow_list: EndpointAllowList, registration: Registration) -> None:
     """Raise `EndpointRefusedError` if a client's registration has an endpoint that the allow list excludes.
 
     A name that does not resolve is allowed. The prober checks it again later.
     """
-    for endpoint, bind in check_endpoints(allowed, registration):
-        with suppress(socket.gaierror, TimeoutError):
-            allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
+    for endpoint, bind in check_endpoints(allow_list, registration):
+        await _check_addresses(allow_list, endpoint, bind=bind)
 
 
-def check_endpoints(allowed: EndpointAllowList, registration: Registration) -> list[tuple[str, bool]]:
-    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names. Return the endpoints that have one.
+async def check_url_allowed(allow_list: EndpointAllowList, url: str) -> None:
+    """Raise `EndpointRefusedError` if the allow list excludes the server of a URL."""
+    target = load_target(url) or ""
+    if allow_list.check(target, bind=False):
+        await _check_addresses(allow_list, target, bind=False)
 
-    Each comes with whether the service listens there.
+
+async def _check_addresses(allow_list: EndpointAllowList, endpoint: str, *, bind: bool) -> None:
+    with suppress(socket.gaierror, TimeoutError):
+        allow_list.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
+
+
+def check_endpoints(allow_list: EndpointAllowList, registration: Registration) -> list[tuple[str, bool]]:
+    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names. Return the endpoints with a host name.
+
+    With each endpoint it returns whether the service listens there.
     """
-    return [(endpoint, bind) for endpoint, bind in _endpoints(registration) if allowed.check(endpoint, bind=bind)]
+    if registration.load is not None and is_load_url(registration.load):
+        parts = urlsplit(registration.load)
+        if parts.path not in _LOAD_PATHS or parts.query:
+            raise EndpointRefusedError(
+                registration.load, "no load is read at this path", "write http://HOST:PORT, or its /load"
+            )
+    return [(endpoint, bind) for endpoint, bind in _endpoints(registration) if allow_list.check(endpoint, bind=bind)]
 
 
 def _endpoints(registration: Registration) -> list[tuple[str, bool]]:
     """Return the endpoints to which a registration makes the service connect, and whether it listens there instead."""
     bind = registration.bind
-    found = [(registration.endpoint, bind), (registration.replay_endpoint, bind), (load_target(registration.load), False)]
-    return [(endpoint, binds) for endpoint, binds in found if endpoint is not None]
+    url = registration.url if is_load_url(registration.url or "") else None
+    polls = [(load_target(target), False) for target in (registration.load, url)]
+    endpoints = [(tcp_of(registration.endpoint), bind), (registration.replay_endpoint, bind), *polls]
+    return [(endpoint, binds) for endpoint, binds in endpoints if endpoint is not None]
 
 
 def load_target(load: str | None) -> str | None:
-    """Return the endpoint to which reading a load connects: for a URL that of its server."""
+    """Return the endpoint from which a load is read; of a URL, the endpoint of its server."""
     if load is None or not is_load_url(load):
         return load
     parts = urlsplit(load)
     return f"tcp://{bracket_host(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
-Which: TypeAlias = Literal["endpoint", "replay_endpoint"]
+EndpointField: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
 
 @dataclass(slots=True)
@@ -99,12 +120,12 @@ class _Probe:
 class Prober:
     """Probes the endpoint of each source that has no connection, and the replay endpoint of each that gets no replay."""
 
-    def __init__(self, fleet: Fleet, allowed: EndpointAllowList, settings: Probing) -> None:
+    def __init__(self, fleet: Fleet, allow_list: EndpointAllowList, settings: Probing) -> None:
         self._fleet = fleet
-        self._allowed = allowed
+        self._allow_list = allow_list
         self._settings = settings
-        self._probes: dict[tuple[Member, Which], _Probe] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._probes: dict[tuple[Member, EndpointField], _Probe] = {}
+        self._running_probes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -118,42 +139,42 @@ class Prober:
                     self._start(self._audit())
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
-            for task in self._running:
+            for task in self._running_probes:
                 task.cancel()
 
     def _round(self, now: float) -> None:
-        wanted: set[tuple[Member, Which]] = set()
+        targets: set[tuple[Member, EndpointField]] = set()
         for member in list(self._fleet.members.values()):
-            if (which := _endpoint_to_probe(member)) is not None:
-                wanted.add((member, which))
-        for each in [known for known in self._probes if known not in wanted]:
-            del self._probes[each]
-            self._note(*each, None)
-        for each in wanted:
-            probe = self._probes.get(each)
+            if (field := _endpoint_to_probe(member)) is not None:
+                targets.add((member, field))
+        for target in [former for former in self._probes if former not in targets]:
+            del self._probes[target]
+            self._note(*target, None)
+        for target in targets:
+            probe = self._probes.get(target)
             if probe is None:
                 # A replay usually arrives after a moment. A connection is established at once or not at all.
-                wait = 0.0 if each[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
+                wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
-                probe = self._probes[each] = _Probe(now, now + wait, backoff)
-            if probe.due <= now and len(self._running) < self._settings.at_once:
+                probe = self._probes[target] = _Probe(now, now + wait, backoff)
+            if probe.due <= now and len(self._running_probes) < self._settings.at_once:
                 probe.due = now + self._settings.connect_seconds + probe.backoff.next_delay()
-                self._start(self._try(*each, is_patient=now - probe.since < self._settings.patience_seconds))
+                self._start(self._try(*target, is_patient=now - probe.since < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running_probes.add(task)
+        task.add_done_callback(self._running_probes.discard)
 
-    async def _try(self, member: Member, which: Which, *, is_patient: bool) -> None:
+    async def _try(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
         if await self._may_stay(member):
-            fault = await self._fault_of(member, which, is_patient=is_patient)
-            if (member, which) in self._probes:  # else it has connected meanwhile
-                self._note(member, which, fault)
+            fault = await self._fault_of(member, field, is_patient=is_patient)
+            if (member, field) in self._probes:  # else it has connected meanwhile
+                self._note(member, field, fault)
 
-    async def _fault_of(self, member: Member, which: Which, *, is_patient: bool) -> SourceFault | None:
+    async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
         registration = member.registration
-        if which == "replay_endpoint":
+        if field == "replay_endpoint":
             return await fault_of_replay(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
         fault = await fault_of(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
@@ -179,7 +200,7 @@ class Prober:
         if member.origin != HTTP:
             return True
         try:
-            await check_allowed(self._allowed, member.registration)
+            await check_allowed(self._allow_list, member.registration)
         except EndpointRefusedError as error:
             log.error("%s: %s; it is no longer followed", member.registration.label, error)  # noqa: TRY400 - a sentence says it
             with suppress(KVEventsError):
@@ -187,21 +208,23 @@ class Prober:
             return False
         return True
 
-    def _note(self, member: Member, which: Which, fault: SourceFault | None) -> None:
-        former = member.faults.get(which)
+    def _note(self, member: Member, field: EndpointField, fault: SourceFault | None) -> None:
+        former = member.faults.get(field)
         if fault == former:
             return
-        member.faults = {name: known for name, known in member.faults.items() if name != which}
+        member.faults = {name: item for name, item in member.faults.items() if name != field}
         if fault is not None:
-            member.faults = {**member.faults, which: fault}
+            member.faults = {**member.faults, field: fault}
         if fault is not None and (former is None or former.reason != fault.reason):
             log.warning("%s: %s", member.registration.label, fault.sentence)
         if fault is None and former is not None and self._fleet.members.get(member.registration.key) is member:
             log.info("%s: this fault has ended: %s", member.registration.label, former.sentence)
 
 
-def _endpoint_to_probe(member: Member) -> Which | None:
-    """Return which endpoint of a member needs a probe; None if none does."""
+def _endpoint_to_probe(member: Member) -> EndpointField | None:
+    """Return which endpoint of a member needs a probe; None if none does. A gRPC client reports its own errors."""
+    if member.registration.endpoint.startswith(GRPC):
+        return None
     if member.trust in {Trust.CONNECTING, Trust.STALE}:
         return "endpoint"
     is_silent = member.status is not None and DegradedReason.REPLAY_SILENT in member.status.degraded_reasons
@@ -276,12 +299,12 @@ async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> SourceFault | None:
-    found = _MEANINGS.get(handshake.outcome)
-    if found is None:
+    meaning = _MEANINGS.get(handshake.outcome)
+    if meaning is None:
         return None
     host = (split_tcp(endpoint) or ("",))[0]
-    sentence = found.sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds)
-    return SourceFault(found.of_replay if replay else found.of_endpoint, sentence)
+    sentence = meaning.sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds)
+    return SourceFault(meaning.of_replay if replay else meaning.of_endpoint, sentence)
 
 
 def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> SourceFault | None:

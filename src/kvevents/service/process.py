@@ -1,4 +1,4 @@
-"""The server process: checks of the settings, sockets, signals, and uvicorn behind the data plane."""
+"""The server process: checks of the settings, sockets, and signals."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import resource
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import uvicorn
-import uvloop
 
+from kvevents.client.schemas import SelectRequest
 from kvevents.errors import ConfigError
-from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
-from kvevents.service.selection import terms_of
+from kvevents.service.http.thread_pools import METRICS
+from kvevents.service.index_source import OpenIndexSource
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
-"""Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""
+"""Number of descriptors that are not client connections. The subscriber itself checks the room for its engines."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
@@ -41,14 +40,14 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
 
     Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
     """
-    raised = raise_descriptor_limit()
-    if raised == resource.RLIM_INFINITY:
+    descriptors = raise_descriptor_limit()
+    if descriptors == resource.RLIM_INFINITY:
         return limits, ""
-    room = max(raised - RESERVED_FILES - limits.reserved_clients, raised // 4)
+    room = max(descriptors - RESERVED_FILES - limits.reserved_clients, descriptors // 4)
     if limits.max_clients <= room:
         return limits, ""
     warning = (
-        f"limits.max_clients is lowered from {limits.max_clients} to {room}, because the process may open {raised} files: "
+        f"limits.max_clients is lowered from {limits.max_clients} to {room}, because the process may open {descriptors} files: "
         "raise that limit (ulimit -Hn, LimitNOFILE), or lower the setting"
     )
     return msgspec.structs.replace(limits, max_clients=room), warning
@@ -57,100 +56,113 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1_024
+STOP_SECONDS: Final = 1.0
+"""Maximum time to finish the requests in progress after the data plane has drained."""
+_SELECT: Final = SelectRequest(model="any", tokens=[])
+"""A request with the default weights of `/v1/select`."""
 SEND_BYTES: Final = 1 << 18
 """Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
 KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """TCP options of clients' connections, as far as the system has them: a dead client is noticed after 60 s."""
 MAX_THREADS: Final = 8
-"""Most threads of the data plane; it has one for each CPU up to this number."""
+"""Maximum number of threads of the data plane; it has one for each CPU up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
-"""Freed memory that the process does not return to the system, for the next large request."""
+"""Maximum freed memory that the process does not return to the system, for the next large request."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
 
-def serve(config: ServiceSettings, watched: Path | None, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, with the sources of a `watched` file beside those of `config`.
+def serve(
+    config: ServiceSettings,
+    sources_file: Path | None,
+    announce: Callable[[str], None],
+    open_source: OpenIndexSource | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, with the sources of a `sources_file` beside those of `config`.
 
-    `announce` is called with the URL. Raises `ConfigError` for settings that this machine cannot provide.
+    `announce` is called with the URL. `open_source` opens another source of the index than the engines of the settings.
+    Raises `ConfigError` for settings that this machine cannot provide.
     """
-    check_settings(config, watched)
+    check_settings(config, sources_file)
     _keep_heap()
     listening = _listen(config.host, config.port)
     try:
-        limits, lowered = fit_clients(config.limits)
-        service = Service(msgspec.structs.replace(config, limits=limits), watched)
-        service.lowered = lowered
-        server = _Server(service, announce, _url(config, listening))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.run_at(listening))
+        limits, limit_warning = fit_clients(config.limits)
+        service = Service(msgspec.structs.replace(config, limits=limits), sources_file, open_source)
+        service.limit_warning = limit_warning
+        asyncio.run(_Server(service, announce, _url(config, listening)).run_at(listening))
     finally:
         listening.close()
 
 
-def check(config: ServiceSettings, watched: Path | None) -> None:
+def check(config: ServiceSettings, sources_file: Path | None) -> None:
     """Raise `ConfigError` for settings with which `serve` fails. A state folder in use by another process is accepted."""
-    check_settings(config, watched)
+    check_settings(config, sources_file)
     _listen(config.host, config.port).close()
 
 
-def check_settings(config: ServiceSettings, watched: Path | None) -> None:
+def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
     """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
     Access(config.access)
     EndpointAllowList(config.allow)
     if config.tls is not None:
         check_tls(config.tls)
-    if config.plane is not None:
-        check_connection(config.plane)
     if config.state_dir is not None:
         _check_folder(Path(config.state_dir))
-    check_engines(config, watched)
+    check_engines(config, sources_file)
 
 
 def _check_folder(folder: Path) -> None:
     """Check that the folder can be created and written, and remove everything that the check created."""
-    made: list[Path] = []
+    created_folders: list[Path] = []
     try:
-        for each in reversed((folder, *folder.parents)):
-            if not each.exists():
-                each.mkdir(mode=0o700)
-                made.append(each)
+        for path in reversed((folder, *folder.parents)):
+            if not path.exists():
+                path.mkdir(mode=0o700)
+                created_folders.append(path)
         with tempfile.NamedTemporaryFile(prefix=".", suffix=".tmp", dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
     finally:
-        for each in reversed(made):
+        for path in reversed(created_folders):
             with suppress(OSError):
-                each.rmdir()
+                path.rmdir()
 
 
-class _Server(uvicorn.Server):
-    """The uvicorn server behind the data plane, which passes connections to it: it does not listen itself.
+class _Server:
+    """The running service, from its start to a signal.
 
-    A signal ends it in order: no new connections, finish the requests in progress, save the state.
+    At a signal it accepts no new connections, finishes the requests in progress and saves the state.
     """
 
     def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
         self._service = service
         self._app = App(service)
-        super().__init__(uvicorn.Config(self._app, **_OPTIONS))
         self._announce = announce
         self._url = url
-        self._listening: socket.socket | None = None
-        self._accepting: set[asyncio.Future[Any]] = set()
+        self._end_requested = asyncio.Event()
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Replace uvicorn's handlers, which raise the signal again at the end: the exit code would be the signal's number."""
+    async def run_at(self, listening: socket.socket) -> None:
+        """Serve at a socket until a signal arrives."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
+        service = self._service
+        await service.start()
         try:
-            yield
+            if not self._end_requested.is_set():
+                listening.listen(BACKLOG)
+                settings = data_plane_settings(service, answers_queries=not self._app.has_spans)
+                service.data_plane.start(listening, self._app, settings)
+                listening.close()  # the data plane has a copy
+                self._announce(self._url)
+            await self._end_requested.wait()
+            await service.data_plane.drain(service.settings.limits.drain_seconds)
+            await self._app.stop(STOP_SECONDS)
+            await service.data_plane.close()
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+            await service.stop()
 
     def _stop(self, number: int) -> None:
         """On SIGTERM, report not ready and end after the grace period. On SIGINT, or a second signal, end at once."""
@@ -165,63 +177,10 @@ class _Server(uvicorn.Server):
             self._end()
 
     def _end(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self._service.fleet.event_bus.close()
-        if self.force_exit:
+        if self._end_requested.is_set():
             self._service.data_plane.abort()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and announce the URL."""
-        await super().startup(sockets)
-        if self._listening is not None and not self.should_exit:
-            self._listening.listen(BACKLOG)
-            settings = data_plane_settings(self._service, answers_queries=not self._app.has_spans)
-            self._service.data_plane.start(self._listening, self._accept, settings)
-            self._listening.close()  # the data plane has a copy
-            self._announce(self._url)
-
-    def _accept(self, connection: socket.socket) -> None:
-        """Serve a connection that the data plane opened."""
-
-        def protocol() -> asyncio.Protocol:
-            kind: Any = self.config.http_protocol_class
-            made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-            return made
-
-        connection.setblocking(False)
-        task = asyncio.ensure_future(asyncio.get_running_loop().connect_accepted_socket(protocol, connection))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
-
-    async def run_at(self, listening: socket.socket) -> None:
-        """Serve at a socket until a signal arrives."""
-        self._listening = listening
-        await self._service.start()
-        try:
-            await self.serve([])
-        finally:
-            await self._service.stop()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish the requests in progress. Connections without a request are closed at once."""
-        await self._service.data_plane.drain(self._service.settings.limits.drain_seconds)
-        await super().shutdown(sockets)
-        await self._service.data_plane.close()
-
-
-_OPTIONS: Final[dict[str, Any]] = {
-    "log_config": None,
-    "access_log": False,
-    "server_header": False,
-    "proxy_headers": False,
-    "ws": "none",
-    "lifespan": "off",
-    "interface": "asgi3",
-    "backlog": BACKLOG,
-    "timeout_keep_alive": 3_600,  # the data plane decides which connections stay open
-    "timeout_graceful_shutdown": 1,  # the data plane has drained before
-}
+        self._end_requested.set()
+        self._service.fleet.event_bus.close()
 
 
 def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
@@ -241,9 +200,9 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
         "host": config.host,
         "names": [name for name in policy.names if "*" not in name and "/" not in name],
         "answers_queries": answers_queries,
-        "select": terms_of(),
+        "select": {name: getattr(_SELECT, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
         "paths": paths,
-        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
+        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == METRICS],
         "seconds": service.metrics.DURATION_BOUNDS,
         "depths": service.metrics.MATCH_RATIO_BOUNDS,
         "threads": min(MAX_THREADS, cpus),
@@ -252,7 +211,7 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
 
 
 def _keep_heap() -> None:
-    """Make glibc keep the memory of large bodies. To return it after each of them would cost more than the request."""
+    """Make glibc keep the memory of large bodies. Returning it after each body would cost more than the request."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, HEAP_RESERVE_BYTES // 2)

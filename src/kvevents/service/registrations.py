@@ -6,7 +6,10 @@ The handlers of `service/http/` translate requests and answers; the rules are he
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvevents.client.schemas import DEFAULT_GROUP
@@ -16,9 +19,9 @@ from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import HTTP
-from kvevents.service.fleet.registration import Key, Registration
+from kvevents.service.fleet.registration import Key, Lease, Registration
 from kvevents.service.prober import check_allowed, check_endpoints
-from kvevents.service.state_store import StateStore
+from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 
 
@@ -28,7 +31,7 @@ class Client(NamedTuple):
     caller: str
     """Name of its token."""
     peer: str
-    """Its address."""
+    """Address of the client."""
 
 
 class InstanceQuery(NamedTuple):
@@ -45,83 +48,164 @@ class InstanceQuery(NamedTuple):
     salt: str | None = None
 
 
+class RegistrationOutcome(NamedTuple):
+    """The effect of a request to register."""
+
+    is_new: bool
+    """False if an equal registration was there already."""
+    warning: str = ""
+    """A sentence for the client; empty without one."""
+
+
 class Registrations:
     """Adds clients' engines to a fleet and removes them. Methods are called in the event loop and raise `ServiceError`."""
 
     were_saved = False
     """Whether the file had registrations when the service started."""
-    is_saved = True
-    """Whether the file has all registrations; False after a write that failed."""
 
     def __init__(
         self,
         fleet: Fleet,
-        allowed: EndpointAllowList,
+        allow_list: EndpointAllowList,
         store: StateStore | None,
         *,
         audit: AuditLog,
-        is_replica: bool,
+        advice: str,
+        owner_of: Callable[[Key], str | None],
         resume: Callable[[Key], Checkpoint | None],
         report_fault: Callable[[str], None],
     ) -> None:
-        """`resume` returns the checkpoint from which a stream continues. `report_fault` is called if a write fails."""
+        """`advice` says what clients should do if the service follows no engines itself; it is empty if the service does.
+
+        `owner_of` returns the discovery provider that names a rank, and `resume` the checkpoint from which it continues.
+
+        `report_fault` is called if a write fails.
+        """
         self._audit = audit
         self._fleet = fleet
-        self._allowed = allowed
+        self._allow_list = allow_list
         self._store = store
-        self._is_replica = is_replica
+        self._advice = advice
+        self._owner_of = owner_of
         self._resume = resume
         self._report_fault = report_fault
-        self._writing = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._changes = 0
         """Number of calls of `save`."""
         self._saved_changes = 0
-        """Number of those after which the newest write began."""
+        """Number of calls of `save` before the newest write began."""
+        self._saved_registrations: list[SavedRegistration] | None = []
+        """The contents of the file; None if they are unknown, because a write has failed."""
+        self.ended_leases = 0
+        """Number of ranks that were unregistered because their leases had ended."""
+        self._next_end = math.inf
+        """The time at which `end_leases` wakes up."""
+        self._ends_sooner = asyncio.Event()
 
     def restore(self, report_lost: Callable[[str], None]) -> None:
-        """Register again what the file has. Call `report_lost` for what cannot be."""
+        """Restore the registrations in the file. Call `report_lost` for each that cannot be restored."""
         if self._store is None:
             return
         try:
-            saved = self._store.load_registrations()
+            entries = self._store.load_registrations()
         except SnapshotError as error:
             report_lost(str(error))
             return
-        self.were_saved = bool(saved)
-        for registration in saved:
+        self.were_saved = bool(entries)
+        for registration, lease_seconds in ((entry.registration, entry.lease_seconds) for entry in entries):
             try:
-                check_endpoints(self._allowed, registration)  # the allow-list may have changed since
+                check_endpoints(self._allow_list, registration)  # the allow-list may have changed since
                 self._fleet.register(registration, HTTP, resume=self._resume)
+                self._grant_lease(registration.key, lease_seconds)
             except ServiceError as error:
                 report_lost(f"{registration.label} is not followed again: {error}")
 
-    async def register(self, registration: Registration, client: Client) -> None:
-        """Follow an engine's rank, if its endpoints are allowed."""
+    async def register(
+        self, registration: Registration, client: Client, lease_seconds: int | None = None
+    ) -> RegistrationOutcome:
+        """Follow an engine's rank, if its endpoints are allowed and no equal registration is there already.
+
+        The newest registration decides whether there is a lease, which begins now. Registrations of discovery have no lease.
+        """
         self._check_follows()
-        await check_allowed(self._allowed, registration)
+        await check_allowed(self._allow_list, registration)
+        member = self._fleet.members.get(registration.key)
+        if member is not None and member.origin != HTTP:
+            return self._find_owned(member.registration, registration)
+        if member is not None and not member.registration.differences(registration):
+            has_changed = lease_seconds != (member.lease and member.lease.seconds)
+            self._grant_lease(registration.key, lease_seconds)
+            if has_changed:
+                await self.save()
+            return RegistrationOutcome(is_new=False)
+        following = self._fleet.register(registration, HTTP, resume=self._resume)
+        self._grant_lease(registration.key, lease_seconds)
         try:
-            await asyncio.wrap_future(self._fleet.register(registration, HTTP, resume=self._resume))
+            await asyncio.wrap_future(following)
         except (ConfigError, EndpointError) as error:
             raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
         self._audit.log_change(change, caller=client.caller, peer=client.peer)
+        return RegistrationOutcome(is_new=True)
+
+    def _find_owned(self, current: Registration, registration: Registration) -> RegistrationOutcome:
+        """Return the outcome for a rank that discovery names. Raises `ConflictError` if the client names it differently."""
+        owner = self._owner_of(current.key) or "discovery"
+        if different := current.differences(registration):
+            sentence = f"{current.label} is named by {owner}, with another {' and '.join(different)}"
+            raise ConflictError(sentence, "named-by-discovery", "change it there")
+        return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
+
+    def _grant_lease(self, key: Key, seconds: int | None) -> None:
+        member = self._fleet.members.get(key)
+        if member is None:  # the follower has refused it meanwhile
+            return
+        member.lease = Lease.of(seconds)
+        if member.lease is not None and member.lease.ends < self._next_end:
+            self._ends_sooner.set()
+
+    async def end_leases(self) -> None:
+        """Unregister each rank whose lease ends. Run until cancelled."""
+        while True:
+            leases = [(lease, member) for member in list(self._fleet.members.values()) if (lease := member.lease)]
+            due = [(lease, member.registration) for lease, member in leases if lease.ends <= time.monotonic()]
+            for lease, registration in due:
+                with suppress(NotFoundError):  # the follower has refused it
+                    self._fleet.unregister(registration.key)
+                    name = f"{registration.label} of tenant {registration.tenant}"
+                    self.ended_leases += 1
+                    self._audit.log_end(f"unregistered {name}: its lease of {lease.seconds} s ended")
+            if due:
+                await self.save()
+                continue
+            self._next_end = min((lease.ends for lease, _ in leases), default=math.inf)
+            self._ends_sooner.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(self._next_end) else self._next_end - time.monotonic()):
+                    await self._ends_sooner.wait()
 
     async def unregister(self, query: InstanceQuery, client: Client) -> list[Registration]:
         """Stop following the ranks of an instance, drop their blocks, and return the registrations that ended.
 
-        Raises `NotFoundError` if no rank is registered, or if it is registered with another model, LoRA or salt.
+        Raises `NotFoundError` if no rank is registered, or if it is registered with another model, LoRA or salt, and
+        `ConflictError` if discovery names one of them.
         """
-        found = self._find(query)
-        outcomes = await asyncio.gather(*(self._remove(registration.key) for registration in found), return_exceptions=True)
+        ranks = self._find(query)
+        for registration in ranks:
+            member, owner = self._fleet.members.get(registration.key), self._owner_of(registration.key)
+            if owner is not None and member is not None and member.origin != HTTP:
+                sentence = f"{registration.label} is named by {owner}"
+                raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
+        outcomes = await asyncio.gather(*(self._remove(rank.key) for rank in ranks), return_exceptions=True)
         # Another client may have unregistered some of them meanwhile.
-        ended = [each for each, outcome in zip(found, outcomes, strict=True) if not isinstance(outcome, BaseException)]
-        for each in ended:
-            self._audit.log_change(f"unregistered {each.label} of tenant {each.tenant}", caller=client.caller, peer=client.peer)
+        former = [rank for rank, outcome in zip(ranks, outcomes, strict=True) if not isinstance(outcome, BaseException)]
+        for rank in former:
+            self._audit.log_change(f"unregistered {rank.label} of tenant {rank.tenant}", caller=client.caller, peer=client.peer)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failures and (not ended or not all(isinstance(failure, NotFoundError) for failure in failures)):
+        if failures and (not former or not all(isinstance(failure, NotFoundError) for failure in failures)):
             raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
-        return ended
+        return former
 
     def _find(self, query: InstanceQuery) -> list[Registration]:
         owner = (
@@ -129,26 +213,26 @@ class Registrations:
             DEFAULT_GROUP if query.tenant is None else query.tenant,
             DEFAULT_GROUP if query.group is None else query.group,
         )
-        found = [
+        ranks = [
             member.registration
             for member in list(self._fleet.members.values())
             if (member.registration.instance, member.registration.tenant, member.registration.group) == owner
             and query.rank in {None, member.registration.rank}
         ]
-        if not found:
-            which = "" if query.rank is None else f" rank {query.rank}"
+        if not ranks:
+            suffix = "" if query.rank is None else f" rank {query.rank}"
             raise NotFoundError(
-                f"instance {query.instance}{which} not found", "not-registered", "see /workers for registered instances"
+                f"instance {query.instance}{suffix} not found", "not-registered", "see /workers for registered instances"
             )
-        if query.model is not None and found[0].model != query.model:
+        if query.model is not None and ranks[0].model != query.model:
             raise NotFoundError(
-                f"instance {query.instance} is registered for model={found[0].model}", "other-model", "send that model, or none"
+                f"instance {query.instance} is registered for model={ranks[0].model}", "other-model", "send that model, or none"
             )
-        if (query.lora and query.lora != found[0].lora_name) or (query.salt and query.salt != found[0].salt):
+        if (query.lora and query.lora != ranks[0].lora_name) or (query.salt and query.salt != ranks[0].salt):
             raise NotFoundError(
                 f"instance {query.instance} is registered with another LoRA or salt", "other-scope", "send those, or none"
             )
-        return found
+        return ranks
 
     async def _remove(self, key: Key) -> None:
         self._check_follows()
@@ -156,8 +240,8 @@ class Registrations:
         await self.save()
 
     def _check_follows(self) -> None:
-        if self._is_replica:
-            raise ConflictError("this service is a replica", "replica", "register the engine with the bridges of its plane")
+        if self._advice:
+            raise ConflictError("this service follows no engines itself", "replica", self._advice)
 
     async def save(self) -> None:
         """Write the registrations to the disk. Changes during a write are written together by the next one."""
@@ -165,18 +249,25 @@ class Registrations:
             return
         self._changes += 1
         change = self._changes
-        async with self._writing:
+        async with self._write_lock:
             if self._saved_changes >= change:
                 return
-            written = self._changes
+            last_change = self._changes
+            self._saved_registrations = None  # after a failure, the next snapshot tries again
             try:
-                await asyncio.to_thread(self._store.save_registrations, self._registered)
+                self._saved_registrations = await asyncio.to_thread(self._store.save_registrations, self._list_registrations)
             except SnapshotError as error:
-                self.is_saved = False  # the next snapshot tries again
                 self._report_fault(str(error))
-            else:
-                self.is_saved = True
-            self._saved_changes = written
+            self._saved_changes = last_change
 
-    def _registered(self) -> list[Registration]:
-        return [member.registration for member in list(self._fleet.members.values()) if member.origin == HTTP]
+    @property
+    def is_saved(self) -> bool:
+        """Whether the file has all registrations."""
+        return self._saved_registrations == self._list_registrations()
+
+    def _list_registrations(self) -> list[SavedRegistration]:
+        members = [member for member in list(self._fleet.members.values()) if member.origin == HTTP]
+        return [
+            SavedRegistration(registration=member.registration, lease_seconds=member.lease and member.lease.seconds)
+            for member in members
+        ]

@@ -13,66 +13,50 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from kvevents.client.schemas import DEFAULT_GROUP
-from kvevents.index import Namespace
+from kvevents.client.schemas import DEFAULT_GROUP, SCOPE_NAMES
 from kvevents.package_metadata import documented
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
-from kvevents.service.fleet.registration import Scope
+from kvevents.service.fleet.registration import Key, Scope
 
 
 class Scopes:
-    """Counts the streams of each scope, and maps a prompt's scope to namespaces of the index.
+    """The streams of each scope.
 
     Any thread may read it. A thread that changes it holds the fleet's lock.
     """
 
     def __init__(self) -> None:
-        self._streams: Final[dict[Scope, int]] = {}
-        """Number of streams by scope."""
-        self._plain: dict[Scope, list[Namespace]] = {}
-        """Namespaces of scopes without LoRA and salt, which nearly all prompts have; one for each scope at most."""
+        self._streams: Final[dict[Scope, dict[Key, None]]] = {}
 
-    def add(self, scope: Scope) -> None:
-        """Count a stream of a scope."""
-        self._streams[scope] = self._streams.get(scope, 0) + 1
-        self._plain = {}
+    def add(self, scope: Scope, key: Key) -> None:
+        """Add a stream."""
+        self._streams.setdefault(scope, {})[key] = None
 
-    def drop(self, scope: Scope) -> None:
-        """Remove one stream from the count of its scope."""
-        self._streams[scope] -= 1
+    def drop(self, scope: Scope, key: Key) -> None:
+        """Remove a stream."""
+        del self._streams[scope][key]
         if not self._streams[scope]:
             del self._streams[scope]
-        self._plain = {}
 
-    def namespaces(self, scope: Scope) -> list[Namespace]:
-        """Return the namespaces in which a prompt's blocks may be.
+    def streams_of(self, scope: Scope) -> list[Key]:
+        """Return the streams of the same model, tenant and group, with any LoRA and salt."""
+        return [key for candidate, keys in list(self._streams.items()) if candidate[:3] == scope[:3] for key in list(keys)]
 
-        There is one for each registered scope that admits the prompt. It has the prompt's LoRA and salt, unless the
-        registration has them already. Raises `NotFoundError` if no stream serves the model.
-        """
-        plain = self._plain  # every change replaces it
-        known = plain.get(scope)
-        if known is None:
-            known = self._find(scope)
-            if scope in self._streams and scope.lora is None and scope.salt is None:
-                plain[scope] = known
-        return known
+    @property
+    def all_scopes(self) -> set[Scope]:
+        """The scopes of all streams."""
+        return set(self._streams)
 
-    def _find(self, scope: Scope) -> list[Namespace]:
-        model, tenant, group, lora, salt = scope
-        found = [
-            Namespace(model=view.name, lora=lora if own_lora is None else None, salt=salt if own_salt is None else None)
-            for own_lora in dict.fromkeys((None, lora))
-            for own_salt in dict.fromkeys((None, salt))
-            if (view := Scope(model, tenant, group, own_lora, own_salt)) in self._streams
-        ]
-        if not found and not any(known[:3] == scope[:3] for known in list(self._streams)):
-            raise NotFoundError(f"no engine serves model {model!r} for {_owner(scope)}", "unknown-model", self._hint(scope))
-        return found
+    def why_unknown(self, scope: Scope) -> NotFoundError | None:
+        """Return the error for a model that no stream serves; None if one serves it."""
+        if any(candidate[:3] == scope[:3] for candidate in list(self._streams)):
+            return None
+        sentence = f"no engine serves model {scope.model!r} for {_owner(scope)}"
+        return NotFoundError(sentence, "unknown-model", self._hint(scope))
 
     def _hint(self, scope: Scope) -> str:
-        known = sorted({other.model for other in list(self._streams) if other[1:3] == scope[1:3]})
-        return f"known models: {', '.join(known[:8])}" if known else "register an engine first"
+        models = sorted({candidate.model for candidate in list(self._streams) if candidate[1:3] == scope[1:3]})
+        return f"known models: {', '.join(models[:8])}" if models else "register an engine first"
 
 
 def _owner(scope: Scope) -> str:
@@ -81,20 +65,9 @@ def _owner(scope: Scope) -> str:
     return f"tenant {scope.tenant!r}, group {scope.group!r}"
 
 
-MODEL: Final = ("model_name", "model", "modelname")
-TENANT: Final = ("tenant_id", "tenant")
-GROUP: Final = ("routing_group", "group")
-LORA: Final = ("lora_name", "lora")
-SALT: Final = ("cache_salt", "salt", "additionalsalt", "additional_salt")
-_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "model": MODEL,
-    "tenant": TENANT,
-    "group": GROUP,
-    "lora": LORA,
-    "salt": SALT,
-}
-"""Names of query parameters, by the name that handlers read."""
-_CANONICAL: Final = {alias: name for name, aliases in _PARAMETERS.items() for alias in aliases}
+MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
+_CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
+"""Names in `/v1`, which handlers read, by all names."""
 _LIKE: Final = 0.8
 """Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
@@ -103,7 +76,7 @@ _ALIASES: Final = (*TENANT, *GROUP, *LORA, *SALT)
 _OPTIONAL: Final = (LORA, SALT)
 _OTHERS: Final = re.compile(r"[^a-z0-9]")
 MAX_UNKNOWN: Final = 64
-"""Most unknown fields of one request, because each one is compared with the known ones."""
+"""Maximum number of unknown fields of one request, because each one is compared with the known ones."""
 MAX_COMPARED: Final = 40
 """Longest name in characters that is compared with the known ones."""
 
@@ -135,19 +108,19 @@ def scope_of(request: Any) -> Scope:
 
 
 def pick(request: Any, names: tuple[str, ...]) -> str | None:
-    """Return the value that a request has under one of `names`; None if it has none. Raises `RefusedError` for two values.
+    """Return the value that a request has under one of `names`; None without a value. Raises `RefusedError` for two values.
 
     An empty LoRA or salt means no value; an empty tenant, group or model is a value.
     """
-    found, at = None, ""
+    result, first_name = None, ""
     for name in names:
         value = getattr(request, name)
         if value is None or value is UNSET or (not value and names in _OPTIONAL):
             continue
-        if found is not None and value != found:
-            raise RefusedError(f"{at} and {name} have different values", "contradiction", f"give {at} alone")
-        found, at = value, at or name
-    return found
+        if result is not None and value != result:
+            raise RefusedError(f"{first_name} and {name} have different values", "contradiction", f"give {first_name} alone")
+        result, first_name = value, first_name or name
+    return result
 
 
 def check_unknown(names: Collection[str]) -> None:
@@ -158,42 +131,42 @@ def check_unknown(names: Collection[str]) -> None:
         )
     matchers = [SequenceMatcher(None, "", field.replace("_", "")) for field in _ALIASES]
     for name in names:
-        meant = _meant_by(name, matchers)
-        if meant is not None:
-            raise RefusedError(f"unknown field {name[:MAX_COMPARED]!r}", "unknown-field", f"write {meant}, or leave it out")
+        field = _meant_by(name, matchers)
+        if field is not None:
+            raise RefusedError(f"unknown field {name[:MAX_COMPARED]!r}", "unknown-field", f"write {field}, or leave it out")
 
 
 def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None:
     """Return the scope field that an unknown name is similar to; None if none is similar."""
-    plain = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
+    letters = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
-        if word in plain:
+        if word in letters:
             return field
     if len(name) > MAX_COMPARED:
         return None
-    ordered = sorted(plain)
+    sorted_letters = sorted(letters)
     for field, matcher in zip(_ALIASES, matchers, strict=True):
-        if ordered == sorted(field.replace("_", "")):
+        if sorted_letters == sorted(field.replace("_", "")):
             return field
-        matcher.set_seq1(plain)
+        matcher.set_seq1(letters)
         if matcher.real_quick_ratio() >= _LIKE and matcher.quick_ratio() >= _LIKE and matcher.ratio() >= _LIKE:
             return field
     return None
 
 
-def scope_parameters(parameters: Mapping[str, str], known: Iterable[str], *, beside: str = "") -> dict[str, str]:
+def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
-    `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one,
+    `known_names` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one,
     since ignoring a tenant would return the blocks of other tenants. `beside` is the hint for an endpoint without scope fields.
     """
-    accepted = {_CANONICAL.get(name, name) for name in known}
-    found: dict[str, str] = {}
-    for given, value in parameters.items():
-        name = _CANONICAL.get(given, given)
-        if name not in accepted:
-            takes = f"it takes {', '.join(sorted(accepted))}" if accepted else f"it takes none{beside}"
-            raise RefusedError(f"unknown parameter {given[:MAX_COMPARED]!r}", "unknown-field", takes)
-        if found.setdefault(name, value) != value:
+    accepted_names = {_CANONICAL.get(name, name) for name in known_names}
+    result: dict[str, str] = {}
+    for parameter, value in parameters.items():
+        name = _CANONICAL.get(parameter, parameter)
+        if name not in accepted_names:
+            hint = f"it takes {', '.join(sorted(accepted_names))}" if accepted_names else f"it takes none{beside}"
+            raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED]!r}", "unknown-field", hint)
+        if result.setdefault(name, value) != value:
             raise RefusedError(f"{name} is given twice, with different values", "contradiction", f"give {name} alone")
-    return found
+    return result

@@ -1,41 +1,35 @@
-"""The service as a whole: fleet, discovery, persistence, replica, readiness, and the data that endpoints return."""
+"""The service as a whole: fleet, index source, persistence, readiness, and the data that endpoints return."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from random import Random
 from typing import Final
 
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.errors import SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.package_metadata import version
-from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
+from kvevents.service.block_listings import BlockListings
 from kvevents.service.certificates import CertificateFiles
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
-from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import SEPARATOR, Key
-from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPools
-from kvevents.service.lookups import BlockListings, Lookups
+from kvevents.service.http.thread_pools import ThreadPools
+from kvevents.service.index_source import FollowedEngines, IndexSource, OpenIndexSource
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober
 from kvevents.service.registrations import Registrations
-from kvevents.service.replica.replica import Replica
-from kvevents.service.selection import CandidateCache
+from kvevents.service.selection_cache import SelectionCache
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint
@@ -55,7 +49,7 @@ class Service:
 
     snapshot_at: float | None = None
     snapshot_fault: str | None = None
-    lowered = ""
+    limit_warning = ""
     """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
     is_ending = False
     """Whether the process is ending: it answers requests, and is not ready."""
@@ -63,7 +57,8 @@ class Service:
     def __init__(
         self,
         config: ServiceSettings,
-        watched: Path | None = None,
+        sources_file: Path | None = None,
+        open_source: OpenIndexSource | None = None,
         *,
         timing: FleetTiming = DEFAULT_FLEET_TIMING,
         clock: Callable[[], float] = time.monotonic,
@@ -71,40 +66,39 @@ class Service:
         self.settings = config
         self.access = Access(config.access)
         self.audit = AuditLog()
-        self.allowed = EndpointAllowList(config.allow)
+        self.allow_list = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
         self.fleet = _fleet(config, timing)
-        self.replica = _replica(config, self.fleet)
-        """Builds the index from a plane's log; None if the service follows engines."""
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = ThreadPools(config.limits.max_waiting)
         self.metrics = Metrics()
-        self.candidates = CandidateCache(self.fleet)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
-        self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
+        self.selections = SelectionCache()
         self._certificates = None if config.tls is None else CertificateFiles(config.tls, self.data_plane.reload_tls)
-        self.lookups = Lookups(self.fleet, self.metrics)
-        self.lost: list[str] = []
+        self.restore_faults: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._checkpoints: dict[Key, Checkpoint] = {}
+        external = None if open_source is None else open_source(self.fleet)
+        self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
         self.registrations = Registrations(
             self.fleet,
-            self.allowed,
+            self.allow_list,
             self.state_store,
             audit=self.audit,
-            is_replica=self.replica is not None,
+            advice="" if external is None else external.registration_advice,
+            owner_of=self._discovery.owner_of,
             resume=self._resume,
             report_fault=self._report_fault,
         )
-        """Of clients."""
-        self._discovery = EngineDiscovery(config, watched, self.fleet, self._resume, config.limits.max_sources)
-        self._prober = Prober(self.fleet, self.allowed, config.probe)
+        """The engines that clients register."""
+        prober = Prober(self.fleet, self.allow_list, config.probe)
+        self.index_source: IndexSource = external or FollowedEngines(self._discovery, self.registrations, prober)
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = clock
         self._began = clock()
         self._is_ready = False
-        self._expects_engines = _names_engines(config, watched)
+        self._expects_engines = _names_engines(config, sources_file)
 
     @property
     def index(self) -> PrefixIndex:
@@ -118,17 +112,16 @@ class Service:
         self._restore()
         self.fleet.follower.start()
         self.registrations.restore(self._report_lost)
-        work = [self._prober.run(), self._discovery.run()] if self.replica is None else [self.replica.run()]
-        work.append(self._refresh_data_plane())
+        work = [self._refresh_data_plane(), self.index_source.run()]
         if self._certificates is not None:
             work.append(self._certificates.watch())
         if self.state_store is not None:
             work += [self._save_often(), self._forget_unclaimed()]
-        self._tasks = [asyncio.create_task(each) for each in work]
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in work]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
         for sentence in self.warnings():
-            if sentence not in self.lost:  # logged already
+            if sentence not in self.restore_faults:  # logged already
                 log.warning("%s", sentence)
 
     async def _refresh_data_plane(self) -> None:
@@ -205,12 +198,12 @@ class Service:
 
     def _current_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
-        followed = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
-        return [*followed, *self._checkpoints.values()]
+        checkpoints = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
+        return [*checkpoints, *self._checkpoints.values()]
 
     def _report_lost(self, sentence: str) -> None:
         """Log a failure to restore, and keep it as a warning: a client must register the missing engines again."""
-        self.lost.append(sentence)
+        self.restore_faults.append(sentence)
         log.error("%s", sentence)
 
     def _report_fault(self, sentence: str) -> None:
@@ -219,18 +212,6 @@ class Service:
         self.snapshot_fault = sentence
 
     # --- answers
-
-    def runner(self, run: RunStep, workers: int) -> RunStep:
-        """Return the function that runs the steps of an answer about `workers` workers.
-
-        `run`, or one that uses a thread for many.
-        """
-        return self.pools[MATCHING].run if workers > self.settings.limits.inline_candidates else run
-
-    def check_tokens(self, count: int) -> None:
-        """Raise `TooMuchError` for more tokens or hashes than one request may have."""
-        if count > (limit := self.settings.limits.max_tokens):
-            raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
     def members(self) -> Mapping[Key, Member]:
         """Return the members of the fleet, with the other ranks that their streams carry."""
@@ -245,23 +226,21 @@ class Service:
 
     def warnings(self) -> list[str]:
         """Return sentences that an operator should know."""
-        found = [*self.lost, *filter(None, (self.lowered,))]
+        sentences = [*self.restore_faults, *filter(None, (self.limit_warning,))]
         if self.settings.is_open:
-            found.append(
+            sentences.append(
                 f"every client of {self.settings.host} can query and register: set access.tokens, or listen at 127.0.0.1"
             )
         if not self.settings.is_loopback and self.settings.access.tokens and self.settings.tls is None:
-            found.append("tokens travel in clear: set tls")
+            sentences.append("tokens travel in clear: set tls")
         if self.snapshot_fault is not None:
-            found.append(self.snapshot_fault)
+            sentences.append(self.snapshot_fault)
         if self._certificates is not None and self._certificates.fault is not None:
-            found.append(self._certificates.fault)
-        if self.replica is not None:
-            faults = (self.replica.fault, self.replica.snapshot_fault, *self.replica.unreadable_snapshots)
-            found += [fault for fault in faults if fault]
+            sentences.append(self._certificates.fault)
+        sentences += self.index_source.warnings()
         if self._failure:
-            found.append(self._failure)
-        return found
+            sentences.append(self._failure)
+        return sentences
 
     def health(self) -> HealthAnswer:
         """Return whether the service works, and its warnings."""
@@ -280,18 +259,18 @@ class Service:
         members = list(self.fleet.members.values())
         exact = sum(member.trust_status.state == "EXACT" for member in members)
         caught_up = sum(member.is_caught_up for member in members)
-        why = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
-        self._is_ready = self._is_ready or not why
+        reason = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
+        self._is_ready = self._is_ready or not reason
         ends = "the service is ending" if self.is_ending else self._failure
         if ends:
-            why = ends
-        elif not why:
-            why = self._summary(len(members), exact, caught_up)
+            reason = ends
+        elif not reason:
+            reason = self._summary(len(members), exact, caught_up)
             if self._is_late and self._what_is_missing(len(members), exact, caught_up):
-                why += f"; the deadline of {self.settings.ready.deadline_seconds:g} s has passed"
+                reason += f"; ready because {self.settings.ready.deadline_seconds:g} s have passed since the start"
         return ReadyAnswer(
             ready=self._is_ready and not ends,
-            why=why,
+            why=reason,
             exact=exact,
             sources=len(members),
             quorum=self.settings.ready.quorum,
@@ -304,24 +283,25 @@ class Service:
 
     def _why_not_ready(self, members: int, exact: int, caught_up: int) -> str:
         """Return why the service is not ready; empty if it is ready."""
-        if why := self._why_incomplete():
-            return why
+        if (reason := self._why_incomplete()) and not self.index_source.is_partial:
+            return reason
         return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
 
     def _why_incomplete(self) -> str:
         """Return why the service cannot know the engines of any model yet; empty if it can."""
-        # A replica that has not read its log to the end is not ready, however long that takes.
-        if self.replica is not None and not self.replica.is_complete:
-            return self.replica.why_hidden
+        if reason := self.index_source.why_incomplete:
+            return reason
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
+        if self.settings.kubernetes and not expects:  # a selector may select no pod, which only the API server can say
+            expects = not self.index_source.has_found_engines or bool(self._discovery.provider_faults())
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
     def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
-        """Return what is missing until the deadline; empty if nothing is."""
-        if self.replica is None and not self._discovery.has_completed:
+        """Return the condition of readiness that is not met until the deadline; empty if all are met."""
+        if not self.index_source.has_found_engines:
             return "not every way of discovery has answered"
-        if members < (expected := self.settings.ready.expected):
-            return f"{members} of {expected} expected sources are registered"
+        if members < (count := self.settings.ready.expected):
+            return f"{members} of {count} expected sources are registered"
         is_enough = caught_up >= self.settings.ready.quorum * members
         return "" if is_enough else self._summary(members, exact, caught_up)
 
@@ -352,8 +332,8 @@ class Service:
             memory_limit=self.settings.memory_limit,
             orphans=stats.orphans,
             evicted=stats.evicted,
-            lookups=self.metrics.lookups + answers.lookups,
-            hits=self.metrics.hits + answers.hits,
+            lookups=answers.lookups,
+            hits=answers.hits,
             batches=self.fleet.follower.batches,
             batches_per_second=self.fleet.follower.rate,
             snapshot_seconds=None if self.state_store is None else self.settings.snapshot_seconds,
@@ -362,12 +342,12 @@ class Service:
         )
 
 
-def _names_engines(config: ServiceSettings, watched: Path | None) -> bool:
-    """Return whether the settings, or the watched file, name engines or providers."""
+def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
+    """Return whether the settings, or the watched file, name engines; a selector may select no pod."""
     if config.sources or config.source_files or config.dns:
         return True
     try:
-        return watched is not None and bool(read_sources(watched, alone=False))
+        return sources_file is not None and bool(read_sources(sources_file, alone=False))
     except ExceptionGroup:  # its provider reports what is wrong with it
         return True
 
@@ -376,23 +356,9 @@ def _fleet(config: ServiceSettings, timing: FleetTiming) -> Fleet:
     return Fleet(
         PrefixIndex(memory_limit=config.memory_limit),
         max_sources=config.limits.max_sources,
+        max_reservations=config.limits.max_reservations,
         hide_stale_seconds=config.hide_stale_seconds,
         curve=config.curve,
         timing=timing,
         load=config.load,
-    )
-
-
-def _replica(config: ServiceSettings, fleet: Fleet) -> Replica | None:
-    if config.plane is None:
-        return None
-    # Each process has its own name, because several can run on one host.
-    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
-    name = config.replica or f"{host}-{secrets.token_hex(3)}"
-    return Replica(
-        config.plane,
-        name,
-        fleet,
-        snapshot_seconds=config.snapshot_seconds,
-        memory_limit=config.memory_limit,
     )

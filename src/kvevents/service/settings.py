@@ -8,8 +8,8 @@ from typing import Annotated, Final
 
 from msgspec import Struct, field
 
+from kvevents.client.schemas import MAX_RESERVATION_SECONDS
 from kvevents.errors import ConfigError
-from kvevents.plane.settings import PlaneSettings
 from kvevents.routing import LoadSettings
 from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
@@ -29,7 +29,13 @@ from kvevents.settings import (
 )
 from kvevents.zeromq.keys import Curve
 
-_REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LABEL: Final = r"(?:[A-Za-z0-9.-]+/)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
+_VALUE: Final = r"(?:[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)?"
+_REQUIREMENT: Final = (
+    rf"\s*(?:!?{_LABEL}|{_LABEL}\s*(?:==?|!=)\s*{_VALUE}|{_LABEL}\s+(?:not)?in\s*\({_VALUE}(?:\s*,\s*{_VALUE})*\))\s*"
+)
+_SELECTOR: Final = re.compile(rf"{_REQUIREMENT}(?:,{_REQUIREMENT})*", re.ASCII)
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 MAX_GRACE_SECONDS: Final = 3_600.0
 DEFAULT_PORT: Final = 8090
 """The port of Dynamo's standalone indexer."""
@@ -41,34 +47,40 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_body_bytes: Bytes = 16 << 20
     """Largest body of a request. The default has room for two million token ids as JSON."""
     max_tokens: Positive = 2_000_000
-    """Most tokens of one prompt, and of all prompts of one request."""
+    """Maximum number of tokens of one prompt, and of all prompts of one request."""
     max_json_bytes: Bytes = 2 << 20
     """Largest JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one piece, in about 5
     ms."""
     max_hashes: Positive = 131_072
-    """Most hashes of one `/query_by_hash`. The default covers two million tokens in blocks of 16."""
+    """Maximum number of hashes of one `/query_by_hash`. The default covers two million tokens in blocks of 16."""
     max_candidates: Positive = 4_096
-    """Most candidates of one `/v1/select`. The default equals `max_sources`."""
-    inline_candidates: Positive = 512
-    """Most workers of an answer that the control plane computes in its event loop, without another thread."""
+    """Maximum number of candidates of one `/v1/select`. The default equals `max_sources`."""
+    max_rows: Positive = 262_144
+    """Maximum number of matches of a worker in one answer of `/v1/match_many`: 50 MB of JSON."""
     max_sources: Positive = 4_096
-    """Most registered ranks."""
+    """Maximum number of registered ranks."""
+    max_metric_sources: Positive = 128
+    """Maximum number of ranks with series of their own at `/metrics`, of 5 kB each: those that were registered first."""
     max_clients: Positive = 1_024
-    """Most open connections. A further connection replaces an idle one if there is one."""
+    """Maximum number of open connections. A further connection replaces an idle one if there is one."""
     reserved_clients: Positive = 32
-    """Further connections beyond `max_clients`, on which only probes are answered."""
+    """Further connections beyond `max_clients`, on which only probes and `/metrics` are answered."""
     max_received_bytes: Bytes = 256 << 20
-    """Most memory of all requests that are being received or answered, not counting the first 64 KiB of each."""
+    """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each."""
     max_unread_bytes: Bytes = 256 << 20
-    """Most memory of all answers that clients have not read. Above it the connection with the most is closed."""
+    """Maximum memory of all answers that clients have not read. Above it the connection with the most is closed."""
     max_listeners: Positive = 64
-    """Most clients of `/v1/events` at one time."""
+    """Maximum number of clients of `/v1/events` at one time."""
+    max_reservations: Positive = 65_536
+    """Maximum number of open reservations, about 500 bytes each. Above it a selection that reserves is refused."""
+    reservation_seconds: Annotated[float, Unit.SECONDS, Range(1, MAX_RESERVATION_SECONDS)] = 300.0
+    """Seconds after which a reservation expires unless its request or an update says otherwise."""
     max_waiting: Positive = 64
-    """Most requests of one kind that wait for a thread, and most clients that wait for a `/dump`."""
+    """Maximum number of requests of one kind that wait for a thread, and of clients that wait for a `/dump`."""
     max_dump_blocks: Positive = 1_000_000
-    """Most blocks that `/dump` returns. Larger indexes are read page by page from `/v1/blocks`."""
+    """Maximum number of blocks that `/dump` returns. Larger indexes are read page by page from `/v1/blocks`."""
     max_listed_blocks: Positive = 4_000_000
-    """Most blocks that are stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing is always stored."""
+    """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing is always stored."""
     listing_seconds: Seconds = 60.0
     """Seconds for which a listing is stored after its last page was requested."""
     request_seconds: Seconds = 10.0
@@ -88,7 +100,8 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Share of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
     """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. Its answer lists them. If
-    engines are expected by settings, by registrations before a restart or by `expected`, it needs at least one source."""
+    engines are expected by settings, by registrations before a restart or by `expected`, it needs at least one source. A
+    selector of pods expects none, once the pods were listed."""
     expected: Annotated[int, Range()] = 0
     """Number of sources that clients will register over HTTP. Before the deadline `/readyz` requires this many."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, MAX_GRACE_SECONDS)] = 0.0
@@ -109,7 +122,7 @@ class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     patience_seconds: Seconds = 3.0
     """Time after which a missing replay answer, a missing connection of an engine or a failed CURVE handshake is a fault."""
     at_once: Positive = 64
-    """Most probes at one time."""
+    """Maximum number of probes at one time."""
 
 
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +144,35 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoints."""
 
 
+class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods with engines, which are found by label."""
+
+    selector: str | None = None
+    """Follow the engines in pods with these labels, such as `app=vllm` or `app in (vllm,sglang)`."""
+    namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
+    """Namespace of the pods, by default that of the service; can be repeated."""
+    pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
+    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector, those that both name."""
+    kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
+    """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is that of kubectl."""
+    http_port: Port = 8000
+    """Port of the HTTP server in pods that name none."""
+    events_port: Port = 5557
+    """Port of the events of engines that do not name it, in pods that name none."""
+    replay_port: Port | None = None
+    """Port for replay of engines that do not name it, in pods that name none."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.selector is None and not self.pools:
+            raise ConfigError("it needs a selector or pools: without one all pods would be engines")
+        if self.selector is not None and not _SELECTOR.fullmatch(self.selector):
+            raise ConfigError(f"invalid selector {self.selector!r}: expected labels, such as app=vllm,tier in (a,b)")
+        for name in (*self.namespaces, *self.pools):
+            if not _OBJECT_NAME.fullmatch(name):
+                raise ConfigError(f"invalid name {name!r}: expected lower-case letters, digits, '-' and '.'")
+
+
 class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engines that the service follows."""
 
@@ -142,6 +184,13 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """TOML file of [[sources]], read again when it changes; can be repeated."""
     dns: list[DnsTable] = field(default_factory=list)
     """DNS names that resolve to several engines."""
+    kubernetes: KubernetesSettings | None = None
+    """Pods of Kubernetes with engines."""
+
+    @property
+    def names_engines(self) -> bool:
+        """Whether any engine is named, or a place where engines are found."""
+        return bool(self.sources or self.source_files or self.dns or self.kubernetes)
 
 
 @build_decoder_now
@@ -162,7 +211,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     snapshot_seconds: Seconds = 60.0
     """Seconds between two snapshots."""
     memory_limit: Bytes | None = None
-    """Most memory of the index, for example 8GiB. At the limit new blocks are refused, and their workers become DEGRADED."""
+    """Maximum memory of the index, for example 8GiB. At the limit new blocks are refused, and their workers become DEGRADED."""
     hide_stale_seconds: Seconds = 300.0
     """Seconds without a connection after which a worker is omitted from /query and /query_by_hash, whose clients might ignore
     trust."""
@@ -174,10 +223,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     tls: Tls | None = None
     allow: list[str] = field(default_factory=list)
     """Pattern of endpoints that registrations over HTTP can name, such as `tcp://10.1.0.0/16:5557-5700`."""
-    plane: PlaneSettings | None = None
-    """Build the index from the log of this plane instead of following engines."""
-    replica: Name | None = None
-    """Name of this replica, unique in its plane (default: derived from the host's name)."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -187,21 +232,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
                 f"host {self.host} is reachable from other machines and requests need no token: set access.tokens, "
                 "access.anonymous or tls.client_ca, listen at 127.0.0.1, or set insecure (--insecure)"
             )
-        self._check_plane()
-
-    def _check_plane(self) -> None:
-        if self.plane is None:
-            if self.replica is not None:
-                raise ConfigError("replica needs a plane: set `plane` or --nats")
-            return
-        if self.sources or self.source_files or self.dns:
-            raise ConfigError(
-                "a replica follows no engines, since its plane's bridges do: remove sources, source_files and dns"
-            )
-        if self.state_dir is not None:
-            raise ConfigError("a replica stores nothing on the disk, since its plane does: remove state_dir")
-        if self.replica is not None and not _REPLICA.fullmatch(self.replica):
-            raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
 
     @property
     def is_loopback(self) -> bool:

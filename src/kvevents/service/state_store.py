@@ -35,11 +35,20 @@ _UNREADABLE: Final = "unreadable"
 
 
 _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
-_REGISTRATIONS: Final = msgspec.json.Decoder(list[Registration])
+
+
+class SavedRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A client's registration, and the length of its lease, which begins again when the service starts."""
+
+    registration: Registration
+    lease_seconds: int | None = None
+
+
+_REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])
 
 
 class StateStore:
-    """One state folder. Only one process at a time can open it.
+    """The state folder of a service, locked by this process. Only one process at a time can open it.
 
     Any thread may call any method: snapshots are written one after the other, and so are registrations. Methods raise
     `SnapshotError` if a file cannot be read or written.
@@ -52,24 +61,25 @@ class StateStore:
             self._descriptor = _lock_folder(folder / "lock")
         except OSError as error:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
-        self._saving = threading.Lock()
-        self._remembering = threading.Lock()
+        self._save_lock = threading.Lock()
+        self._registrations_lock = threading.Lock()
         self._sweep()
 
-    def save(self, index: PrefixIndex, standing: Callable[[], list[Checkpoint]]) -> None:
-        """Write a generation; `standing` returns the checkpoints of the streams. It waits for a save in another thread."""
-        with self._saving:
-            self._save(index, standing)
+    def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> None:
+        """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread."""
+        with self._save_lock:
+            self._save(index, read_checkpoints)
 
-    def _save(self, index: PrefixIndex, standing: Callable[[], list[Checkpoint]]) -> None:
+    def _save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> None:
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
         try:
-            before = {(each.source, each.rank): each for each in standing()}
+            former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
             _write_index(index, self.folder / _INDEX.format(generation))
             # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
             # recognises them by their sequence numbers.
-            checkpoints = [before[key].merge_later(each) for each in standing() if (key := (each.source, each.rank)) in before]
+            points = read_checkpoints()
+            checkpoints = [former[key].merge_later(point) for point in points if (key := (point.source, point.rank)) in former]
             _write(streams, msgspec.msgpack.encode(checkpoints))
             _write(self.folder / _CURRENT, generation.encode())
         except TimeoutError:
@@ -94,17 +104,19 @@ class StateStore:
             self._rename_unreadable(generation)
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
-        return {(each.source, each.rank): each for each in checkpoints}
+        return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
-    def save_registrations(self, registrations: Callable[[], list[Registration]]) -> None:
-        """Write the registrations of clients. `registrations` is called just before writing, so the newest list is written."""
+    def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> list[SavedRegistration]:
+        """Write and return the registrations of clients. The function is called just before, so the newest list is written."""
         try:
-            with self._remembering:
-                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
+            with self._registrations_lock:
+                newest = registrations()
+                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(newest)))
+                return newest
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
-    def load_registrations(self) -> list[Registration]:
+    def load_registrations(self) -> list[SavedRegistration]:
         """Read the registrations of clients. Raises `SnapshotError` if the file cannot be read."""
         path = self.folder / _REGISTERED
         if not path.exists():
@@ -118,7 +130,7 @@ class StateStore:
 
     def close(self) -> None:
         """Finish the writes in progress, and release the folder for another process."""
-        with self._saving, self._remembering:
+        with self._save_lock, self._registrations_lock:
             os.close(self._descriptor)
 
     def _generation(self) -> str | None:
@@ -162,25 +174,25 @@ class StateStore:
 def _write_index(index: PrefixIndex, path: Path) -> None:
     """Write a snapshot that only its owner can read. It is written in a private folder until it has its mode."""
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as private:
-        fresh = Path(private) / path.name
-        index.snapshot(fresh)
-        fresh.chmod(0o600)
-        fresh.replace(path)
+        temporary = Path(private) / path.name
+        index.snapshot(temporary)
+        temporary.chmod(0o600)
+        temporary.replace(path)
 
 
 def _write(path: Path, content: bytes) -> None:
     """Replace a file atomically, and flush it to the disk."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with fresh.open("wb") as file:
+        with temporary.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            fresh.unlink()
+            temporary.unlink()
         raise
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

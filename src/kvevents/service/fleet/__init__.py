@@ -1,1 +1,1 @@
-"""The fleet: its members, what their streams report, and who listens to it."""
+"""The fleet: its members, the reports of their streams, and the clients that follow its events."""

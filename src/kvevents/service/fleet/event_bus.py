@@ -14,59 +14,45 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_QUEUED: Final = 1_024
-"""Most events that wait for one slow client. The client receives the number of the events beyond that."""
+"""Maximum number of events that wait for one slow client. The client receives the number of the events beyond that."""
 
 
-class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="state"):
-    """Event of `/v1/events`: the trust state of a source changed."""
-
+class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
     at: float
     instance: str
     rank: int
     model: str
     tenant: str
     group: str
+
+
+class SourceEvent(_Event, frozen=True, kw_only=True, tag="state"):
+    """Event of `/v1/events`: the trust state of a source changed."""
+
     trust: TrustStatus
     was: TrustState
 
 
-class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="batches"):
-    """Event of `/v1/events`: batches of a source since the previous event of this type."""
+class BatchesEvent(_Event, frozen=True, kw_only=True, tag="batches"):
+    """Event of `/v1/events`: a source has received batches."""
 
-    at: float
-    instance: str
-    rank: int
-    model: str
-    tenant: str
-    group: str
     batches: int
+    """All batches since the service follows it."""
     last_seq: int
     blocks: int
     """Blocks that the source holds now."""
 
 
-class SnapshotEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="snapshot"):
+class SnapshotEvent(_Event, frozen=True, kw_only=True, tag="snapshot"):
     """Event of `/v1/events`: a snapshot of the publisher replaced older batches; nothing is lost."""
 
-    at: float
-    instance: str
-    rank: int
-    model: str
-    tenant: str
-    group: str
     first: int
     last: int
 
 
-class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss"):
+class LossEvent(_Event, frozen=True, kw_only=True, tag="loss"):
     """Event of `/v1/events`: a gap, or a reset because the publisher restarted."""
 
-    at: float
-    instance: str
-    rank: int
-    model: str
-    tenant: str
-    group: str
     what: Literal["gap", "reset"]
     sentence: str
 
@@ -116,8 +102,8 @@ class Queue:
 
     def __init__(self) -> None:
         self._events: deque[StreamEvent] = deque()
-        self._filled = asyncio.Event()
-        self._missed = 0
+        self._has_events = asyncio.Event()
+        self._missed_count = 0
         self.closed = False
 
     def put(self, event: StreamEvent) -> None:
@@ -125,22 +111,22 @@ class Queue:
         if len(self._events) < MAX_QUEUED:
             self._events.append(event)
         else:
-            self._missed += 1
-        self._filled.set()
+            self._missed_count += 1
+        self._has_events.set()
 
     def close(self) -> None:
         """End the queue: the client receives no more events."""
         self.closed = True
-        self._filled.set()
+        self._has_events.set()
 
     async def get(self, pause: float) -> StreamEvent | int | None:
         """Return the next event, or the number of events that this client missed; None after `pause` seconds without one."""
-        if not self._events and not self._missed:
-            self._filled.clear()
+        if not self._events and not self._missed_count:
+            self._has_events.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._filled.wait()
+                    await self._has_events.wait()
         if self._events:
             return self._events.popleft()
-        missed, self._missed = self._missed, 0
-        return missed or None
+        count, self._missed_count = self._missed_count, 0
+        return count or None

@@ -25,7 +25,7 @@ CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
     reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""The reason of a state that no other reason explains."""
+"""The reason for a state if no other reason explains it."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 
 
@@ -44,14 +44,14 @@ def reasons_of(
 ) -> tuple[Reason, ...]:
     """Return all reasons why a source is in a state; at least one unless the state is EXACT.
 
-    `degraded_reasons` are those of the stream, `faults` what is wrong with its endpoints, and `index_faults` what the index
-    reports about it.
+    `degraded_reasons` come from the stream, `faults` concern its endpoints, and `index_faults` are what the index reports about
+    it.
     """
     if state == "EXACT":
         return ()
-    found = sorted(CODES_OF_DEGRADED_REASONS[reason] for reason in degraded_reasons)
-    found += sorted(fault.reason for fault in (*faults, *index_faults))
-    explained = bool(faults) or (state == "STALE" and not _STALE_WHILE_CONNECTED.isdisjoint(found))
-    if state in _REASON_OF_STATE and not explained:
-        found.append(_REASON_OF_STATE[state])
-    return tuple(dict.fromkeys(found)) or (Reason.OTHER,)
+    reasons = sorted(CODES_OF_DEGRADED_REASONS[reason] for reason in degraded_reasons)
+    reasons += sorted(fault.reason for fault in (*faults, *index_faults))
+    is_explained = bool(faults) or (state == "STALE" and not _STALE_WHILE_CONNECTED.isdisjoint(reasons))
+    if state in _REASON_OF_STATE and not is_explained:
+        reasons.append(_REASON_OF_STATE[state])
+    return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)

@@ -6,23 +6,24 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from kvevents.client.reasons import Reason
-from kvevents.client.schemas import GapView, Media
+from kvevents.client.schemas import GapView
+from kvevents.endpoints import GRPC
 from kvevents.errors import UnknownSourceError
-from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, WorkerInfo, keys_from_local_hashes
+from kvevents.index import PrefixIndex, WorkerInfo
 from kvevents.routing import LoadSettings
-from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
+from kvevents.service.errors import ConflictError, NotFoundError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
-from kvevents.service.fleet.member import HTTP, Member, MemberMatch, Revision
+from kvevents.service.fleet.member import HTTP, Member, Revision
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
@@ -34,6 +35,7 @@ from kvevents.zeromq.keys import Curve
 log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
+DEFAULT_MAX_RESERVATIONS: Final = 65_536
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
@@ -49,10 +51,12 @@ class Fleet(Listener):
 
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests may name as their model, as engines list them."""
+    unready: Mapping[str, str] = {}
+    """Why sources should get no requests although they are followed, by their names."""
     version = 0
-    """It changes when a member is added or removed."""
+    """The version changes when a member is added or removed."""
     state_version = 0
-    """It changes when a member changes its state."""
+    """The version changes when a member changes its state."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
 
@@ -65,6 +69,7 @@ class Fleet(Listener):
         curve: Curve | None = None,
         timing: FleetTiming = DEFAULT_FLEET_TIMING,
         load: LoadSettings = DEFAULT_LOAD_SETTINGS,
+        max_reservations: int = DEFAULT_MAX_RESERVATIONS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -85,7 +90,7 @@ class Fleet(Listener):
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
-        """It changes with each change of the members that answers show."""
+        """The revision changes with each change of the members that answers show."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
@@ -93,15 +98,15 @@ class Fleet(Listener):
         self._scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be missing; empty if all are known."""
-        self._dirty: set[Key] = set()
+        self._changed_members: set[Key] = set()
         """Members that received events since the last refresh."""
         self._pending_refresh: list[Key] = []
         """Members that are still to be refreshed in the current round over all members."""
         self._refresh_batch = 1
-        """How many of them the next refresh takes."""
+        """Number of members that the next refresh takes."""
         self._refresh_due = 0.0
         self._trust_due = 0.0
-        self.loads: Final = LoadFollower(load)
+        self.loads: Final = LoadFollower(load, max_reservations)
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
@@ -110,16 +115,16 @@ class Fleet(Listener):
 
         The registrations stay. The streams of both indexes must have the same names.
         """
-        before = self.follower
+        former = self.follower
         for member in list(self.members.values()):
             registration = member.registration
             index.set_model(registration.key[0], registration.scope.name)
             index.set_drafts(registration.key[0], registration.drafts)
-        before.sink.listener = Listener()
+        former.sink.listener = Listener()
         self.index, self.follower = index, follower
         follower.sink.listener = self
         self.on_change()
-        return before
+        return former
 
     # --- membership
 
@@ -134,25 +139,21 @@ class Fleet(Listener):
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
             self._collect_workers()
-            self._scopes.add(registration.scope)
+            self._scopes.add(registration.scope, registration.key)
+            self._add_block_size(registration)
             self.version += 1
             self.revision.advance()
-            self._update_block_sizes()
-        self.on_change()
-        done = self.follower.submit(lambda: self._follow(member, checkpoint))
-        done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
-        return done
+        following = self.follower.submit(lambda: self._follow(member, checkpoint))
+        following.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
+        return following
 
     def _check(self, registration: Registration) -> None:
         label = registration.label
-        if (known := self.members.get(registration.key)) is not None:
-            same = known.registration == registration
-            what = (
-                "registered already"
-                if same
-                else f"registered already, with {_describe_difference(known.registration, registration)}"
-            )
-            raise ConflictError(f"{label} is {what}", "registered", "unregister it first")
+        if (former := self.members.get(registration.key)) is not None:
+            different = " and ".join(former.registration.differences(registration))
+            problem = "registered over HTTP already" if former.origin == HTTP else "found already"
+            problem += f", with another {different}" if different else ""
+            raise ConflictError(f"{label} is {problem}", "registered", "unregister it first")
         if len(self.members) >= self._max_sources:
             raise TooMuchError(
                 f"{len(self.members)} sources are registered, which is the limit",
@@ -160,23 +161,25 @@ class Fleet(Listener):
                 "raise limits.max_sources",
             )
         name = registration.key[0]
-        for other in [member.registration for key, member in self.members.items() if key[0] == name]:
-            check_same_engine(registration, other)
+        for sibling in [member.registration for key, member in self.members.items() if key[0] == name]:
+            check_same_engine(registration, sibling)
 
     def _follow(self, member: Member, resume: Checkpoint | None) -> None:
         registration = member.registration
         name, rank = registration.key
         source = registration.source()
-        if source.curve is None and self.curve is not None:
+        if source.curve is None and self.curve is not None and not source.endpoint.startswith(GRPC):
             source = replace(source, curve=self.curve)
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
         self.follower.subscriber.add(source, resume)
-        if registration.load is not None:
-            member.load = self.loads.follow(registration, self.curve)
+        self.loads.requests.join(name, rank, self._scopes.streams_of(registration.scope))
+        member.load = self.loads.follow(registration, self.curve)
+        member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
         self.index.set_drafts(name, registration.drafts)
+        self.follow_errors.pop(registration.key, None)
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def unregister(self, key: Key) -> Future[int]:
@@ -188,17 +191,18 @@ class Fleet(Listener):
                     f"{key[0].split(chr(31))[-1]} rank {key[1]} is not registered", "not-registered", "see /workers"
                 )
             self._drop(member)
-        self.on_change()
         return self.follower.submit(lambda: self._leave(member))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
-        log.error("cannot follow %s: %s", member.registration.label, error)
+        sentence = f"cannot follow {member.registration.label}: {error}"
+        if self.follow_errors.get(member.registration.key) != sentence:  # discovery tries again every few seconds
+            log.error("%s", sentence)
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
                 self.on_change()
             if member.origin != HTTP:  # a client receives the error in the answer
-                self.follow_errors[member.registration.key] = f"cannot follow {member.registration.label}: {error}"
+                self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
@@ -206,14 +210,15 @@ class Fleet(Listener):
         self.version += 1
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
-        self._scopes.drop(member.registration.scope)
+        self._scopes.drop(member.registration.scope, member.registration.key)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
         self.loads.leave((name, rank))
-        if self._is_followed(name, rank):  # a stream of a log that joined again meanwhile
+        if self._is_followed(name, rank):  # the stream of a log has joined again meanwhile
             return 0
+        self.on_change()  # else an answer could name it, EXACT and without blocks
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
             self.index.set_model(name, None)
@@ -229,16 +234,25 @@ class Fleet(Listener):
         return True
 
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
-        """Make `registrations` the only ones of `origin`. Return sentences about those that cannot be registered."""
-        wanted = {registration.key: registration for registration in registrations}
+        """Make `registrations` the only ones of `origin`. Return sentences about the registrations that failed.
+
+        An equal registration of a client becomes one of `origin`.
+        """
+        targets = {registration.key: registration for registration in registrations}
         faults: list[str] = []
-        self.follow_errors.clear()
-        for member in [member for member in list(self.members.values()) if member.origin == origin]:
-            if wanted.get(member.registration.key) != member.registration:
+        for key in self.follow_errors.keys() - targets.keys():
+            self.follow_errors.pop(key, None)
+        for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP}]:
+            target = targets.get(member.registration.key)
+            is_equal = target is not None and not member.registration.differences(target)
+            if is_equal and member.origin == HTTP:
+                log.info("%s: discovery has found it too, and decides from now on when it ends", member.registration.label)
+                member.origin, member.lease = origin, None
+            elif not is_equal and member.origin == origin:
                 with suppress(NotFoundError):  # it was removed meanwhile
                     self.unregister(member.registration.key)
-        for key, registration in wanted.items():
-            if (known := self.members.get(key)) is None or known.origin != origin:
+        for key, registration in targets.items():
+            if (former := self.members.get(key)) is None or former.origin != origin:
                 try:
                     self.register(registration, origin, resume=resume)
                 except (ConflictError, TooMuchError) as error:
@@ -251,92 +265,43 @@ class Fleet(Listener):
 
     # --- answers
 
-    def match(
-        self,
-        scope: Scope,
-        tokens: Any,
-        *,
-        mm: Sequence[Media] = (),
-        expected: bool = False,
-        whole_prompt: bool = False,
-    ) -> list[MemberMatch]:
-        """Return the matches of a prompt in a scope. Raises `NotFoundError` for a model without workers.
+    def why_unanswered(self, scope: Scope) -> ServiceError:
+        """Return why the data plane has no answer about a scope."""
+        if self.failure is not None:
+            return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
+        unknown = self._scopes.why_unknown(scope)
+        if unknown is None:
+            return UnavailableError("the fleet has changed since the request arrived", "fleet-changed", "retry")
+        if reason := self.why_incomplete():
+            return UnavailableError(reason, "not-followed-yet", "retry in a second; /readyz says when it is ready")
+        return unknown
 
-        Unless `whole_prompt`, the last token does not count. An engine recomputes it and its block, so at most (n - 1) // block
-        size blocks of n tokens are useful: vLLM 0.33 `v1/core/kv_cache_manager.py` (`get_computed_blocks`), SGLang 0.5.23
-        `managers/schedule_batch.py` (`max_prefix_len`).
-        """
-        found: list[MemberMatch] = []
-        longest = len(tokens) if whole_prompt else max(len(tokens) - 1, 0)
-        media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
-        for namespace in self.namespaces(scope):
-            within = replace(namespace, mm=media) if media else namespace
-            found += self._rows(self.index.match(tokens, within, overlay=expected, max_tokens=longest))
-        return found
-
-    def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[MemberMatch]:
-        """Return the matches of block keys: rolling ones, or with `local` the hash of each block alone."""
-        rolling = keys_from_local_hashes(keys) if local else keys
-        found: list[MemberMatch] = []
-        sizes = self.block_sizes(scope)
-        for namespace in self.namespaces(scope):
-            for size in sizes:
-                found += self._rows(self.index.match_keys(rolling, size, namespace))
-        return found
-
-    def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> None:
-        """Add a speculative entry for `seconds`: the worker will hold the prompt. Do nothing if it is not a member."""
-        for member in list(self.workers.values()):
-            registration = member.registration
-            if (registration.instance, registration.rank) == worker and member.admits(scope):
-                own = registration.scope
-                namespace = Namespace(
-                    model=own.name, lora=None if own.lora else scope.lora, salt=None if own.salt else scope.salt
-                )
-                self.index.speculate(registration.key, tokens, namespace, ttl=seconds)
-                return
-
-    def block_sizes(self, scope: Scope) -> list[int]:
-        """Return the tokens per block of the members in a scope, the smallest first."""
-        return self._sizes.get(scope[:3], [])
+    @property
+    def scopes(self) -> set[Scope]:
+        """The scopes of all members."""
+        return self._scopes.all_scopes
 
     @property
     def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
         """Tokens per block by model, tenant and group."""
         return self._sizes
 
+    def _add_block_size(self, registration: Registration) -> None:
+        scope, size = registration.scope[:3], registration.block_size
+        sizes = self._sizes.get(scope)
+        if sizes is None or (size is not None and size not in sizes):
+            self._sizes = {**self._sizes, scope: sorted({*(sizes or ()), *(() if size is None else (size,))})}
+
     def _update_block_sizes(self) -> None:
-        found: dict[tuple[str, ...], set[int]] = {}
+        by_scope: dict[tuple[str, ...], set[int]] = {}
         for member in list(self.workers.values()):
-            declared = member.registration.block_size
-            sizes = member.block_sizes or ([] if declared is None else [declared])
-            found.setdefault(member.registration.scope[:3], set()).update(sizes)
-        ordered = {scope: sorted(sizes) for scope, sizes in found.items()}
-        if ordered != self._sizes:
-            self._sizes = ordered
+            size = member.registration.block_size
+            sizes = member.block_sizes or ([] if size is None else [size])
+            by_scope.setdefault(member.registration.scope[:3], set()).update(sizes)
+        sorted_sizes = {scope: sorted(sizes) for scope, sizes in by_scope.items()}
+        if sorted_sizes != self._sizes:
+            self._sizes = sorted_sizes
             self.revision.advance()
-
-    def _rows(self, match: Match) -> list[MemberMatch]:
-        members = self.workers
-        return [
-            MemberMatch(member, gpu, cpu, disk, tokens, certain, is_certain)
-            for source, rank, gpu, cpu, disk, tokens, certain, is_certain in match.rows()
-            if (member := members.get((source, rank))) is not None
-        ]
-
-    def namespaces(self, scope: Scope) -> list[Namespace]:
-        """Return the namespaces of the index in which a prompt can be, by its scope, its LoRA and its salt.
-
-        Raises `NotFoundError` for a model that no worker serves, and `UnavailableError` after the follower has failed.
-        """
-        if self.failure is not None:
-            raise UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
-        try:
-            return self._scopes.namespaces(scope)
-        except NotFoundError:
-            if why := self.why_incomplete():
-                raise UnavailableError(why, "not-followed-yet", "retry in a second; /readyz says when it is ready") from None
-            raise
 
     # --- callbacks of the follower
 
@@ -357,7 +322,7 @@ class Fleet(Listener):
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
             if member is not None:
-                self._dirty.add(member.registration.key)
+                self._changed_members.add(member.registration.key)
                 member.last_event = now
                 stamp = None if batch.replayed else timestamp_of(batch.payload)
                 if stamp is not None:
@@ -366,7 +331,7 @@ class Fleet(Listener):
         for loss in losses:
             member = self.members.get((loss.source, loss.rank))
             if member is not None:
-                self._dirty.add(member.registration.key)
+                self._changed_members.add(member.registration.key)
                 self._record_loss(member, loss, now)
         if losses:
             self._update_all_trust(now)
@@ -385,7 +350,7 @@ class Fleet(Listener):
                 self._update_trust(member, now)
 
     def _record_loss(self, member: Member, loss: Reset | Gap, now: float) -> None:
-        what: Literal["gap", "reset"] = "gap"
+        kind: Literal["gap", "reset"] = "gap"
         if isinstance(loss, Gap) and loss.compacted:
             log.info("%s: a snapshot represents batches %d to %d", member.registration.label, loss.first, loss.last)
             self._announce(SnapshotEvent, member, now, first=loss.first, last=loss.last)
@@ -394,25 +359,29 @@ class Fleet(Listener):
             member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))
             sentence = f"batches {loss.first} to {loss.last} are lost"
         else:
-            what, sentence = "reset", f"its blocks are removed: {loss.reason}"
+            kind, sentence = "reset", f"its blocks are removed: {loss.reason}"
             member.evicted = member.info.evicted if member.info is not None else 0
         self._warn(member, sentence)
-        self._announce(LossEvent, member, now, what=what, sentence=sentence)
+        self._announce(LossEvent, member, now, what=kind, sentence=sentence)
 
     def _warn(self, member: Member, sentence: str) -> None:
         if time.monotonic() < member.log_muted_until:
             member.suppressed_losses += 1
             return
-        more = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
-        log.warning("%s: %s%s", member.registration.label, sentence, more)
+        suffix = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
+        log.warning("%s: %s%s", member.registration.label, sentence, suffix)
         member.log_muted_until, member.suppressed_losses = time.monotonic() + self._timing.loss_log_seconds, 0
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """See `Listener`."""
-        known = decode_batch(batch.payload).dialect
-        dialect = "unknown" if known is None else f"{known.engine}-{known.since}"
-        for one in events:
-            self.counts[dialect, one.reason] = self.counts.get((dialect, one.reason), 0) + one.count
+        wire_dialect = decode_batch(batch.payload).dialect
+        dialect = "unknown" if wire_dialect is None else f"{wire_dialect.engine}-{wire_dialect.since}"
+        for rejection in events:
+            self.counts[dialect, rejection.reason] = self.counts.get((dialect, rejection.reason), 0) + rejection.count
+
+    def on_tasks_done(self) -> None:
+        """See `Listener`. Members that were added or removed are published together, before their callers know of it."""
+        self.on_change()
 
     def on_tick(self) -> None:
         """See `Listener`."""
@@ -437,9 +406,9 @@ class Fleet(Listener):
     def on_failure(self, error: BaseException) -> None:
         """See `Listener`."""
         self.failure = f"{type(error).__name__}: {error}"
-        stale = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
+        trust = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
         for member in list(self.workers.values()):
-            member.set_trust(stale, (Reason.FAILED,), self._clock())
+            member.set_trust(trust, (Reason.FAILED,), self._clock())
         self.state_version += 1
         self.on_change()
 
@@ -451,19 +420,23 @@ class Fleet(Listener):
         registration = member.registration
         try:
             trust = self.follower.subscriber.trust(*registration.key)
-            if (reported := (trust.name, trust.reason, trust.attested)) != member.reported:
-                member.reported = reported
+            if (report := (trust.name, trust.reason, trust.attested)) != member.report:
+                member.report = report
                 member.status = self.follower.subscriber.status(*registration.key)  # it contains the reasons of this trust
         except LookupError:  # its order is on its way
             return
         codes = member.trust_status.reason_codes
+        for worker in (member, *member.carried):
+            worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
+            if worker.update_reach(self.unready.get(registration.key[0], "")):
+                log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
         former = member.update_trust(trust, now)
-        for each in member.carried:
-            each.status, each.faults = member.status, member.faults
-            self.state_version += each.update_trust(trust, now) is not None
+        for worker in member.carried:
+            worker.status, worker.faults = member.status, member.faults
+            self.state_version += worker.update_trust(trust, now) is not None
         if former is not None:
             self.state_version += 1
-            self._dirty.add(registration.key)
+            self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
             level = logging.WARNING if is_wrong else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
@@ -475,7 +448,7 @@ class Fleet(Listener):
             self._update_block_sizes()
             self._pending_refresh = list(self.members)
             self._refresh_batch = math.ceil(len(self._pending_refresh) / self._timing.refreshes_per_round)
-        due, self._dirty = self._dirty, set()
+        due, self._changed_members = self._changed_members, set()
         due.update(self._pending_refresh[: self._refresh_batch])
         due.update([key for key, member in list(self.members.items()) if member.status is None])
         del self._pending_refresh[: self._refresh_batch]
@@ -491,7 +464,7 @@ class Fleet(Listener):
         except LookupError:  # its order is on its way
             return
         info, sizes = None, member.block_sizes
-        with suppress(UnknownSourceError):  # nothing of it has come yet
+        with suppress(UnknownSourceError):  # no batch has arrived yet
             info = self.index.worker(key)
         hidden_before = now - self._hide_stale_seconds
         member.refresh(status, info, hidden_before=hidden_before)
@@ -508,33 +481,33 @@ class Fleet(Listener):
         """Refresh the other ranks that a member's stream carries, and follow changes of these."""
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
-        known = {each.registration.rank: each for each in member.carried}
-        sizes = [each.block_sizes for each in member.carried]
-        has_changed = ranks != list(known)
+        carried = {worker.registration.rank: worker for worker in member.carried}
+        sizes = [worker.block_sizes for worker in member.carried]
+        has_changed = ranks != list(carried)
         if has_changed:
             for rank in ranks:
-                if rank not in known:
+                if rank not in carried:
                     registration = msgspec.structs.replace(member.registration, rank=rank, load=None)
-                    known[rank] = Member(registration, member.origin, self._clock(), self.revision)
+                    carried[rank] = Member(registration, member.origin, self._clock(), self.revision)
             with self._lock:
-                member.carried = tuple(known[rank] for rank in ranks)
+                member.carried = tuple(carried[rank] for rank in ranks)
                 self._collect_workers()
                 self.version += 1
                 self.revision.advance()
-        for each in member.carried:
+        for worker in member.carried:
             with suppress(UnknownSourceError):  # its stream has just ended
-                each.refresh(status, self.index.worker(each.registration.key), hidden_before=hidden_before)
+                worker.refresh(status, self.index.worker(worker.registration.key), hidden_before=hidden_before)
         if has_changed:
             self._update_trust(member, self._clock())
-        if sizes != [each.block_sizes for each in member.carried]:
+        if sizes != [worker.block_sizes for worker in member.carried]:
             self._update_block_sizes()
 
     def _collect_workers(self) -> None:
         members = list(self.members.values())
-        carried = {each.registration.key: each for member in members for each in member.carried}
+        carried = {worker.registration.key: worker for member in members for worker in member.carried}
         self.workers = {**carried, **self.members} if carried else self.members
 
-    def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
+    def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **fields: object) -> None:
         registration = member.registration
         self.event_bus.publish(
             kind(
@@ -544,11 +517,6 @@ class Fleet(Listener):
                 model=registration.model,
                 tenant=registration.tenant,
                 group=registration.group,
-                **more,
+                **fields,
             )
         )
-
-
-def _describe_difference(known: Registration, given: Registration) -> str:
-    names = [name for name in known.__struct_fields__ if getattr(known, name) != getattr(given, name)]
-    return "another " + " and ".join(names)

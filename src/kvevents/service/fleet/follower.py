@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,6 +19,7 @@ from kvevents.errors import KVEventsError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
 from kvevents.routing.engine_load import EngineLoad
+from kvevents.routing.load_readings import is_load_url
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
@@ -49,6 +52,9 @@ class Listener:
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """The index contains the deliveries: the newest batch of each stream, and every reset and gap."""
 
+    def on_tasks_done(self) -> None:
+        """Submitted tasks have run, and their results are passed on next."""
+
     def on_tick(self) -> None:
         """About `TICK_SECONDS` have passed."""
 
@@ -71,9 +77,9 @@ class IndexSink:
         """Apply the deliveries in this order and return one outcome for each."""
         self.listener.on_received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)
-        for delivery, applied in zip(deliveries, outcomes, strict=True):
-            if isinstance(delivery, RawBatch) and applied.report is not None and applied.report.rejected:
-                self.listener.on_rejected(delivery, applied.report.rejected)
+        for delivery, outcome in zip(deliveries, outcomes, strict=True):
+            if isinstance(delivery, RawBatch) and outcome.report is not None and outcome.report.rejected:
+                self.listener.on_rejected(delivery, outcome.report.rejected)
         return outcomes
 
 
@@ -112,7 +118,7 @@ class StreamSubscriber(Protocol):
 @dataclass(slots=True)
 class _Task(Generic[T]):
     work: Callable[[], T]
-    done: Future[T]
+    future: Future[T]
 
 
 class Follower(threading.Thread):
@@ -135,11 +141,11 @@ class Follower(threading.Thread):
 
         Before `start` and after the end of the thread, run it in the calling thread.
         """
-        done: Future[T] = Future()
-        self._tasks.append(_Task(work, done))  # type: ignore[arg-type]  # the queue does not look at results
+        future: Future[T] = Future()
+        self._tasks.append(_Task(work, future))  # type: ignore[arg-type]  # the queue does not look at results
         if not self.is_alive():
             self._run_tasks()
-        return done
+        return future
 
     @property
     def rate(self) -> float:
@@ -172,8 +178,8 @@ class Follower(threading.Thread):
             if now >= due:
                 due = now + TICK_SECONDS
                 self.sink.listener.on_tick()
-            if deliveries and (rest := began + MIN_TURN_SECONDS - now) > 0:
-                time.sleep(rest)
+            if deliveries and (remaining := began + MIN_TURN_SECONDS - now) > 0:
+                time.sleep(remaining)
 
     def _count(self, deliveries: Sequence[RawDelivery]) -> None:
         """Count deliveries that the sink has applied, and call the listener."""
@@ -188,16 +194,26 @@ class Follower(threading.Thread):
         self.sink.listener.on_applied(list(newest.values()), losses)
 
     def _run_tasks(self) -> None:
-        while self._tasks:
+        """Run the submitted tasks, call the listener once, and then pass their results on."""
+        results: list[Callable[[], None]] = []
+        failure: BaseException | None = None
+        while self._tasks and failure is None:
             task = self._tasks.popleft()
-            if not task.done.set_running_or_notify_cancel():
+            if not task.future.set_running_or_notify_cancel():
                 continue  # it was cancelled
             try:
-                task.done.set_result(task.work())
-            except BaseException as error:
-                task.done.set_exception(error)
-                if not isinstance(error, (KVEventsError, OSError)):
-                    raise
+                results.append(partial(task.future.set_result, task.work()))
+            except BaseException as error:  # noqa: BLE001 - the future has it, and unexpected ones are raised below
+                results.append(partial(task.future.set_exception, error))
+                failure = None if isinstance(error, (KVEventsError, OSError)) else error
+        try:
+            if results:
+                self.sink.listener.on_tasks_done()
+        finally:
+            for pass_on in results:
+                pass_on()
+        if failure is not None:
+            raise failure
 
     def stop(self, timeout: float = 5.0) -> bool:
         """End the thread and close the subscriber. Return False if the thread does not end within `timeout` seconds."""
@@ -222,21 +238,25 @@ def timestamp_of(payload: bytes) -> float | None:
 class LoadFollower:
     """Receives the load of the ranks that report it. `follow` and `leave` are called in the follower's thread."""
 
-    def __init__(self, settings: LoadSettings) -> None:
+    def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
         """Opened with the first rank that reports its load."""
-        self.requests: Final = _native.EngineLoads(settings.max_age_seconds)
-        """The requests that engines report, and the selections since, by source name and rank."""
+        self._servers: LoadSubscriber | None = None
+        """Polls the servers of ranks whose load is not read there, to notice when they no longer answer."""
+        self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
+        """The requests that engines report, reservations and selections, by source name and rank."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
-        """Receive the load of a rank that has an endpoint for it; return what reads it.
+        """Receive the load of a rank that has an endpoint for it. Return a function that reads the newest load.
 
         `curve` is for registrations without keys. An endpoint that cannot be used costs only the load.
         """
-        endpoint, (name, rank) = registration.load or "", registration.key
+        name, rank = registration.key
+        if registration.load is None:
+            return lambda: None
         try:
-            source = LoadSource(endpoint, name, rank, curve=registration.curve or curve)
+            source = LoadSource(registration.load, name, rank, curve=registration.curve or curve)
             subscriber = self._subscriber or LoadSubscriber(settings=self._settings, on_load=self._on_load)
             self._subscriber = subscriber
             subscriber.add(source)
@@ -246,16 +266,40 @@ class LoadFollower:
             return lambda: LoadReading(None, None, 0, 0, fault)
         return lambda: subscriber.reading((name, rank))
 
+    def watch(self, registration: Registration) -> Callable[[], str]:
+        """Poll the server at which a rank takes requests. Return the reason why a server that answered no longer does.
+
+        The server is not polled twice if the load is read from it too.
+        """
+        url, load, worker = registration.url or "", registration.load or "", registration.key
+        if not is_load_url(url):
+            return str
+        servers = self._subscriber
+        if not is_load_url(load) or urlsplit(load).netloc != urlsplit(url).netloc:
+            parts = urlsplit(url)
+            servers = self._servers = self._servers or LoadSubscriber(settings=self._settings)
+            try:
+                servers.add(LoadSource(f"{parts.scheme}://{parts.netloc}", *worker, reads_load=False))
+            except KVEventsError as error:
+                log.warning("%s: its server is not watched: %s", registration.label, error)
+                return str
+        if servers is None:
+            return str
+        subscriber = servers
+        return lambda: "" if (reading := subscriber.reading(worker)) is None else reading.silence
+
     def leave(self, worker: tuple[str, int]) -> None:
         """Stop receiving the load of a rank."""
-        if self._subscriber is not None:
-            self._subscriber.remove(worker)
-            self.requests.remove(*worker)
+        self.requests.remove(*worker)
+        for subscriber in (self._subscriber, self._servers):
+            if subscriber is not None:
+                subscriber.remove(worker)
 
     def close(self) -> None:
         """Stop receiving load."""
-        if self._subscriber is not None:
-            self._subscriber.close()
+        for subscriber in (self._subscriber, self._servers):
+            if subscriber is not None:
+                subscriber.close()
 
     def _on_load(self, worker: tuple[str, int], load: EngineLoad) -> None:
         self.requests.report(*worker, load.requests)

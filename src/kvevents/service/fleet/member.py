@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
-from kvevents.client.reasons import Reason
-from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
+from kvevents.client.reasons import Reason, advise
+from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus
 from kvevents.index import WorkerInfo
 from kvevents.index.prefix_index import describe_estimate
 from kvevents.routing import LoadReading
 from kvevents.routing.engine_load import EngineLoad
-from kvevents.routing.weights import DISTANCE_LOST, distance_of
+from kvevents.routing.weights import DISTANCE_LOST, DISTANCE_SILENT, distance_of
 from kvevents.service.fleet.faults import ENDPOINT_FAULTS, SourceFault, reasons_of
-from kvevents.service.fleet.registration import Registration, Scope
+from kvevents.service.fleet.registration import Lease, Registration, Scope
 from kvevents.stream import Trust, TrustState
 from kvevents.subscriber import StreamStatus
 
-_NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64
-"""Most gaps of one stream that are listed one by one; all are counted."""
+"""Maximum number of gaps of one stream that are listed one by one; all are counted."""
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
 
@@ -31,14 +29,21 @@ HTTP: Final = "http"
 class Revision:
     """A number that changes before and after each change of the fleet that answers show."""
 
-    __slots__ = ("_next", "number")
+    __slots__ = ("_next", "changed_members", "number")
 
     def __init__(self) -> None:
         self._next = count(1)
         self.number = 0
+        self.changed_members: dict[Member, None] = {}
+        """The members that have changed; a reader takes them out before it reads them."""
 
-    def advance(self) -> None:
-        """Change the number. Call it before and after a change, so that a reader of the change sees another number too."""
+    def advance(self, member: Member | None = None) -> None:
+        """Change the number. Call it before and after a change, so that a reader of the change sees another number too.
+
+        `member` is the changed one; None if members are added or removed.
+        """
+        if member is not None:
+            self.changed_members[member] = None
         self.number = next(self._next)
 
 
@@ -46,6 +51,7 @@ class Member:
     """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
 
     __slots__ = (
+        "_was_exact",
         "carried",
         "evicted",
         "faults",
@@ -56,18 +62,21 @@ class Member:
         "is_hidden",
         "lag",
         "last_event",
+        "lease",
         "load",
         "log_muted_until",
         "origin",
         "registration",
-        "reported",
+        "report",
         "revision",
+        "silence_of_server",
         "since",
         "status",
         "suppressed_losses",
         "trust",
         "trust_inputs",
         "trust_status",
+        "why_unreachable",
         "worker",
     )
 
@@ -84,14 +93,16 @@ class Member:
         """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
         self.origin = origin
         """Origin of the registration: `http` for clients, `discovery` or `plane`."""
+        self.lease: Lease | None = None
+        """The lease at whose end the registration ends; None for a registration without a lease."""
         self.since = now
         """Unix time at which the current state began."""
         self.trust = Trust.CONNECTING
         self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """Trust with its reasons, for answers."""
         self.trust_inputs: tuple[object, ...] = ()
-        """What the trust was derived from."""
-        self.reported: tuple[str, str, bool] = ("", "", False)
+        """The values from which the trust was derived."""
+        self.report: tuple[str, str, bool] = ("", "", False)
         """State and sentence of the last report of the subscriber."""
         self.faults: Mapping[str, SourceFault] = {}
         """Faults of `endpoint` and `replay_endpoint` that the prober found."""
@@ -102,6 +113,11 @@ class Member:
         self.lag: float | None = None
         self.load: Callable[[], LoadReading | None] = lambda: None
         """Returns the newest load that the rank has reported; None if it is not read."""
+        self.silence_of_server: Callable[[], str] = str
+        """Returns the fault of the server that takes its requests, if the server answered before; empty without a fault."""
+        self.why_unreachable = ""
+        """Why no requests are routed to it although its stream is connected; empty if requests are routed to it."""
+        self._was_exact = False
         self.evicted = 0
         """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
         self.index_faults: tuple[SourceFault, ...] = ()
@@ -111,17 +127,10 @@ class Member:
         self.suppressed_losses = 0
         """Losses that were not logged since the last log line about losses."""
 
-    @property
-    def empty_match(self) -> WorkerMatch:
-        """The match of a prompt of which this rank holds nothing."""
-        return WorkerMatch(
-            instance=self.instance, rank=self.registration.rank, tokens=0, certain=0, tiers=_NO_TOKENS, trust=self.trust_status
-        )
-
     def update_trust(self, trust: Trust, now: float) -> TrustState | None:
         """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
-        known = None if self.status is None else (self.status.error, self.status.degraded_reasons)
-        inputs = (trust.name, trust.reason, trust.attested, self.faults, self.index_faults, self.tiers, known)
+        stream_faults = None if self.status is None else (self.status.error, self.status.degraded_reasons)
+        inputs = (trust.name, trust.reason, trust.attested, self.faults, self.index_faults, self.tiers, stream_faults)
         if inputs == self.trust_inputs:
             return None
         self.trust_inputs = inputs
@@ -129,10 +138,10 @@ class Member:
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
-            trust = replace(trust, attested=False)  # an attestation is of the GPU, and answers count all tiers
+            trust = replace(trust, attested=False)  # an attestation covers the GPU only, and answers count all tiers
         faults = self._faults_that_explain(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
-            sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
+            sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         degraded_reasons = self.status.degraded_reasons if self.status is not None else ()
         reasons = reasons_of(trust.name, degraded_reasons, faults, self.index_faults)
         # The registration names them, not the stream: a replica reads its streams from a log, which has no such setting.
@@ -143,9 +152,28 @@ class Member:
 
     def _faults_that_explain(self, trust: Trust) -> list[SourceFault]:
         """Return the endpoint faults that explain the state."""
-        which = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
-        fault = self.faults.get(which)
+        name = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
+        fault = self.faults.get(name)
         return [] if fault is None or trust == Trust.EXACT else [fault]
+
+    def update_reach(self, why_not_ready: str = "") -> bool:
+        """Find out whether the engine can take requests, unless discovery knows why not. Return whether that has changed.
+
+        A stream alone does not say that: the server for requests is another process. And a process that was stopped keeps its
+        connections. It is known by its replay endpoint, which answered before and no longer does while no event arrives.
+        """
+        self._was_exact |= self.trust_status.state == "EXACT"
+        reason = why_not_ready or self.silence_of_server()
+        is_silent = Reason.REPLAY_SILENT in self.trust_status.reason_codes and (self.last_event or 0.0) < self.since
+        if not reason and self._was_exact and is_silent:
+            reason = "it seems to be stopped: its replay endpoint answered before, and now neither that nor an event comes"
+        if bool(reason) == bool(self.why_unreachable):
+            self.why_unreachable = reason
+            return False
+        self.revision.advance(self)
+        self.why_unreachable = reason
+        self.revision.advance(self)
+        return True
 
     def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> TrustState | None:
         """Set state and reasons. Return the former state if it has changed."""
@@ -153,10 +181,10 @@ class Member:
         status = TrustStatus(cast("TrustState", trust.name), trust.reason, reasons, trust.attested)
         if status == former:
             return None
-        self.revision.advance()
+        self.revision.advance(self)
         self.trust = trust
         self.trust_status = status
-        self.revision.advance()
+        self.revision.advance(self)
         if trust.name == former.state:
             return None
         self.since = now
@@ -166,30 +194,30 @@ class Member:
         """Store the status of the subscriber and the index."""
         self.status, self.info = status, info
         self.index_faults = self._find_index_faults()
-        is_hidden = self.trust == Trust.STALE and self.since < hidden_before
+        is_hidden = self.trust in {Trust.CONNECTING, Trust.STALE} and self.since < hidden_before
         if is_hidden != self.is_hidden:
             self.is_hidden = is_hidden
-            self.revision.advance()
+            self.revision.advance(self)
 
     def _find_index_faults(self) -> tuple[SourceFault, ...]:
         """Return the faults that the index reports about this stream."""
         if self.info is None:
             return ()
-        found: list[SourceFault] = []
-        declared, seen = self.registration.block_size, self.block_sizes
-        if declared is not None and seen and declared not in seen:
-            sizes = ", ".join(map(str, seen))
-            found.append(
-                SourceFault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
-            )
+        faults: list[SourceFault] = []
+        declared, observed_sizes = self.registration.block_size, self.block_sizes
+        if declared is not None and observed_sizes and declared not in observed_sizes:
+            sizes = ", ".join(map(str, observed_sizes))
+            sentence = f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}"
+            faults.append(SourceFault(Reason.BLOCK_SIZE, sentence))
         if (estimate := self.info.estimate) is not None:
             reason = _REASONS_OF_ESTIMATES.get(estimate, Reason.ESTIMATED_MATCHES)
-            found.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
+            faults.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
         if self.info.evicted > self.evicted:
-            found.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
+            faults.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:
-            found.append(SourceFault(Reason.ORPHANS_DROPPED, "more of its blocks wait for their parents than the index stores"))
-        return tuple(found)
+            sentence = "more of its blocks wait for their parents than the index stores"
+            faults.append(SourceFault(Reason.ORPHANS_DROPPED, sentence))
+        return tuple(faults)
 
     @property
     def engine_load(self) -> EngineLoad | None:
@@ -208,8 +236,10 @@ class Member:
 
     @property
     def distance(self) -> int:
-        """How unlikely it is to accept a request, as `kvevents.routing.weights` defines it."""
+        """Reachability, lower is better, as `kvevents.routing.weights` defines it."""
         state = self.trust_status.state
+        if self.why_unreachable:
+            return max(DISTANCE_SILENT, distance_of(state))
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
         return DISTANCE_LOST if is_known_dead else distance_of(state)
 
@@ -233,9 +263,9 @@ class Member:
         registration, status, info = self.registration, self.status, self.info
         counters = status.counters if status is not None else None
         reading = self.load()
-        rejected = dict(counters.rejected) if counters is not None else {}
+        rejections = dict(counters.rejected) if counters is not None else {}
         if info is not None:
-            rejected.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
+            rejections.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
         return SourceView(
             instance=registration.instance,
             rank=registration.rank,
@@ -244,10 +274,15 @@ class Member:
             group=registration.group,
             endpoint=registration.endpoint,
             replay_endpoint=registration.replay_endpoint,
+            url=registration.url,
+            labels=dict(registration.labels),
             origin=self.origin,
-            trust=self.trust_status,
+            lease_expires_at=None if (lease := self.lease) is None else lease.expires_at,
+            trust=(trust := self.trust_status),
+            advice=advise(trust.state, trust.reason_codes, registration.endpoint),
             since=self.since,
-            fault="; ".join(fault.sentence for fault in self.faults.values()) or None,
+            fault="; ".join([*(fault.sentence for fault in self.faults.values()), *filter(None, [self.why_unreachable])])
+            or None,
             incarnation=status.incarnation if status is not None else 0,
             last_seq=status.last_seq if status is not None else -1,
             last_event=self.last_event,
@@ -271,7 +306,7 @@ class Member:
             load_fault=None if reading is None else reading.fault or None,
             resets=counters.resets if counters is not None else 0,
             reconnects=counters.reconnects if counters is not None else 0,
-            rejected=rejected,
+            rejected=rejections,
         )
 
 
@@ -291,43 +326,3 @@ def _load_view(reading: LoadReading | None) -> LoadView | None:
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
 """The estimates that have a code of their own."""
-
-
-class MemberMatch(NamedTuple):
-    """The longest prefix of a prompt that one member holds, in tokens. Each tier includes the faster tiers."""
-
-    member: Member
-    gpu: int
-    cpu: int
-    disk: int
-    tokens: int
-    """On all tiers."""
-    certain: int = 0
-    """How many of `tokens` it certainly holds."""
-    is_certain: bool = True
-    """Whether it certainly holds all of this, on each tier."""
-
-    @property
-    def trust_status(self) -> TrustStatus:
-        """The trust in this match: not EXACT if some of the blocks might be gone."""
-        status = self.member.trust_status
-        return status if self.is_certain else _if_uncertain(status)
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Tokens by the name of the tier."""
-        return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
-
-
-_UNCERTAIN: Final = (
-    "some of these blocks might be gone: they were announced more often than removed, were below the GPU when the cache was "
-    "cleared, or are of former weights of a LoRA"
-)
-
-
-@lru_cache(maxsize=256)
-def _if_uncertain(status: TrustStatus) -> TrustStatus:
-    """Return the trust in a match that has blocks which might be gone, or of another LoRA."""
-    state: TrustState = "DEGRADED" if status.state == "EXACT" else status.state
-    reason = f"{status.reason}; {_UNCERTAIN}" if status.reason else _UNCERTAIN
-    return TrustStatus(state, reason, (*status.reason_codes, Reason.UNCERTAIN_COPIES))

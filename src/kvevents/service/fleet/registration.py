@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from typing import Final, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.client.schemas import DEFAULT_GROUP, MAX_NAME_BYTES
+from kvevents.client.schemas import DEFAULT_GROUP, MAX_LABEL_BYTES, MAX_LABELS, MAX_NAME_BYTES
 from kvevents.errors import ConfigError
 from kvevents.service.errors import ConflictError
 from kvevents.settings import build_decoder_now
@@ -19,9 +21,12 @@ from kvevents.zeromq.keys import Curve
 MAX_BLOCK_SIZE: Final = 1 << 20
 """Largest block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64
-"""Most draft groups of one engine. Engines have a few KV cache groups in all."""
+"""Maximum number of draft groups of one engine. Engines have a few KV cache groups in all."""
 MAX_GROUP: Final = (1 << 31) - 1
 """Largest number of a KV cache group."""
+MAX_SHOWN: Final = 40
+"""Maximum number of characters of an invalid value that an error quotes."""
+_SCHEMES: Final = frozenset({"http", "https", "grpc"})
 SEPARATOR: Final = "\x1f"
 """Separates the parts of a name inside the index. No part can contain it."""
 
@@ -77,9 +82,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     replay_endpoint: str | None = None
     topic: str = ""
     replay_is_proven: bool = False
-    """The engine itself has named both endpoints (`Source.replay_is_proven`)."""
+    """Whether the engine itself has named both endpoints (`Source.replay_is_proven`)."""
     block_size: int | None = None
-    """Declared tokens per block; None accepts those of the events. Blocks of another size are reported as a fault."""
+    """Declared tokens per block; None accepts the block size of the events. Blocks of another size are reported as a fault."""
     tenant: str = DEFAULT_GROUP
     """Mooncake's `tenant_id`: a scope."""
     group: str = DEFAULT_GROUP
@@ -94,10 +99,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stores_only: tuple[str, ...] = ()
     """Tiers whose stores the engine announces and whose removals it does not."""
     drafts: tuple[int, ...] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
+    """KV cache groups of its draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty
     list means all groups. None, the default, means no draft model: events do not say whether there is one."""
     load: str | None = None
     """Where the load of the rank is read, as in `LoadSource.endpoint`; None if it is not read."""
+    url: str | None = None
+    """Where the engine takes requests, such as `http://10.0.0.7:8000`: answers return it, so that a router can send them."""
+    labels: Mapping[str, str] = {}
+    """Labels by name, such as `role = "decode"`, by which `/v1/select` filters."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -111,6 +120,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "salt",
             "replay_endpoint",
             "load",
+            "url",
         ):
             text: str | None = getattr(self, name)
             if text is None:
@@ -126,13 +136,15 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
         check_stores_only(self.stores_only)
         check_drafts(self.drafts)
+        check_serving_url(self.url)
+        check_labels(self.labels)
         if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(f"block_size is {self.block_size}; it must be from 1 to {MAX_BLOCK_SIZE} tokens")
 
     @property
     def key(self) -> Key:
-        """Name in subscriber and index. The same instance name of two tenants means two streams."""
-        return SEPARATOR.join((self.tenant, self.group, self.instance)), self.rank
+        """Name in subscriber and index. An instance name that two tenants use means two streams."""
+        return source_name(self.tenant, self.group, self.instance), self.rank
 
     @property
     def scope(self) -> Scope:
@@ -143,6 +155,16 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def label(self) -> str:
         """Name for people: `engine-0 rank 1`."""
         return f"{self.instance} rank {self.rank}"
+
+    def differences(self, other: Registration) -> list[str]:
+        """Return the names of the fields in which another registration of this rank differs.
+
+        Whether the engine itself named the endpoints makes no difference.
+        """
+        if self == other:  # the usual case, and a tenth of the time
+            return []
+        names = [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
+        return [name for name in names if name != "replay_is_proven"]
 
     def source(self) -> Source:
         """Return the source for a subscriber."""
@@ -159,6 +181,26 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
+def source_name(tenant: str, group: str, instance: str) -> str:
+    """Return the name of an engine's streams in subscriber and index."""
+    return SEPARATOR.join((tenant, group, instance))
+
+
+class Lease(NamedTuple):
+    """The time until which a registration stays unless it is renewed."""
+
+    seconds: int
+    ends: float
+    """Time of the monotonic clock."""
+    expires_at: float
+    """Unix time, for answers."""
+
+    @classmethod
+    def of(cls, seconds: int | None) -> Lease | None:
+        """Return a lease that begins now; None for a registration that never ends by itself."""
+        return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
+
+
 def check_drafts(drafts: Collection[int] | None) -> None:
     """Raise `ConfigError` unless these can be the KV cache groups of a draft model."""
     if drafts is None:
@@ -168,6 +210,31 @@ def check_drafts(drafts: Collection[int] | None) -> None:
     for group in drafts:
         if not 0 <= group <= MAX_GROUP:
             raise ConfigError(f"drafts has {group}; KV cache groups have numbers from 0 to 2**31 - 1")
+
+
+def check_serving_url(url: str | None) -> None:
+    """Raise `ConfigError` unless this is None or the URL of a server: `http://`, `https://` or `grpc://` with a host."""
+    if url is None:
+        return
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and parts.username is None
+    except ValueError:
+        is_server = False
+    if not is_server or " " in url:
+        raise ConfigError(f"invalid url {url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for too many labels, and for a name or a value that is empty, too long or unprintable."""
+    if len(labels) > MAX_LABELS:
+        raise ConfigError(f"{len(labels)} labels were given; the most is {MAX_LABELS}")
+    length = sum(len(text.encode("utf-8", "surrogatepass")) for text in (*labels, *labels.values()))
+    if length > MAX_LABEL_BYTES:
+        raise ConfigError(f"the labels have {length} bytes together; the most is {MAX_LABEL_BYTES}")
+    for text in (*labels, *labels.values()):
+        if not text or len(text.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES or not text.isprintable():
+            raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
 
 
 def check_same_engine(registration: Registration, other: Registration) -> None:

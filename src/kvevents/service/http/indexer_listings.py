@@ -18,6 +18,7 @@ from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Key
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
+from kvevents.service.http.pages import cut_page, link_next, tag
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
@@ -27,19 +28,21 @@ _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "act
 
 
 def workers(service: Service, request: HttpRequest) -> Response:
-    """List every instance with its ranks, by model and routing group."""
-    found: dict[tuple[str, str, str], list[Member]] = {}
-    for member in _members(service, request):
-        registration = member.registration
-        found.setdefault((registration.key[0], registration.model, registration.group), []).append(member)
-    return answer([_instance(members) for members in found.values()], request)
+    """List every instance with its ranks; the header `Link` has the address of the next page, if there is one."""
+    instances: dict[Key, list[Member]] = {}
+    for member in _members(service, request):  # all ranks of an instance serve one model
+        instances.setdefault((member.registration.key[0], 0), []).append(member)
+    page, cursor = cut_page(instances.items(), request.arguments)
+    response = answer([_instance(members) for members in page], request)
+    response.headers = link_next(request, cursor)
+    return tag(response, request)
 
 
 def _members(service: Service, request: HttpRequest) -> Iterator[Member]:
     """Yield the members that match the request's filters, in order."""
     for _, member in sorted(service.members().items()):
-        own = member.registration.scope[:3]
-        if all(request.wanted.get(part, value) == value for part, value in zip(_SCOPE, own, strict=True)):
+        scope = member.registration.scope[:3]
+        if all(request.arguments.get(part, value) == value for part, value in zip(_SCOPE, scope, strict=True)):
             yield member
 
 
@@ -79,8 +82,8 @@ def id_of(instance: str) -> int | str:
 
 def services(service: Service, request: HttpRequest) -> Response:
     """List registered ranks as Mooncake does."""
-    found = [_service(member) for member in _members(service, request)]
-    return answer({"services": found, "count": len(found)}, request)
+    entries = [_service(member) for member in _members(service, request)]
+    return answer({"services": entries, "count": len(entries)}, request)
 
 
 def _service(member: Member) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def global_view(service: Service, request: HttpRequest) -> Response:
     for member in _members(service, request):
         registration = member.registration
         groups.setdefault((*registration.scope[:4], registration.block_size), []).append(member)
-    found = [
+    entries = [
         {
             "modelname": model,
             "tenant_id": tenant,
@@ -118,23 +121,23 @@ def global_view(service: Service, request: HttpRequest) -> Response:
         }
         for (model, tenant, group, lora, size), members in groups.items()
     ]
-    return answer({"groups": found}, request)
+    return answer({"groups": entries}, request)
 
 
 def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    ranks_of: dict[str, dict[str, Any]] = {}
     for member in members:
-        ranks = found.setdefault(member.registration.instance, {})
+        ranks = ranks_of.setdefault(member.registration.instance, {})
         ranks[str(member.registration.rank)] = {
             "endpoint": member.registration.endpoint,
             "blocks": member.blocks,
             "trust": member.trust_status,
         }
-    return found
+    return ranks_of
 
 
 PIECE_BLOCKS: Final = 1_024
-"""Blocks of one piece, which is smaller than 1 MiB."""
+"""Maximum number of blocks of one piece, which is smaller than 1 MiB."""
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
@@ -161,10 +164,10 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
     for key, member in sorted(service.fleet.workers.items()):
         registration = member.registration
         groups.setdefault(f"{registration.model}:{registration.group}", []).append((key, member))
-    before = b"{"
+    separator = b"{"
     for name, members in groups.items():
         head = msgspec.json.encode(name), msgspec.json.encode(members[0][1].registration.block_size)
-        yield before + b'%b:{"block_size":%b,"events":[' % head
+        yield separator + b'%b:{"block_size":%b,"events":[' % head
         comma = b""
         for key, member in members:
             blocks = await service.pools.dumping.run(_blocks, service, key)
@@ -172,7 +175,7 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
                 yield comma + piece
                 comma = b","
         yield b'],"trust":%b}' % msgspec.json.encode(_trusts(member for _, member in members))
-        before = b","
+        separator = b","
     yield b"}" if groups else b"{}"
 
 
@@ -188,10 +191,10 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
 
     If several tenants have workers of one name, the lowest trust counts.
     """
-    found: dict[str, dict[str, TrustStatus]] = {}
-    for member in sorted(members, key=lambda each: trust_order(each.trust_status.state), reverse=True):
-        found.setdefault(member.instance, {})[str(member.registration.rank)] = member.trust_status
-    return found
+    trusts: dict[str, dict[str, TrustStatus]] = {}
+    for member in sorted(members, key=lambda candidate: trust_order(candidate.trust_status.state), reverse=True):
+        trusts.setdefault(member.instance, {})[str(member.registration.rank)] = member.trust_status
+    return trusts
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:

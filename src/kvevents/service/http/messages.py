@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -12,11 +12,9 @@ import msgspec
 from kvevents.client.schemas import Problem
 from kvevents.index import extract_token_array
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
-from kvevents.service.http.thread_pools import RunStep, run_inline
 from kvevents.service.scope_fields import check_unknown
 from kvevents.service.settings import Limits
-
-T = TypeVar("T")
+from kvevents.settings import fault_of, with_path
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
@@ -25,7 +23,7 @@ MSGPACK: Final = b"application/msgpack"
 RAW: Final = b"application/octet-stream"
 MAX_PARAMETERS: Final = 32
 MAX_ERROR: Final = 800
-"""Characters of an error's sentence. The sentence may quote the request, and the response has it twice."""
+"""Maximum number of characters of an error's sentence, which may quote the request. The response has it twice."""
 ESCAPED: Final = re.compile(rb"\\u00[567]")
 """An escaped letter or underscore. No encoder writes one, and it can hide a field that occurs twice."""
 
@@ -36,28 +34,49 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 class Headers:
     """The headers that the endpoints use; of several headers with one name the first one counts."""
 
-    __slots__ = ("accept", "announced", "authorization", "fetch_mode", "fetch_site", "host", "kind", "origin", "peer")
+    __slots__ = ("accept", "authorization", "fetch_mode", "fetch_site", "host", "if_none_match", "kind", "origin")
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        fields = dict(reversed(list(headers)))
-        self.authorization: Final = fields.get(b"authorization")
-        self.accept: Final = fields.get(b"accept")
-        self.kind: Final = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
+        fields = dict(reversed(headers))
+        self.authorization: Final = fields.get("authorization")
+        self.accept: Final = fields.get("accept")
+        self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body in lower case, without parameters; empty if not given."""
-        self.host: Final = fields.get(b"host")
-        self.origin: Final = fields.get(b"origin")
-        self.fetch_site: Final = fields.get(b"sec-fetch-site")
-        self.fetch_mode: Final = fields.get(b"sec-fetch-mode")
-        self.announced: Final = fields.get(b"kvevents-announced")
-        """Length of a body that the data plane has not received yet; None if the body is here."""
-        self.peer: Final = fields.get(b"kvevents-peer", b"an unknown address").decode("latin-1")
-        """Address and port of the client, from the data plane; for the log."""
+        self.host: Final = fields.get("host")
+        self.if_none_match: Final = fields.get("if-none-match")
+        self.origin: Final = fields.get("origin")
+        self.fetch_site: Final = fields.get("sec-fetch-site")
+        self.fetch_mode: Final = fields.get("sec-fetch-mode")
+
+
+class Lookup(NamedTuple):
+    """Attributes of a span about the query of a request."""
+
+    model: str
+    tokens: int
+    """Tokens of all prompts; 0 for hashes."""
+    longest: int
+    """Tokens that the best worker holds."""
 
 
 class HttpRequest:
     """A request with its complete body."""
 
-    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "run", "wanted")
+    __slots__ = (
+        "_parameters",
+        "arguments",
+        "body",
+        "caller",
+        "headers",
+        "ignored_fields",
+        "item",
+        "lookup",
+        "method",
+        "path",
+        "peer",
+        "query",
+        "route",
+    )
 
     def __init__(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
@@ -71,12 +90,16 @@ class HttpRequest:
         """Name of the caller's token, for the audit log."""
         self.peer = peer
         """Address of the client, for the audit log."""
-        self.ignored: tuple[str, ...] = ()
+        self.route = path
+        """Path of its route, which clients do not choose."""
+        self.item = ""
+        """The part of the path at the place of `{id}` in the route's path."""
+        self.ignored_fields: tuple[str, ...] = ()
         """Unknown fields of the body that were ignored."""
-        self.wanted: Mapping[str, str] = {}
+        self.arguments: Mapping[str, str] = {}
         """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
-        self.run: RunStep = run_inline
-        """Calls slow steps: in a thread if the body is large, otherwise in the event loop."""
+        self.lookup: Lookup | None = None
+        """Attributes of its span about its query."""
         self._parameters: dict[str, str] | None = None
 
     @property
@@ -97,12 +120,12 @@ def _parameters(query: bytes) -> dict[str, str]:
         pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
     except (UnicodeDecodeError, ValueError) as error:
         raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for name, value in pairs:
-        if name in found:
+        if name in parameters:
             raise RefusedError(f"parameter {name!r} occurs twice", "bad-parameter", "send it once")
-        found[name] = value
-    return found
+        parameters[name] = value
+    return parameters
 
 
 class Response:
@@ -137,18 +160,13 @@ def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200)
     return Response(_encode(value), status=status)
 
 
-def encoded(value: Any, request: HttpRequest) -> msgspec.Raw:
-    """Encode a value as a part of the response to a request."""
-    return msgspec.Raw(_encode_msgpack(value) if request.headers.accept == MSGPACK else _encode(value))
-
-
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
     """Return an error as problem details."""
-    problem = Problem.of(error.code, error.reason, _shortened(error.sentence), _shortened(error.hint))
+    problem = Problem.of(error.code, error.reason, _shorten(error.sentence), _shorten(error.hint))
     return Response(_encode(problem), status=error.code, kind=PROBLEM, headers=headers)
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
 
 
@@ -186,10 +204,10 @@ class Body(msgspec.Struct, frozen=True):
 
     def read_tokens(self, request: HttpRequest, name: str, limits: Limits) -> tuple[Any, Any]:
         """Decode the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
-        lifted = extract_token_array(request.body, name) if request.kind == JSON else None
-        if lifted is not None and ESCAPED.search(lifted[0]) is None:
-            _check_size(len(lifted[0]), limits)
-            return self._decode(request, self.json, lifted[0]), lifted[1]
+        extracted_parts = extract_token_array(request.body, name) if request.kind == JSON else None
+        if extracted_parts is not None and ESCAPED.search(extracted_parts[0]) is None:
+            _check_size(len(extracted_parts[0]), limits)
+            return self._decode(request, self.json, extracted_parts[0]), extracted_parts[1]
         value = self.read(request, limits)
         return value, getattr(value, name)
 
@@ -199,8 +217,8 @@ class Body(msgspec.Struct, frozen=True):
         try:
             return decoder.decode(body)
         except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
-            known = self._without_unknown(request, decoder, body)
-            return _decode(decoder, body if known is None else known)
+            reduced = self._without_unknown(request, decoder, body)
+            return _decode(decoder, body if reduced is None else reduced)
 
     def _without_unknown(self, request: HttpRequest, decoder: Any, body: bytes) -> bytes | None:
         """Encode the body without its unknown fields; None if it has none or is malformed."""
@@ -209,10 +227,10 @@ class Body(msgspec.Struct, frozen=True):
             fields = codec.decode(body, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return None
-        request.ignored = tuple(name for name in fields if name not in (self.known or ()))
-        check_unknown(request.ignored)
-        known = {name: value for name, value in fields.items() if name not in request.ignored}
-        return codec.encode(known) if request.ignored else None
+        request.ignored_fields = tuple(name for name in fields if name not in (self.known or ()))
+        check_unknown(request.ignored_fields)
+        known_fields = {name: value for name, value in fields.items() if name not in request.ignored_fields}
+        return codec.encode(known_fields) if request.ignored_fields else None
 
 
 def _check_size(size: int, limits: Limits) -> None:
@@ -228,6 +246,7 @@ def _decode(decoder: Any, body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise ServiceError(f"invalid body: {error}", "bad-shape", "see /openapi.json", status=422) from error
+        sentence = with_path(fault_of(error, decoder.type), decoder.type) if isinstance(decoder.type, type) else str(error)
+        raise ServiceError(f"invalid body: {sentence}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(f"malformed body: {error}", "malformed-body", "send one JSON object") from error

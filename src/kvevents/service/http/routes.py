@@ -9,26 +9,28 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
 
 from kvevents.client import schemas
 from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
 from kvevents.package_metadata import version
+from kvevents.routing.weights import Tier
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
-from kvevents.service.http import indexer_api, indexer_listings, v1
+from kvevents.service.http import dynamo_messages, dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
 from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.thread_pools import FLEET, LISTING, MATCHING, METRICS
+from kvevents.service.http.thread_pools import FLEET, LISTING, METRICS, QUERIES
 from kvevents.service.service import Service
+from kvevents.stream import TrustState
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"
-"""Handles a request; `HttpRequest.run` calls it."""
+"""Handles a request, in the thread pool of its route."""
 AsyncHandler: TypeAlias = "Callable[[Service, HttpRequest], Awaitable[Response | StreamingResponse]]"
-"""Handles a request, and passes its slow steps to `HttpRequest.run`."""
+"""Handles a request in the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,9 @@ class Route:
     """Type of the response body; None if it is not JSON of one type."""
     status: int = 200
     also: tuple[tuple[int, str], ...] = ()
-    """Other statuses of responses with this type, and when they are sent."""
+    """Further statuses of responses with this type, each with its condition."""
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
-    inline_bytes: int | None = None
-    """Size of the largest body that is handled in the event loop; larger ones go to the thread pool `MATCHING`.
-
-    The limit keeps one request from delaying all others. Token ids are read by native code, so prompts may be larger.
-    """
     probe: bool = False
     """Whether orchestrators send it: with any host name, and also when the service accepts no other clients."""
     pool: str = ""
@@ -75,6 +72,8 @@ class Route:
 
     Others are rejected, except at public endpoints.
     """
+    is_tagged: bool = False
+    """Whether responses have an entity tag, so that clients can send `If-None-Match`."""
     media: str = "application/json"
     """Media type of the response."""
 
@@ -115,21 +114,26 @@ _RAW: Final = (
         for name in ("expected", "whole_prompt")
     ),
 )
-_INLINE_PROMPT_BYTES: Final = 1 << 20
-_INLINE_OBJECT_BYTES: Final = 1 << 16
-"""Two thousand candidates or three thousand hashes, which Python reads."""
+_PAGE: Final = (
+    Parameter(
+        "limit",
+        f"maximum number of items; default {pages.MAX_LISTED}",
+        schema={"type": "integer", "minimum": 1, "maximum": pages.MAX_LISTED},
+    ),
+    Parameter("cursor", "where the page begins", schema={"type": "string", "pattern": pages.CURSOR.pattern}),
+)
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = ((503, "the process failed and must be restarted"),)
 
 
-def _limit(most: int) -> Parameter:
-    return Parameter("limit", "maximum number of items", schema={"type": "integer", "minimum": 1, "maximum": most})
+def _limit(maximum: int) -> Parameter:
+    return Parameter("limit", "maximum number of items", schema={"type": "integer", "minimum": 1, "maximum": maximum})
 
 
 def health(service: Service, request: HttpRequest) -> Response:
     """Return whether the service receives events; 503 if the process must be restarted."""
-    found = service.health()
-    return answer(found, request, status=503 if found.status == "failed" else 200)
+    status = service.health()
+    return answer(status, request, status=503 if status.status == "failed" else 200)
 
 
 def live(service: Service, request: HttpRequest) -> Response:
@@ -150,7 +154,11 @@ def metrics(service: Service, _request: HttpRequest) -> Response:
 
 @cache
 def _page() -> bytes:
-    return (files("kvevents.service") / "page.html").read_bytes()
+    folder = files("kvevents.service")
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "page.js"):
+        text = text.replace(f"{{{{{name}}}}}", (folder / name).read_text(encoding="utf-8"))
+    return text.encode()
 
 
 def page(_service: Service, _request: HttpRequest) -> Response:
@@ -179,99 +187,139 @@ def _encoded_openapi() -> bytes:
     return msgspec.json.encode(openapi_document())
 
 
+_indexer: Final = partial(Route, role=Role.READ, tag="indexer")
+_selection: Final = partial(Route, role=Role.READ, tag="selection")
+_v1: Final = partial(Route, role=Role.READ, tag="v1")
+_public: Final = partial(Route, role=None, tag="probes")
+
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
     Route(
         "POST",
         "/register",
         indexer_api.register,
-        Role.REGISTER,
-        "indexer",
-        indexer_api.RegisterRequest,
+        role=Role.REGISTER,
+        tag="indexer",
+        takes=schemas.RegisterRequest,
         status=201,
-        also=((200, "the response of Mooncake's API"),),
+        also=((200, "an equal registration was there before, or the request is of Mooncake's API"),),
     ),
-    Route("POST", "/unregister", indexer_api.unregister, Role.REGISTER, "indexer", indexer_api.UnregisterRequest),
-    Route(
-        "POST", "/query", indexer_api.query, Role.READ, "indexer", indexer_api.QueryRequest, inline_bytes=_INLINE_PROMPT_BYTES
-    ),
-    Route(
+    Route("POST", "/unregister", indexer_api.unregister, role=Role.REGISTER, tag="indexer", takes=schemas.UnregisterRequest),
+    _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool=QUERIES),
+    _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool=QUERIES),
+    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE), is_tagged=True),
+    _indexer("GET", "/services", indexer_listings.services, pool=FLEET, parameters=_INDEXER_FILTERS),
+    _indexer("GET", "/global_view", indexer_listings.global_view, pool=FLEET, parameters=_INDEXER_FILTERS),
+    _indexer("GET", "/dump", indexer_listings.dump),
+    _indexer(
         "POST",
-        "/query_by_hash",
-        indexer_api.query_by_hash,
-        Role.READ,
-        "indexer",
-        indexer_api.HashQueryRequest,
-        inline_bytes=_INLINE_OBJECT_BYTES,
+        "/query_tiered_by_hash",
+        dynamo_selection.query_tiered_by_hash,
+        takes=dynamo_messages.TieredQueryRequest,
+        gives=dynamo_messages.TieredAnswer,
+        pool=QUERIES,
     ),
-    Route(
+    # The API of Dynamo's selection service
+    _selection(
+        "POST",
+        "/select",
+        dynamo_selection.select,
+        takes=dynamo_messages.SelectWorkerRequest,
+        gives=dynamo_messages.SelectedWorker,
+        pool=QUERIES,
+    ),
+    _selection(
+        "POST",
+        "/select_and_reserve",
+        dynamo_selection.select_and_reserve,
+        takes=dynamo_messages.SelectWorkerRequest,
+        gives=dynamo_messages.SelectedWorker,
+        pool=QUERIES,
+    ),
+    _selection(
+        "POST",
+        "/reservations",
+        dynamo_selection.book,
+        takes=dynamo_messages.BookRequest,
+        gives=dynamo_messages.Booked,
+        status=201,
+        pool=QUERIES,
+    ),
+    _selection(
+        "POST",
+        "/potential_loads",
+        dynamo_selection.potential_loads,
+        takes=dynamo_messages.PromptRequest,
+        gives=list[dynamo_messages.PotentialLoad],
+        pool=QUERIES,
+    ),
+    _selection(
+        "POST",
+        "/overlap_scores",
+        dynamo_selection.overlap_scores,
+        takes=dynamo_messages.PromptRequest,
+        gives=dynamo_messages.OverlapScores,
+        pool=QUERIES,
+    ),
+    _selection(
+        "POST",
+        "/reservations/{id}/output_block",
+        dynamo_selection.output_block,
+        takes=dynamo_messages.OutputBlockRequest,
+        gives=dynamo_messages.Done,
+        pool=QUERIES,
+    ),
+    _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo_messages.Done),
+    _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo_messages.Done),
+    _selection(
+        "GET", "/loads", dynamo_selection.loads, gives=list[dynamo_messages.ModelLoad], pool=FLEET, parameters=_INDEXER_FILTERS
+    ),
+    _selection(
         "GET",
-        "/workers",
-        indexer_listings.workers,
-        Role.READ,
-        "indexer",
+        "/ready",
+        dynamo_selection.ready,
+        gives=dynamo_messages.ReadyWorkers,
+        also=((503, "no worker can be selected"),),
         pool=FLEET,
-        parameters=_INDEXER_FILTERS,
-    ),
-    Route("GET", "/services", indexer_listings.services, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS),
-    Route("GET", "/global_view", indexer_listings.global_view, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS),
-    Route(
-        "GET",
-        "/dump",
-        indexer_listings.dump,
-        Role.READ,
-        "indexer",
     ),
     # The API of kvevents
-    Route(
+    _v1(
         "POST",
         "/v1/match",
         v1.match,
-        Role.READ,
-        "v1",
-        schemas.MatchRequest,
-        schemas.MatchAnswer,
+        takes=schemas.MatchRequest,
+        gives=schemas.MatchAnswer,
         raw=True,
+        pool=QUERIES,
         parameters=_RAW,
-        inline_bytes=_INLINE_PROMPT_BYTES,
     ),
-    Route(
-        "POST",
-        "/v1/match_many",
-        v1.match_many,
-        Role.READ,
-        "v1",
-        schemas.MatchManyRequest,
-        schemas.MatchManyAnswer,
-        pool=MATCHING,
+    _v1("POST", "/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer, pool=QUERIES),
+    _v1("POST", "/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection, pool=QUERIES),
+    _v1("GET", "/v1/select/explain", reservations.explain, gives=schemas.DecisionsAnswer),
+    _v1(
+        "GET",
+        "/v1/reservations",
+        reservations.list_open,
+        gives=schemas.ReservationsAnswer,
+        parameters=(_limit(reservations.MAX_LISTED),),
     ),
-    Route(
-        "POST",
-        "/v1/select",
-        v1.select,
-        Role.READ,
-        "v1",
-        schemas.SelectRequest,
-        schemas.Selection,
-        inline_bytes=_INLINE_OBJECT_BYTES,
-    ),
-    Route(
+    _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
+    _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
+    _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
+    _v1(
         "GET",
         "/v1/sources",
         v1.sources,
-        Role.READ,
-        "v1",
         gives=schemas.SourcesAnswer,
         pool=FLEET,
-        parameters=_FILTERS,
+        parameters=(*_FILTERS, *_PAGE),
+        is_tagged=True,
     ),
-    Route("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=schemas.StatsAnswer, pool=FLEET),
-    Route(
+    _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool=FLEET),
+    _v1(
         "GET",
         "/v1/blocks",
         v1.blocks,
-        Role.READ,
-        "v1",
         gives=schemas.BlocksAnswer,
         pool=LISTING,
         parameters=(
@@ -285,29 +333,38 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
             Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
         ),
     ),
-    Route("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
+    _v1("GET", "/v1/events", v1.events, parameters=_FILTERS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    Route("GET", "/health", health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    Route("GET", "/livez", live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    Route(
-        "GET",
-        "/readyz",
-        ready,
-        None,
-        "probes",
-        gives=schemas.ReadyAnswer,
-        also=((503, "the service is not ready"),),
-        probe=True,
-    ),
-    Route("GET", "/metrics", metrics, Role.READ, "probes", media="text/plain", pool=METRICS),
-    Route("GET", "/openapi.json", openapi, None, "probes"),
-    Route("GET", "/", page, None, "probes", media="text/html"),
+    _public("GET", "/health", health, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    _public("GET", "/livez", live, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    _public("GET", "/readyz", ready, gives=schemas.ReadyAnswer, also=((503, "the service is not ready"),), probe=True),
+    Route("GET", "/metrics", metrics, role=Role.READ, tag="probes", media="text/plain", pool=METRICS),
+    _public("GET", "/openapi.json", openapi),
+    _public("GET", "/", page, media="text/html"),
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}
 """Endpoints by path and method."""
 for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
+
+ITEM: Final = "{id}"
+"""Stands for a name in the path of a route."""
+_WITH_ITEM: Final = tuple(path for path in ROUTES if ITEM in path)
+
+
+def item_of(path: str, path_of_request: str) -> str:
+    """Return the part of a requested path at the place of `{id}` in a route's path; empty for another path."""
+    prefix, _, suffix = path.partition(ITEM)
+    item = path_of_request.removeprefix(prefix).removesuffix(suffix)
+    return item if "/" not in item and path_of_request == prefix + item + suffix else ""
+
+
+def match_path(path_of_request: str) -> str | None:
+    """Return the path of the routes of a request."""
+    if path_of_request in ROUTES:
+        return path_of_request
+    return next((path for path in _WITH_ITEM if item_of(path, path_of_request)), None)
 
 
 # --- OpenAPI -----------------------------------------------------------------------------------------------------------------
@@ -333,15 +390,17 @@ _ERRORS: Final = {
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the table."""
     kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
-    found, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
-    for kind, rules in indexer_api.SCHEMA_RULES.items():
+    schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
+    for kind, rules in (indexer_api.SCHEMA_RULES | dynamo_messages.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
     for kind in kinds:
         for alias in getattr(kind, "ALIASES", ()):
             components[kind.__name__]["properties"].pop(alias, None)
-        if issubclass(kind, ScopedRequest):
+        if isinstance(kind, type) and issubclass(kind, ScopedRequest):
             components[kind.__name__]["required"] = ["model", *components[kind.__name__].get("required", ())]
-    by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], found, strict=True)}
+    for name, keys in (("tiers", Tier), ("trust", TrustState)):
+        components["SelectRequest"]["properties"][name]["propertyNames"] = {"enum": get_args(keys)}
+    by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, by_kind)
@@ -355,6 +414,15 @@ def openapi_document() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+_ITEM_PARAMETER: Final = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "name of the reservation",
+    "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._~:-]{{1,{schemas.MAX_RESERVATION_ID}}}$"},
+}
 
 
 def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
@@ -371,10 +439,22 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
                 "schema": parameter.schema,
             }
             for parameter in endpoint.parameters
-        ],
+        ]
+        + ([_ITEM_PARAMETER] if ITEM in endpoint.path else []),
         "responses": _responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
+    if endpoint.is_tagged:
+        description = "entity tag (`ETag`) of the answer that the client has"
+        operation["parameters"].append(
+            {
+                "name": "If-None-Match",
+                "in": "header",
+                "required": False,
+                "description": description,
+                "schema": {"type": "string"},
+            }
+        )
     if endpoint.takes is not None:
         content: dict[str, Any] = {"application/json": {"schema": by_kind[id(endpoint.takes)]}}
         if endpoint.raw:
@@ -386,11 +466,13 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
 def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     schema = by_kind[id(endpoint.gives)] if endpoint.gives is not None else {}
     content = {endpoint.media: {"schema": schema}}
-    found: dict[str, Any] = {
+    responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
         for status, description in ((endpoint.status, "success"), *endpoint.also)
     }
+    if endpoint.is_tagged:
+        responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
     problem = {PROBLEM.decode(): {"schema": by_kind[id(Problem)]}}
     for status, description in _ERRORS.items():
-        found.setdefault(str(status), {"description": description, "content": problem})
-    return found
+        responses.setdefault(str(status), {"description": description, "content": problem})
+    return responses

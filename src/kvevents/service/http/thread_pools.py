@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvevents.service.errors import UnavailableError
 
@@ -14,13 +13,13 @@ T = TypeVar("T")
 
 LISTING: Final = "listing"
 """Reads all blocks of a worker."""
-MATCHING: Final = "matching"
-"""Looks up large prompts, many prompts, and prompts of large fleets."""
+QUERIES: Final = "queries"
+"""Reads and answers the queries that the data plane has forwarded."""
 FLEET: Final = "fleet"
 """Lists all members of the fleet."""
 METRICS: Final = "metrics"
 """Writes the metrics, which no request of another kind may delay."""
-_THREADS: Final = {LISTING: 1, MATCHING: 4, FLEET: 2, METRICS: 1}
+_THREADS: Final = {LISTING: 1, QUERIES: 4, FLEET: 2, METRICS: 1}
 
 
 class ThreadPool:
@@ -33,7 +32,7 @@ class ThreadPool:
         self._count = 0
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread, with the current context, and return its result.
+        """Call a function in a thread, and return its result.
 
         Raises `UnavailableError` if too many calls wait already.
         """
@@ -41,26 +40,12 @@ class ThreadPool:
             sentence = f"{self._count} requests of kind {self._name!r} are in progress or waiting"
             raise UnavailableError(sentence, "busy", "retry in a second, or raise limits.max_waiting")
         self._count += 1
-        context = contextvars.copy_context()
-        work = asyncio.get_running_loop().run_in_executor(self._executor, lambda: context.run(call, *arguments))
+        work = asyncio.get_running_loop().run_in_executor(self._executor, lambda: call(*arguments))
         work.add_done_callback(self._on_finished)
         return await work
 
     def _on_finished(self, _: object) -> None:
         self._count -= 1
-
-
-class RunStep(Protocol):
-    """Calls a slow step of a request: in a thread, or in the event loop."""
-
-    def __call__(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:
-        """Call a function and return its result."""
-        ...
-
-
-async def run_inline(call: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in the event loop and return its result."""
-    return call(*arguments)
 
 
 class ThreadPools:
@@ -101,5 +86,5 @@ class BoundedLock:
         raise UnavailableError(f"another client is reading a {self._name}", "busy", "retry in a few seconds")
 
     def release(self) -> None:
-        """Release the lock for the next client."""
+        """Release the lock, so that the next client can acquire it."""
         self._lock.release()

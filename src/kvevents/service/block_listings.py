@@ -1,4 +1,4 @@
-"""Queries of the index by the control plane: prefix lookups, and listings of one worker's blocks in pages.
+"""Listings of one worker's blocks, in pages.
 
 The index has no order at which a page of blocks could begin. So the request for the first page copies all blocks of the
 worker, in 32 bytes each, and all pages together are the blocks of one moment. A listing is dropped after its last page, after
@@ -10,80 +10,13 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from kvevents.client.schemas import BlocksAnswer, BlockView, Media, TrustStatus
+from kvevents.client.schemas import BlocksAnswer, BlockView, TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
-from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.fleet.member import MemberMatch
-from kvevents.service.fleet.registration import Key, Scope
-from kvevents.service.http.thread_pools import RunStep
-from kvevents.service.metrics import Metrics
-
-
-class Lookups:
-    """Looks prompts up, and counts lookups. `run` calls the slow steps."""
-
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
-        self._fleet: Final = fleet
-        self._metrics: Final = metrics
-        self.on_lookup: Callable[[Scope, int, list[MemberMatch]], None] | None = None
-        """Called within a request with the scope, the number of tokens (0 if unknown) and the result of each lookup."""
-
-    async def find(
-        self,
-        run: RunStep,
-        scope: Scope,
-        tokens: Any,
-        *,
-        mm: Sequence[Media] = (),
-        expected: bool = False,
-        whole_prompt: bool = False,
-    ) -> list[MemberMatch]:
-        """Return how much of a prompt each worker holds.
-
-        With `whole_prompt` the last token counts, which engines recompute.
-        """
-        (rows,) = await self.find_many(run, scope, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
-        return rows
-
-    async def find_many(
-        self,
-        run: RunStep,
-        scope: Scope,
-        prompts: Sequence[Any],
-        *,
-        mm: Sequence[Media] = (),
-        expected: bool = False,
-        whole_prompt: bool = False,
-    ) -> list[list[MemberMatch]]:
-        """Look up several prompts, as `find` does. The answers are in the order of the prompts."""
-        return await run(self._match, scope, prompts, mm, expected, whole_prompt)
-
-    def _match(
-        self, scope: Scope, prompts: Sequence[Any], mm: Sequence[Media], expected: bool, whole_prompt: bool
-    ) -> list[list[MemberMatch]]:
-        found = []
-        for tokens in prompts:
-            found.append(self._fleet.match(scope, tokens, mm=mm, expected=expected, whole_prompt=whole_prompt))
-            self._record(scope, len(tokens), found[-1])
-        return found
-
-    async def find_keys(self, run: RunStep, scope: Scope, keys: list[int], *, local: bool) -> list[MemberMatch]:
-        """Look up a prompt by block keys: hashes of each block alone if `local`, otherwise rolling keys."""
-        rows = await run(lambda: self._fleet.match_keys(scope, keys, local=local))
-        self._record(scope, 0, rows)
-        return rows
-
-    def _record(self, scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
-        if self.on_lookup is not None:
-            self.on_lookup(scope, tokens, found)
-        self._metrics.record_lookup(tokens, max([row.tokens for row in found], default=0))
-
-
-# --- listings of blocks
+from kvevents.service.fleet.registration import Key
 
 
 class _Listing:
@@ -112,13 +45,13 @@ class _Listing:
         numbers = self._numbers[4 * start : 4 * (start + limit)]
         return [
             BlockView(
-                key=f"{numbers[at]:016x}",
-                hash=f"{numbers[at + 1]:016x}",
-                tier=self._tiers[numbers[at + 2] >> 32],
-                group=numbers[at + 2] & 0xFFFF_FFFF,
-                copies=numbers[at + 3],
+                key=f"{numbers[offset]:016x}",
+                hash=f"{numbers[offset + 1]:016x}",
+                tier=self._tiers[numbers[offset + 2] >> 32],
+                group=numbers[offset + 2] & 0xFFFF_FFFF,
+                copies=numbers[offset + 3],
             )
-            for at in range(0, len(numbers), 4)
+            for offset in range(0, len(numbers), 4)
         ]
 
 
@@ -156,14 +89,14 @@ class BlockListings:
 
     def _page(self, name: str, listing: _Listing, start: int, limit: int) -> BlocksAnswer:
         end = start + limit
-        more = end < len(listing)
-        if more:
+        has_more = end < len(listing)
+        if has_more:
             listing.used_at = self._clock()
             self._listings[name] = listing
             while len(self._listings) > 1 and sum(map(len, self._listings.values())) > self._max_blocks:
                 del self._listings[next(iter(self._listings))]
         blocks = listing.page(start, limit)
-        return BlocksAnswer(total=len(listing), blocks=blocks, next=f"{name}.{end}" if more else None, trust=listing.trust)
+        return BlocksAnswer(total=len(listing), blocks=blocks, next=f"{name}.{end}" if has_more else None, trust=listing.trust)
 
     def _expire(self) -> None:
         oldest = self._clock() - self._seconds

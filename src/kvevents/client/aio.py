@@ -1,0 +1,212 @@
+"""The asyncio client of a service, by aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+from kvevents.client import protocol
+from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.schemas import (
+    MatchAnswer,
+    MatchManyAnswer,
+    MatchManyRequest,
+    MatchRequest,
+    ReadyAnswer,
+    RegisterRequest,
+    Reservation,
+    ReservationUpdate,
+    Selection,
+    SelectRequest,
+    SourcesAnswer,
+    UnregisterRequest,
+)
+from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
+
+T = TypeVar("T")
+
+POLL_SECONDS: Final = 0.1
+"""Interval at which `wait_ready` asks."""
+
+
+class AsyncClient:
+    """A client of one service, for the tasks of one event loop; also a context manager, which closes its connections.
+
+    `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
+    further attempts. Every method raises `ServiceRequestError`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        deadline: float = protocol.DEADLINE,
+        retries: int = protocol.RETRIES,
+        max_response_bytes: int = protocol.MAX_RESPONSE_BYTES,
+    ) -> None:
+        self.url = url
+        self._endpoint = Endpoint(url, token, ca_file, max_response_bytes)
+        self._deadline = deadline
+        self._retries = retries
+        self._connections: HttpConnections | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections, and abort open calls. Further calls open others."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            await connections.close()
+
+    # --- prompts
+
+    async def match(self, request: MatchRequest, *, deadline: float | None = None) -> MatchAnswer:
+        """Return how much of a prompt each worker holds."""
+        return await self.send(protocol.match(request), deadline=deadline)
+
+    async def match_many(self, request: MatchManyRequest, *, deadline: float | None = None) -> MatchManyAnswer:
+        """Return how much of several prompts each worker holds."""
+        return await self.send(protocol.match_many(request), deadline=deadline)
+
+    async def select(self, request: SelectRequest, *, deadline: float | None = None) -> Selection:
+        """Return the worker that should take a prompt."""
+        return await self.send(protocol.select(request), deadline=deadline)
+
+    def reserve(self, request: SelectRequest, *, deadline: float | None = None) -> AsyncReservedWorker:
+        """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
+        return AsyncReservedWorker(self, protocol.with_reservation_name(request), deadline)
+
+    async def reservation(self, name: str, *, deadline: float | None = None) -> Reservation:
+        """Return an open reservation."""
+        return await self.send(protocol.reservation(name), deadline=deadline)
+
+    # --- the fleet
+
+    async def sources(self, *, deadline: float | None = None, **filters: str) -> SourcesAnswer:
+        """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
+        return await self.send(protocol.sources(filters), deadline=deadline)
+
+    async def register(self, request: RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+        """Register a rank of an engine, and return the service's answer."""
+        return await self.send(protocol.register(request), deadline=deadline)
+
+    async def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+        """Unregister an engine, or a rank of it, and return the service's answer."""
+        return await self.send(protocol.unregister(request), deadline=deadline)
+
+    async def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
+        """Return whether the service is ready for queries, and why not."""
+        return await self.send(protocol.ready(), deadline=deadline)
+
+    async def wait_ready(self, seconds: float = 60.0) -> ReadyAnswer:
+        """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
+        wait = protocol.ReadyWait(seconds, time.monotonic)
+        while True:
+            try:
+                if (answer := wait.check(await self.ready(deadline=wait.seconds_left))) is not None:
+                    return answer
+            except ServiceRequestError as error:
+                wait.check_error(error)
+            await asyncio.sleep(POLL_SECONDS)
+
+    # --- transport
+
+    async def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = protocol.OK) -> T:
+        """Return the response to GET as `kind`. Accept the status `also` like 200."""
+        return await self.send(protocol.get(path, kind, parameters, also=also))
+
+    async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
+        """Send a call until it has a response."""
+        seconds = self._deadline if deadline is None else deadline
+        attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
+        while True:
+            try:
+                outcome = attempts.on_answer(*await self._exchange(call, attempts.seconds))
+            except HttpError as error:
+                outcome = attempts.on_error(error.kind, str(error))
+            if not isinstance(outcome, Pause):
+                return outcome
+            await asyncio.sleep(outcome.seconds)
+
+    async def _exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
+        endpoint = self._endpoint
+        if self._connections is None:
+            limits = RequestLimits(self._deadline, endpoint.max_bytes)
+            self._connections = HttpConnections(limits, tls=endpoint.tls, idle_seconds=protocol.IDLE_SECONDS)
+        answer = await self._connections.send(
+            call.method,
+            endpoint.base + call.path,
+            endpoint.headers,
+            call.body,
+            seconds=seconds,
+            is_repeatable=call.is_repeatable,
+        )
+        return answer.status, answer.body
+
+
+class AsyncReservedWorker:
+    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens.
+
+    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
+    end fails.
+    """
+
+    def __init__(self, client: AsyncClient, request: SelectRequest, deadline: float | None) -> None:
+        self._client = client
+        self._request = request
+        self._deadline = deadline
+        self.id = protocol.name_of(request)
+        self.selection: Selection
+        """The selected worker."""
+
+    @property
+    def url(self) -> str | None:
+        """Where the worker takes requests; None if that is not known."""
+        return self.selection.url
+
+    async def __aenter__(self) -> Self:
+        try:
+            self.selection = await self._client.select(self._request, deadline=self._deadline)
+        except BaseException as error:
+            if protocol.may_have_effect(error):
+                await self._finish(protocol.FINISH_SECONDS)
+            raise
+        if self.selection.reservation is None:
+            raise protocol.unusable(self.selection)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._finish()
+
+    async def first_token(self) -> Reservation | None:
+        """Report the first token of the answer; None if the service did not take it."""
+        return await self._update(ReservationUpdate(first_token=True))
+
+    async def output(self, tokens: int) -> Reservation | None:
+        """Report the number of tokens of the answer so far; None if the service did not take it."""
+        return await self._update(ReservationUpdate(output_tokens=tokens))
+
+    async def _finish(self, deadline: float | None = None) -> None:
+        """End the reservation, also if the task is cancelled meanwhile."""
+        call = protocol.finish(self.id)
+        request = self._send(call, deadline)
+        await asyncio.shield(asyncio.ensure_future(request))
+
+    async def _update(self, changes: ReservationUpdate) -> Reservation | None:
+        call = protocol.update(self.id, changes)
+        return await self._send(call)
+
+    async def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
+        try:
+            return await self._client.send(call, deadline=deadline)
+        except ServiceRequestError:
+            return None

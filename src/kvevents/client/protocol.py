@@ -1,0 +1,375 @@
+"""The protocol core of the client: it builds requests, decodes responses, and decides what is sent again.
+
+It does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send what it says, and report what happened.
+
+A request is sent again if the service has refused it for now (429, 503), and if its connection failed. The latter only if the
+request has had no effect, or has the same effect twice. A reservation with an `id` has: a name that is used again replaces.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from urllib.parse import urlencode, urlsplit
+from uuid import uuid4
+
+import msgspec
+
+from kvevents.backoff import Backoff
+from kvevents.client.schemas import (
+    MatchAnswer,
+    MatchManyAnswer,
+    MatchManyRequest,
+    MatchRequest,
+    Problem,
+    ReadyAnswer,
+    RegisterRequest,
+    Reservation,
+    ReservationUpdate,
+    Reserve,
+    Selection,
+    SelectRequest,
+    SourcesAnswer,
+    UnregisterRequest,
+)
+from kvevents.errors import ConfigError, ExternalError
+from kvevents.typed_json import decode_json
+
+if TYPE_CHECKING:
+    from kvevents.routing.http_client import HttpErrorKind
+
+T = TypeVar("T")
+
+TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of the variable
+DEADLINE: Final = 5.0
+"""Seconds for a call with all its attempts, unless the client or the call has another deadline."""
+RETRIES: Final = 3
+"""Maximum number of further attempts of a call."""
+MAX_RESPONSE_BYTES: Final = 64 << 20
+"""Largest response. 4,096 sources with all their gaps are 25 MiB."""
+IDLE_SECONDS: Final = 20.0
+"""Time after which an unused connection is not used again. The service closes it after 30."""
+FINISH_SECONDS: Final = 2.0
+"""Deadline of the end of a reservation after an error."""
+INITIAL_DELAY: Final = 0.05
+"""Seconds before the second attempt, of which a random part of up to half is left out. It doubles with each attempt."""
+MAX_DELAY: Final = 1.0
+_MAX_QUOTED: Final = 80
+"""Characters of an unknown response that an error message quotes."""
+OK: Final = 200
+UNAVAILABLE: Final = 503
+_BUSY: Final = frozenset({429, UNAVAILABLE})
+
+
+class ServiceRequestError(ExternalError):
+    """A request to a service failed, or its response was an error. The message is the sentence and the hint."""
+
+    def __init__(self, sentence: str, reason: str, hint: str, status: int | None = None) -> None:
+        super().__init__(f"{sentence}; {hint}" if hint else sentence)
+        self.sentence = sentence
+        self.reason = reason
+        """The reason for programs: that of the service, or a `HttpErrorKind` of the HTTP client, or `not-kvevents`."""
+        self.hint = hint
+        self.status = status
+        """HTTP status; None without a response."""
+
+
+# --- calls
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request, and the type of its response."""
+
+    method: str
+    path: str
+    kind: type[T]
+    body: bytes | None = None
+    also: int = OK
+    """Another status of a response of this type."""
+    is_repeatable: bool = True
+    """Whether sending it twice has the same effect as sending it once."""
+
+
+def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = OK) -> Call[T]:
+    """Return the call of an endpoint that is only read."""
+    return Call("GET", f"{path}?{urlencode(parameters)}" if parameters else path, kind, also=also)
+
+
+def post(path: str, body: Mapping[str, Any], kind: type[T], *, is_repeatable: bool = True) -> Call[T]:
+    """Return the call of an endpoint with a body."""
+    return Call("POST", path, kind, msgspec.json.encode(body), is_repeatable=is_repeatable)
+
+
+def _changed_fields(request: Any) -> dict[str, Any]:
+    """Return the fields of a request that are not as by default, so that the service's own defaults count."""
+    kind: Any = type(request)
+    return {
+        field.encode_name: value
+        for field in _fields(kind)
+        if (value := getattr(request, field.name)) is not msgspec.UNSET and value != _default(field)
+    }
+
+
+@cache
+def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)  # it reads annotations, which takes long
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    factory: Any = field.default_factory
+    return field.default if factory is msgspec.NODEFAULT else factory()
+
+
+def match(request: MatchRequest) -> Call[MatchAnswer]:
+    """Ask how much of a prompt the workers hold."""
+    return post("/v1/match", _changed_fields(request), MatchAnswer)
+
+
+def match_many(request: MatchManyRequest) -> Call[MatchManyAnswer]:
+    """Ask how much of several prompts the workers hold."""
+    return post("/v1/match_many", _changed_fields(request), MatchManyAnswer)
+
+
+def select(request: SelectRequest) -> Call[Selection]:
+    """Ask for the worker of a prompt. A reservation gets a name here, so that the call can be repeated."""
+    if request.reserve is True or (isinstance(request.reserve, Reserve) and request.reserve.id is None):
+        request = with_reservation_name(request)
+    return post("/v1/select", _changed_fields(request), Selection, is_repeatable=isinstance(request.reserve, Reserve))
+
+
+def with_reservation_name(request: SelectRequest) -> SelectRequest:
+    """Return a request with a reservation that has a name."""
+    reserve = request.reserve if isinstance(request.reserve, Reserve) else Reserve()
+    return msgspec.structs.replace(request, reserve=msgspec.structs.replace(reserve, id=reserve.id or str(uuid4())))
+
+
+def name_of(request: SelectRequest) -> str:
+    """Return the name of the reservation of a request from `named`."""
+    return (request.reserve.id or "") if isinstance(request.reserve, Reserve) else ""
+
+
+def reservation(name: str) -> Call[Reservation]:
+    """Ask for a reservation."""
+    return get(f"/v1/reservations/{name}", Reservation)
+
+
+def update(name: str, changes: ReservationUpdate) -> Call[Reservation]:
+    """Change a reservation, and restart its time."""
+    return post(f"/v1/reservations/{name}", _changed_fields(changes), Reservation)
+
+
+def finish(name: str) -> Call[Reservation]:
+    """End a reservation."""
+    return Call("DELETE", f"/v1/reservations/{name}", Reservation)
+
+
+def sources(filters: Mapping[str, str]) -> Call[SourcesAnswer]:
+    """Ask for the fleet."""
+    return get("/v1/sources", SourcesAnswer, filters)
+
+
+def ready() -> Call[ReadyAnswer]:
+    """Ask whether the service is ready for queries."""
+    return get("/readyz", ReadyAnswer, also=UNAVAILABLE)
+
+
+def register(request: RegisterRequest) -> Call[dict[str, Any]]:
+    """Register a rank of an engine. An equal registration changes nothing, so the call can be repeated."""
+    return Call("POST", "/register", dict[str, Any], msgspec.json.encode(_changed_fields(request)), also=201)
+
+
+def unregister(request: UnregisterRequest) -> Call[dict[str, Any]]:
+    """Unregister an engine. Repeated, it would be an error."""
+    return post("/unregister", _changed_fields(request), dict[str, Any], is_repeatable=False)
+
+
+def unusable(selection: Selection) -> ServiceRequestError:
+    """Return the error of a selection that reserved no worker."""
+    sentence = f"no worker can be reached; the least bad one is {selection.instance} rank {selection.rank}"
+    return ServiceRequestError(sentence, "no-usable-worker", selection.trust.reason or "see /v1/sources")
+
+
+# --- one service
+
+
+class Endpoint:
+    """The service of a client: URL, headers, TLS, and the errors that name it."""
+
+    def __init__(self, url: str, token: str | None, ca_file: Path | None, max_response_bytes: int) -> None:
+        parts = urlsplit(url)
+        try:
+            self.port = parts.port
+        except ValueError as error:
+            raise _invalid(url) from error
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise _invalid(url)
+        self.url = url
+        self.base = url.rstrip("/")
+        self.prefix = parts.path.rstrip("/")
+        """Path before those of calls."""
+        self.host = parts.hostname
+        self.max_bytes = max_response_bytes
+        self.tls = _tls(ca_file) if parts.scheme == "https" else None
+        self.headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if token is not None:
+            self.headers["Authorization"] = f"Bearer {token}"
+
+    def decode(self, call: Call[T], status: int, content: bytes) -> T:
+        """Return the value of a response. Raises `ServiceRequestError`."""
+        if status not in {OK, call.also}:
+            raise self.response_error(status, content)
+        try:
+            return decode_json(content, call.kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            if status != OK:
+                raise self.response_error(status, content) from None
+            path = call.path.partition("?")[0]
+            raise ServiceRequestError(
+                f"the response of {self.url} to {path} is not that of a kvevents service: {error}",
+                "not-kvevents",
+                "check the port, and that the service has the same release",
+                status,
+            ) from error
+
+    def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
+        """Return the error of a request without a response."""
+        sentence, hint = _TROUBLES[kind]
+        text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
+        return ServiceRequestError(text, kind, hint)
+
+    def response_error(self, status: int, content: bytes) -> ServiceRequestError:
+        """Return the error of a response."""
+        problem = _problem(content)
+        if problem is None:
+            quotation = content[:_MAX_QUOTED].decode(errors="replace").strip()
+            sentence = f"{self.url} answered with status {status}" + (f": {quotation}" if quotation else "")
+            return ServiceRequestError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
+        hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else problem.hint
+        return ServiceRequestError(problem.detail, problem.reason, hint, status)
+
+
+def _invalid(url: str) -> ConfigError:
+    return ConfigError(f"invalid url of a service {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+
+
+def _problem(content: bytes) -> Problem | None:
+    try:
+        return decode_json(content, Problem)
+    except msgspec.MsgspecError:
+        return None
+
+
+_STATUS_HINTS: Final = {
+    3: "redirections are not followed, since they would receive the token: use the final address",
+    4: "check that this is a kvevents service",
+    5: "if this is a proxy, check that the service behind it runs",
+}
+_OTHER_PORT: Final = "check the port, and whether the URL begins with https://"
+_TROUBLES: Final[dict[HttpErrorKind, tuple[str, str]]] = {
+    "untrusted": (
+        "the certificate of {url} is not trusted: {detail}",
+        "name the authority that signed it with --tls-ca",
+    ),
+    "no-tls": ("the TLS handshake with {url} failed: {detail}", "check whether the URL begins with http://"),
+    "unknown-host": ("the host name {host} cannot be resolved: {detail}", "check the name"),
+    "timeout": ("{url} does not answer within {seconds} s", "see its log, or raise --timeout"),
+    "refused": ("nothing listens at {url}", "start a service with `kvevents serve`, or name another one with --service"),
+    "closed": ("{url} closes the connection: {detail}", _OTHER_PORT),
+    "not-http": ("{url} does not answer in HTTP: {detail}", _OTHER_PORT),
+    "too-large": ("the response of {url} has more than {most} MiB", "check that this is a kvevents service"),
+    "unreachable": ("{url} cannot be reached: {detail}", "check the address, routes and firewalls"),
+}
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason}; expected a PEM file of certificates") from error
+
+
+# --- attempts
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The call is to be sent again after this time."""
+
+    seconds: float
+
+
+class Attempts(Generic[T]):
+    """The attempts of one call until its deadline. Send it, and report the outcome; wait for a `Pause`, and repeat."""
+
+    def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
+        self._endpoint = endpoint
+        self._call = call
+        self._seconds = deadline
+        self._end = now() + deadline
+        self._retries_left = retries
+        self._now = now
+        self._backoff = Backoff(initial=INITIAL_DELAY, maximum=MAX_DELAY)
+
+    @property
+    def seconds(self) -> float:
+        """Time for the next attempt."""
+        return max(self._end - self._now(), 0.001)
+
+    def on_answer(self, status: int, content: bytes) -> T | Pause:
+        """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
+        if status in _BUSY and status != self._call.also:
+            error = self._endpoint.response_error(status, content)
+            # A proxy may have passed a request on; the service itself has not begun it.
+            if self._call.is_repeatable or error.reason != "not-kvevents":
+                return self._pause(error)
+        return self._endpoint.decode(self._call, status, content)
+
+    def on_error(self, kind: HttpErrorKind, detail: str) -> Pause:
+        """Return the pause before the next attempt. Raises `ServiceRequestError`."""
+        error = self._endpoint.transport_error(kind, detail, self._seconds)
+        if kind == "refused" or (kind in {"closed", "unreachable"} and self._call.is_repeatable):
+            return self._pause(error)
+        raise error
+
+    def _pause(self, error: ServiceRequestError) -> Pause:
+        seconds = self._backoff.next_delay()
+        if not self._retries_left or self._now() + seconds >= self._end:
+            raise error
+        self._retries_left -= 1
+        return Pause(seconds)
+
+
+class ReadyWait:
+    """A wait until the service is ready."""
+
+    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+        self._end = now() + seconds
+        self._now = now
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds for the next request."""
+        return min(max(self._end - self._now(), 0.001), DEADLINE)
+
+    def check(self, answer: ReadyAnswer) -> ReadyAnswer | None:
+        """Return the answer if the service is ready; None to ask again. Raises `ServiceRequestError` at the end."""
+        if answer.ready:
+            return answer
+        self.check_error(ServiceRequestError(f"the service is not ready: {answer.why}", "not-ready", "", UNAVAILABLE))
+        return None
+
+    def check_error(self, error: ServiceRequestError) -> None:
+        """Raise an error that waiting does not heal, and every error at the end."""
+        if self._now() >= self._end or (error.status is not None and error.status not in _BUSY):
+            raise error
+
+
+def may_have_effect(error: BaseException) -> bool:
+    """Whether a request that ended so may have had an effect."""
+    return not isinstance(error, ServiceRequestError) or error.reason in {"timeout", "closed", "not-http", "too-large"}

@@ -1,0 +1,334 @@
+"""The blocking client of a service."""
+
+from __future__ import annotations
+
+import io
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+
+from kvevents.client import protocol
+from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.schemas import (
+    MatchAnswer,
+    MatchManyAnswer,
+    MatchManyRequest,
+    MatchRequest,
+    ReadyAnswer,
+    RegisterRequest,
+    Reservation,
+    ReservationUpdate,
+    Selection,
+    SelectRequest,
+    SourcesAnswer,
+    UnregisterRequest,
+)
+
+if TYPE_CHECKING:
+    from kvevents.routing.http_client import HttpErrorKind
+
+T = TypeVar("T")
+
+POLL_SECONDS: Final = 0.1
+"""Interval at which `wait_ready` asks."""
+_MAX_IDLE: Final = 16
+"""Maximum number of connections that are left open for further calls."""
+
+
+class Client:
+    """A client of one service, for any number of threads; also a context manager, which closes its connections.
+
+    `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
+    further attempts. Every method raises `ServiceRequestError`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        deadline: float = protocol.DEADLINE,
+        retries: int = protocol.RETRIES,
+        max_response_bytes: int = protocol.MAX_RESPONSE_BYTES,
+    ) -> None:
+        self.url = url
+        self._idle: Final[deque[tuple[float, HTTPConnection]]] = deque()
+        self._endpoint = Endpoint(url, token, ca_file, max_response_bytes)
+        self._deadline = deadline
+        self._retries = retries
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections that are not in use. Further calls open others."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    # --- prompts
+
+    def match(self, request: MatchRequest, *, deadline: float | None = None) -> MatchAnswer:
+        """Return how much of a prompt each worker holds."""
+        return self.send(protocol.match(request), deadline=deadline)
+
+    def match_many(self, request: MatchManyRequest, *, deadline: float | None = None) -> MatchManyAnswer:
+        """Return how much of several prompts each worker holds."""
+        return self.send(protocol.match_many(request), deadline=deadline)
+
+    def select(self, request: SelectRequest, *, deadline: float | None = None) -> Selection:
+        """Return the worker that should take a prompt."""
+        return self.send(protocol.select(request), deadline=deadline)
+
+    def reserve(self, request: SelectRequest, *, deadline: float | None = None) -> ReservedWorker:
+        """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
+        return ReservedWorker(self, protocol.with_reservation_name(request), deadline)
+
+    def reservation(self, name: str, *, deadline: float | None = None) -> Reservation:
+        """Return an open reservation."""
+        return self.send(protocol.reservation(name), deadline=deadline)
+
+    # --- the fleet
+
+    def sources(self, *, deadline: float | None = None, **filters: str) -> SourcesAnswer:
+        """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
+        return self.send(protocol.sources(filters), deadline=deadline)
+
+    def register(self, request: RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+        """Register a rank of an engine, and return the service's answer."""
+        return self.send(protocol.register(request), deadline=deadline)
+
+    def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+        """Unregister an engine, or a rank of it, and return the service's answer."""
+        return self.send(protocol.unregister(request), deadline=deadline)
+
+    def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
+        """Return whether the service is ready for queries, and why not."""
+        return self.send(protocol.ready(), deadline=deadline)
+
+    def wait_ready(self, seconds: float = 60.0) -> ReadyAnswer:
+        """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
+        wait = protocol.ReadyWait(seconds, time.monotonic)
+        while True:
+            try:
+                if (answer := wait.check(self.ready(deadline=wait.seconds_left))) is not None:
+                    return answer
+            except ServiceRequestError as error:
+                wait.check_error(error)
+            time.sleep(POLL_SECONDS)
+
+    # --- transport
+
+    def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = protocol.OK) -> T:
+        """Return the response to GET as `kind`. Accept the status `also` like 200."""
+        return self.send(protocol.get(path, kind, parameters, also=also))
+
+    def send(self, call: Call[T], *, deadline: float | None = None) -> T:
+        """Send a call until it has a response."""
+        seconds = self._deadline if deadline is None else deadline
+        attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
+        while True:
+            try:
+                outcome = attempts.on_answer(*self._exchange(call, attempts.seconds))
+            except (OSError, HTTPException, UnicodeError) as error:
+                outcome = attempts.on_error(*_classify(error))
+            if not isinstance(outcome, Pause):
+                return outcome
+            time.sleep(outcome.seconds)
+
+    def _exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
+        """Send a request on an open connection, or a new one, and return status and body of the response."""
+        end = time.monotonic() + seconds
+        connection = self._take_idle() or self._connect(seconds)
+        connected_socket: Any = connection.sock
+        try:
+            connection.sock = cast("socket.socket", _TimedSocket(connected_socket, end))
+            connection.request(call.method, self._endpoint.prefix + call.path, call.body, self._endpoint.headers)
+            response = connection.getresponse()
+            content = _read_content(response, self._endpoint.max_bytes)
+        except BaseException:
+            connected_socket.close()
+            raise
+        if response.will_close or len(self._idle) >= _MAX_IDLE:
+            connected_socket.close()
+        else:
+            connection.sock = connected_socket
+            self._idle.append((time.monotonic(), connection))
+        return response.status, content
+
+    def _take_idle(self) -> HTTPConnection | None:
+        """Return an open connection that the service has not closed; None without one."""
+        while self._idle:
+            try:
+                idle_since, connection = self._idle.pop()
+            except IndexError:  # another thread has taken it
+                return None
+            is_readable = connection.sock.fileno() < 0 or select.select([connection.sock], [], [], 0)[0]
+            if time.monotonic() - idle_since < protocol.IDLE_SECONDS and not is_readable:
+                return connection
+            connection.close()
+        return None
+
+    def _connect(self, seconds: float) -> HTTPConnection:
+        endpoint = self._endpoint
+        if endpoint.tls is None:
+            connection = HTTPConnection(endpoint.host, endpoint.port, timeout=seconds)
+        else:
+            connection = HTTPSConnection(endpoint.host, endpoint.port, timeout=seconds, context=endpoint.tls)
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class ReservedWorker:
+    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens.
+
+    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
+    end fails.
+    """
+
+    def __init__(self, client: Client, request: SelectRequest, deadline: float | None) -> None:
+        self._client = client
+        self._request = request
+        self._deadline = deadline
+        self.id = protocol.name_of(request)
+        self.selection: Selection
+        """The selected worker."""
+
+    @property
+    def url(self) -> str | None:
+        """Where the worker takes requests; None if that is not known."""
+        return self.selection.url
+
+    def __enter__(self) -> Self:
+        try:
+            self.selection = self._client.select(self._request, deadline=self._deadline)
+        except BaseException as error:
+            if protocol.may_have_effect(error):
+                self._send(protocol.finish(self.id), protocol.FINISH_SECONDS)
+            raise
+        if self.selection.reservation is None:
+            raise protocol.unusable(self.selection)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._send(protocol.finish(self.id))
+
+    def first_token(self) -> Reservation | None:
+        """Report the first token of the answer; None if the service did not take it."""
+        return self._update(ReservationUpdate(first_token=True))
+
+    def output(self, tokens: int) -> Reservation | None:
+        """Report the number of tokens of the answer so far; None if the service did not take it."""
+        return self._update(ReservationUpdate(output_tokens=tokens))
+
+    def _update(self, changes: ReservationUpdate) -> Reservation | None:
+        call = protocol.update(self.id, changes)
+        return self._send(call)
+
+    def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
+        try:
+            return self._client.send(call, deadline=deadline)
+        except ServiceRequestError:
+            return None
+
+
+# --- the transport
+
+
+class _TooLargeError(HTTPException):
+    """The response is too large."""
+
+
+def _read_content(response: HTTPResponse, max_bytes: int) -> bytes:
+    content = response.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _TooLargeError
+    if response.length:
+        raise IncompleteRead(content, response.length)
+    return content
+
+
+class _TimedSocket:
+    """A connected socket whose operations end at `end`, as `HTTPConnection` uses it."""
+
+    def __init__(self, inner: socket.socket, end: float) -> None:
+        self._inner = inner
+        self._end = end
+
+    def sendall(self, data: Any) -> None:
+        """Send data before the end. Raises `TimeoutError`."""
+        _set_time(self._inner, self._end)
+        self._inner.sendall(data)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return what the socket receives as a file."""
+        return io.BufferedReader(_TimedReader(self._inner, self._end))
+
+    def close(self) -> None:
+        """Leave the socket open: the reader of the response needs it, and its owner closes it."""
+
+
+class _TimedReader(io.RawIOBase):
+    """What a socket receives until `end`."""
+
+    def __init__(self, inner: socket.socket, end: float) -> None:
+        self._inner = inner
+        self._end = end
+
+    def readable(self) -> bool:
+        """Whether it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Receive into a buffer. Raises `TimeoutError` at the end."""
+        _set_time(self._inner, self._end)
+        return self._inner.recv_into(buffer)
+
+
+def _set_time(inner: socket.socket, end: float) -> None:
+    """Let the next operation of a socket end at a moment of the monotonic clock. Raises `TimeoutError` after it."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    inner.settimeout(seconds)
+
+
+# The first match counts: some types are subclasses of later ones.
+_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
+    (TimeoutError, "timeout"),
+    (ssl.SSLCertVerificationError, "untrusted"),
+    (ssl.SSLError, "no-tls"),
+    (socket.gaierror, "unknown-host"),
+    (UnicodeError, "unknown-host"),
+    (ConnectionRefusedError, "refused"),
+    (RemoteDisconnected, "closed"),
+    (ConnectionError, "closed"),
+    (_TooLargeError, "too-large"),
+    (HTTPException, "not-http"),
+)
+
+
+def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
+    """Return the kind of an error, and what it says."""
+    detail = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    for types, kind in _KINDS:
+        if isinstance(error, types):
+            return kind, detail
+    return "unreachable", detail

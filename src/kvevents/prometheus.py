@@ -1,0 +1,128 @@
+"""Metric families, and a server of metrics for programs without an HTTP server of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+
+from kvevents.errors import EndpointError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+T = TypeVar("T")
+Samples: TypeAlias = "float | Iterable[tuple[dict[str, str], float | None]] | None"
+"""One value, or values with their labels. None is an unknown value, which is left out."""
+Table: TypeAlias = Mapping[str, tuple[str, Callable[[T], Samples]]]
+"""Help texts of metrics, and what reads their samples from a status, by name. Counters end with `_total`; others are gauges."""
+
+
+def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
+    """Yield the metric families of a table; `prefix` begins their names."""
+    for name, (text, read_value) in table.items():
+        yield family(prefix + name, text, read_value(status))
+
+
+def family(name: str, text: str, samples: Samples) -> Metric:
+    """Return a metric family: a counter if its name ends with `_total`, else a gauge."""
+    from prometheus_client.metrics_core import Metric  # noqa: PLC0415 - an extra
+
+    metric = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
+    for labels, value in labelled(samples):
+        if value is not None:
+            metric.add_sample(name, labels, value)
+    return metric
+
+
+def labelled(samples: Samples) -> Iterable[tuple[dict[str, str], float | None]]:
+    """Return samples with their labels, of which a single value has none."""
+    return samples if isinstance(samples, Iterable) else [({}, samples)]
+
+
+def by_label(label: str, values: Mapping[str, float | None]) -> Samples:
+    """Return samples that differ in one label, from the values by label value."""
+    return [({label: name}, value) for name, value in values.items()]
+
+
+def one_of(label: str, names: Iterable[str], current: str) -> Samples:
+    """Return a sample for every name: 1 for the current one, 0 for the others."""
+    return by_label(label, {name: name == current for name in names})
+
+
+def require(subject: str = "metrics need") -> None:
+    """Raise `MissingDependencyError` if prometheus_client is not installed; `subject` begins its message."""
+    try:
+        import prometheus_client  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        raise MissingDependencyError(f"{subject} prometheus_client", "service") from error
+
+
+def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    """Return a registry of the metrics of a program and of its process. Raises `MissingDependencyError`.
+
+    `collect` returns all metric families. It is called at each scrape, from a thread of its own.
+    """
+    require()
+    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
+
+    metrics = CollectorRegistry()
+    metrics.register(_Collector(collect))
+    ProcessCollector(registry=metrics)
+    return metrics
+
+
+class _Collector:
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect: Final = collect
+
+
+class Probes(NamedTuple):
+    """Functions for the probes of Kubernetes. Each function returns why a probe fails; an empty text if it succeeds."""
+
+    live: Callable[[], str]
+    """Why a restart of the process helps: `/livez`."""
+    ready: Callable[[], str]
+    """Why the process cannot do its work: `/readyz`."""
+
+
+def check(port: int, host: str) -> None:
+    """Raise `EndpointError` if metrics cannot be served at this address now."""
+    serve(tuple, port, host, Probes(str, str))()
+
+
+def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes: Probes) -> Callable[[], None]:
+    """Serve metrics, as `registry` has them, and probes, until the returned function is called. Raises `EndpointError`."""
+    metrics = registry(collect)
+    from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
+
+    try:
+        server, thread = start_http_server(port, host, metrics)
+    except OSError as error:
+        raise EndpointError(
+            error.errno, f"cannot serve metrics at {host}:{port}: {error.strerror}; choose another port"
+        ) from error
+
+    server.set_app(_with_probes(server.get_app(), probes))
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def _with_probes(metrics: Any, probes: Probes) -> Callable[..., Iterable[bytes]]:
+    """Return a WSGI application that answers `/livez` and `/readyz`, and passes on all other requests."""
+    probe_of_path = {"/livez": probes.live, "/readyz": probes.ready}
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        probe = probe_of_path.get(environ["PATH_INFO"])
+        if probe is None:
+            return metrics(environ, start_response)  # type: ignore[no-any-return]
+        fault = probe()
+        start_response("503 Service Unavailable" if fault else "200 OK", [("Content-Type", "text/plain; charset=utf-8")])
+        return [(fault or "ok").encode() + b"\n"]
+
+    return answer

@@ -1,0 +1,277 @@
+"""Types of the requests and responses of Dynamo's selection service, as released in the crate `dynamo-kv-router` 1.6.1.
+
+Their names and defaults are those of `services/selection/types.rs` and `input.rs`. Fields that change nothing here are
+ignored like unknown ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from kvevents.client.schemas import DEFAULT_GROUP, MAX_LABELS, MAX_NAME_BYTES, Rank, RequestName, ReservationId, Token
+from kvevents.service.http.indexer_api import Hash
+
+WorkerId = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
+Count = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 63) - 1})]
+Session = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
+
+
+class WorkerRank(Struct, frozen=True):
+    """A rank of a worker; without `dp_rank` rank 0, and all ranks as `affinity_target`."""
+
+    worker_id: WorkerId
+    dp_rank: Rank | None = None
+
+
+class RoutingTokens(Struct, frozen=True):
+    """The tokens of a prompt with images. Its images are not read, so a match ends before the first one."""
+
+    routing_token_ids: list[Token]
+
+
+class RouterOverride(Struct, frozen=True):
+    """Settings of Dynamo's router for one request."""
+
+    overlap_score_credit: float | None = None
+    """0 lets caches count nothing; other values change nothing."""
+    track_prefill_tokens: bool | None = None
+    """False for a request that waits for no prefill."""
+
+
+class SessionContext(Struct, frozen=True):
+    """The conversation of a request."""
+
+    session_id: Session
+
+
+class RoutingConstraints(Struct, frozen=True):
+    """Workers by their labels."""
+
+    required_taints: Annotated[list[RequestName], Meta(max_length=MAX_LABELS)] = []
+    """Labels as `NAME=VALUE`; `NAME` alone means `NAME=true`."""
+
+
+class PromptRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt as token ids, or as the hashes of its blocks and the number of its tokens."""
+
+    model_name: str = "default"
+    tenant_id: str = DEFAULT_GROUP
+    routing_group: str = DEFAULT_GROUP
+    token_ids: list[Token] | None = None
+    mm_routing_info: RoutingTokens | None = None
+    block_hashes: list[Hash] | None = None
+    isl_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"maximum": (1 << 63) - 1})] | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    router_config_override: RouterOverride | None = None
+
+
+class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
+    """A request of `/select` and `/select_and_reserve`."""
+
+    selection_id: ReservationId | None = None
+    session_id: Session | None = None
+    session_context: SessionContext | None = None
+    affinity_target: WorkerRank | None = None
+    pinned_worker: WorkerRank | None = None
+    allowed_worker_ids: list[WorkerId] | None = None
+    routing_constraints: RoutingConstraints = RoutingConstraints()
+
+    @property
+    def session(self) -> str | None:
+        """The name of the conversation; None if it has none."""
+        return (self.session_id if self.session_context is None else self.session_context.session_id) or None
+
+
+class BookRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
+    """A reservation: of the selection `selection_id`, or with `worker_id` of that worker."""
+
+    selection_id: ReservationId
+    worker_id: WorkerId | None = None
+    dp_rank: Rank | None = None
+    effective_prefill_tokens: Count | None = None
+    track_prefill_tokens: bool | None = None
+
+
+class OutputBlockRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One more block of output."""
+
+    decay_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Changes nothing."""
+
+
+class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A query with the hash of each block, as Dynamo's routers send to a remote index."""
+
+    block_hashes: list[Hash]
+    model_name: str
+    tenant_id: str = DEFAULT_GROUP
+    routing_group: str = DEFAULT_GROUP
+
+
+class Overlap(Struct, frozen=True, kw_only=True):
+    """Tokens that a worker holds, cumulative by tier, and the tokens that each rank holds on the device."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int]
+    cpu: int
+    disk: int
+
+
+class SelectedWorker(Struct, frozen=True, kw_only=True):
+    """The worker that should take a prompt."""
+
+    selection_id: str | UnsetType = UNSET
+    isl_tokens: int | UnsetType = UNSET
+    track_prefill_tokens: bool | UnsetType = UNSET
+    model_name: str
+    routing_group: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int
+    potential_decode_blocks: int
+    """Blocks of this prompt; `/loads` has the blocks of all requests."""
+
+
+class Booked(Struct, frozen=True, kw_only=True):
+    """A reservation."""
+
+    selection_id: str
+    model_name: str
+    routing_group: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+
+
+class Done(Struct, frozen=True):
+    """The response to a change."""
+
+    status: str = "ok"
+
+
+class PotentialLoad(Struct, frozen=True, kw_only=True):
+    """Load of a rank by the reservations of the service."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+
+
+class ModelLoad(Struct, frozen=True, kw_only=True):
+    """Loads of the ranks of one model. Requests are not queued, so none are pending."""
+
+    model_name: str
+    routing_group: str
+    loads: list[PotentialLoad]
+    pending_count: int = 0
+    pending_isl_tokens: int = 0
+
+
+class WorkerOverlap(Struct, frozen=True, kw_only=True):
+    """Blocks of a prompt that a rank holds."""
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int
+    host_pinned_blocks: int
+    disk_blocks: int
+    host_pinned_extension_blocks: int
+    disk_extension_blocks: int
+    shared_beyond_device_blocks: None = None
+
+
+class SharedCache(Struct, frozen=True, kw_only=True):
+    """A shared cache, which the service does not have."""
+
+    enabled: bool = False
+    total_hit_blocks: int = 0
+    ranges: list[tuple[int, int]] = []
+    error: None = None
+
+
+class OverlapScores(Struct, frozen=True, kw_only=True):
+    """Blocks of a prompt that the ranks hold."""
+
+    block_size: int
+    num_blocks: int
+    workers: list[WorkerOverlap]
+    shared_cache: SharedCache = SharedCache()
+
+
+class CatalogWorker(Struct, frozen=True, kw_only=True):
+    """A worker of `/ready`."""
+
+    worker_id: int
+    model_name: str
+    routing_group: str
+    tenant_id: str
+    lifecycle: str
+    """`schedulable`, or `unschedulable` if no rank can be reached."""
+    endpoint: str | None
+    kv_events_endpoints: dict[str, str]
+    block_size: int | None
+    data_parallel_start_rank: int
+    data_parallel_size: int
+    not_schedulable_reasons: list[str] = field(default_factory=list)
+
+
+class ReadyWorkers(Struct, frozen=True, kw_only=True):
+    """Whether a worker can be selected, and all workers."""
+
+    ready: bool
+    schedulable_workers: int
+    workers: list[CatalogWorker]
+
+
+class DeviceScores(Struct, frozen=True, kw_only=True):
+    """Blocks on the device by rank."""
+
+    scores: list[tuple[WorkerRank, int]]
+    frequencies: list[int] = []
+
+
+class TierHits(Struct, frozen=True, kw_only=True):
+    """Blocks by rank that continue the prefix of the tiers before."""
+
+    hits: list[tuple[WorkerRank, int]]
+
+
+class TieredMatch(Struct, frozen=True, kw_only=True):
+    """A match by tier."""
+
+    device: DeviceScores
+    lower_tier: list[tuple[str, TierHits]]
+
+
+class TieredAnswer(Struct, frozen=True, kw_only=True):
+    """The response to `/query_tiered_by_hash`."""
+
+    block_size: int
+    tiered: TieredMatch
+
+
+def _rules(*forms: str) -> dict[str, Any]:
+    kinds = {"token_ids": {"type": "array"}, "isl_tokens": {"type": "integer"}, "worker_id": {"type": "null"}}
+    one_of = [{"required": [name], "properties": {name: kinds[name]}} for name in forms if name != "worker_id"]
+    if "worker_id" in forms:  # a replay needs no prompt
+        one_of.append({"properties": {"worker_id": kinds["worker_id"]}})
+    return {"additionalProperties": True, "anyOf": one_of}
+
+
+SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
+    PromptRequest: _rules("token_ids", "isl_tokens"),
+    SelectWorkerRequest: _rules("token_ids", "isl_tokens"),
+    BookRequest: _rules("token_ids", "isl_tokens", "worker_id"),
+    OutputBlockRequest: {"additionalProperties": True},
+    TieredQueryRequest: {"additionalProperties": True},
+}
+"""JSON Schema rules of these bodies that their types do not express."""

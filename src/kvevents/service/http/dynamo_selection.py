@@ -1,0 +1,616 @@
+"""The API of Dynamo's selection service (crate `dynamo-kv-router` 1.6.1, `services/selection/server.rs`) for its front ends.
+
+Requests become selections and reservations of `/v1`. Dynamo numbers its workers: an instance whose name is a number is that
+worker, and another one has a number from a hash of its name. `endpoint` is the `url` of the registration, or empty.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import uuid4
+
+import msgspec
+
+from kvevents.client.schemas import MatchAnswer, Reservation, ReservationsAnswer, ReservationUpdate, ScoredCandidate, Selection
+from kvevents.routing.weights import TRUST_WEIGHTS
+from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
+from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Scope
+from kvevents.service.http import dynamo_messages as messages
+from kvevents.service.http import reservations
+from kvevents.service.http.indexer_api import read_hashes
+from kvevents.service.http.indexer_listings import id_of
+from kvevents.service.http.messages import Body, HttpRequest, Lookup, Response, answer
+from kvevents.service.http.queries import ask, check_tokens
+from kvevents.service.selection_cache import PendingSelection
+from kvevents.service.service import Service
+
+SELECT: Final = Body.of(messages.SelectWorkerRequest, tolerant=True)
+BOOK: Final = Body.of(messages.BookRequest, tolerant=True)
+PROMPT: Final = Body.of(messages.PromptRequest, tolerant=True)
+OUTPUT_BLOCK: Final = Body.of(messages.OutputBlockRequest, tolerant=True)
+TIERED: Final = Body.of(messages.TieredQueryRequest, tolerant=True)
+
+Worker: TypeAlias = tuple[str, int]
+"""Instance and rank."""
+
+_decode_selection = msgspec.json.Decoder(Selection).decode
+_decode_match = msgspec.json.Decoder(MatchAnswer).decode
+_decode_reservation = msgspec.json.Decoder(Reservation).decode
+_decode_reservations = msgspec.json.Decoder(ReservationsAnswer).decode
+_MAX_ID: Final = 1 << 64
+
+
+@lru_cache(65_536)
+def worker_id(instance: str) -> int:
+    """Return the number of a worker: its name if that is a number, else 63 bits of a hash, which all clients can read."""
+    number = id_of(instance)
+    if isinstance(number, int) and number < _MAX_ID:
+        return number
+    return int.from_bytes(blake2b(instance.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class _Held(NamedTuple):
+    """Tokens of a prompt that a worker holds, cumulative by tier."""
+
+    device: int = 0
+    host: int = 0
+    all: int = 0
+
+
+_NOTHING: Final = _Held()
+
+
+class _Prompt(NamedTuple):
+    """A prompt as token ids, or as hashes of its blocks and its length."""
+
+    length: int
+    tokens: Any
+    hashes: list[int] | None
+
+    @property
+    def is_hashed(self) -> bool:
+        return self.tokens is None
+
+
+def _placeholder(count: int) -> memoryview:
+    """Return token ids for a selection that only counts tokens (`ignores_cache`)."""
+    return memoryview(bytes(4 * count)).cast("I")
+
+
+def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) -> _Prompt:
+    if body.mm_routing_info is not None and body.mm_routing_info.routing_token_ids:
+        tokens = body.mm_routing_info.routing_token_ids
+    if tokens is not None:
+        check_tokens(service, len(tokens))
+        return _Prompt(len(tokens), array("I", tokens) if isinstance(tokens, list) else tokens, None)
+    if body.isl_tokens is None:
+        raise RefusedError("isl_tokens is required without token_ids", "bad-prompt", "send token_ids, or hashes and isl_tokens")
+    check_tokens(service, body.isl_tokens)
+    return _Prompt(body.isl_tokens, None, read_hashes(service, body.block_hashes or []))
+
+
+class _Fleet:
+    """The workers of one model, and questions about them."""
+
+    def __init__(self, service: Service, scope: Scope) -> None:
+        self.service = service
+        self.scope = scope
+        self.members: dict[Worker, Member] = {
+            (member.instance, member.registration.rank): member
+            for member in service.members().values()
+            if member.registration.scope[:3] == scope[:3]
+        }
+        if not self.members:
+            raise service.fleet.why_unanswered(scope)
+        sizes = service.fleet.all_block_sizes.get(scope[:3])
+        self.block_size: int = sizes[0] if sizes else 1
+
+    def workers(self, number: int, rank: int | None = None) -> list[Worker]:
+        """Return the ranks of a worker, or one rank; empty if the worker is unknown."""
+        return [worker for worker in self.members if worker_id(worker[0]) == number and rank in {None, worker[1]}]
+
+    def fields(self, **others: Any) -> dict[str, Any]:
+        """Return the body of a query of `/v1`."""
+        scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
+        return scope_fields | {name: value for name, value in others.items() if value is not None}
+
+    def select(self, tokens: Any, workers: Sequence[Worker] | None, **fields: Any) -> Selection:
+        """Return the answer of `/v1/select`. Raises `UnavailableError` if no worker can take the prompt."""
+        candidates = None if workers is None else [{"instance": name, "rank": rank} for name, rank in workers]
+        try:
+            response = ask(self.service, self.scope, "/v1/select", self.fields(candidates=candidates, **fields), tokens)
+        except ServiceError as error:
+            if error.reason == "no-candidates":
+                raise UnavailableError(error.sentence, error.reason, error.hint) from error
+            raise
+        return _decode_selection(response.body)
+
+    def match(self, prompt: _Prompt) -> dict[Worker, _Held]:
+        """Return what the workers hold of a prompt."""
+        if prompt.hashes is not None:
+            return self._held_by_hash(prompt.hashes)
+        response = _decode_match(ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body)
+        return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in response.workers}
+
+    def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
+        """Return the matches of hashes. Dynamo's answer has the device of each rank, and Mooncake's has all of its tiers."""
+        if not hashes:
+            return {}
+        model, tenant, group = self.scope[:3]
+        body = {"tenant": tenant, "group": group, "block_hashes": hashes}
+
+        def query(name: str) -> Any:
+            return msgspec.json.decode(ask(self.service, self.scope, "/query_by_hash", {name: model, **body}).body)
+
+        instances, totals = query("model_name")["instances"], query("model")[tenant]
+        matches: dict[Worker, _Held] = {}
+        for instance, tiers in instances.items():
+            for rank, device in tiers["dp"].items():
+                total = max(device, totals.get(instance, {"DP": {}})["DP"].get(rank, 0))
+                matches[instance, int(rank)] = _Held(device, max(device, min(total, tiers["cpu"])), total)
+        return matches
+
+    def endpoint(self, worker: Worker) -> str:
+        """Return where a worker takes requests."""
+        member = self.members.get(worker)
+        return "" if member is None else member.registration.url or ""
+
+    def block_size_of(self, worker: Worker) -> int:
+        """Return the tokens of a worker's block."""
+        member = self.members.get(worker)
+        return _block_size(member) if member is not None else self.block_size
+
+
+def _block_size(member: Member) -> int:
+    return member.block_sizes[0] if member.block_sizes else member.registration.block_size or 1
+
+
+def _blocks(tokens: int, size: int) -> int:
+    return -(-tokens // size)
+
+
+def _by_tier(tiers: Mapping[str, int], tokens: int) -> _Held:
+    device = tiers.get("gpu", 0)
+    host = max(device, tiers.get("cpu", 0))
+    return _Held(device, host, max(host, tokens))
+
+
+def _fleet(service: Service, body: Any) -> _Fleet:
+    lora, salt = getattr(body, "lora_name", None), getattr(body, "cache_salt", None)
+    return _Fleet(service, Scope(body.model_name, body.tenant_id, body.routing_group, lora or None, salt or None))
+
+
+def _read(decoder: Body, service: Service, request: HttpRequest) -> tuple[Any, Any]:
+    body, tokens = decoder.read_tokens(request, "token_ids", service.settings.limits)
+    service.metrics.record_ignored_fields(request)
+    return body, tokens
+
+
+# --- selections
+
+
+class _Choice(NamedTuple):
+    """A selected worker."""
+
+    worker: Worker
+    matches: Mapping[Worker, _Held]
+    """Tokens of the prompt that its ranks hold."""
+    tokens: Any
+    """Token ids with which it is reserved."""
+    ignores_cache: bool
+
+
+class _Chooser:
+    """Selects a worker for one request."""
+
+    def __init__(self, fleet: _Fleet, body: messages.SelectWorkerRequest, prompt: _Prompt) -> None:
+        self._fleet = fleet
+        self._body = body
+        self._prompt = prompt
+        credit = None if body.router_config_override is None else body.router_config_override.overlap_score_credit
+        self._ignores_cache = credit == 0
+        taints = (taint.partition("=") for taint in body.routing_constraints.required_taints)
+        self._terms: dict[str, Any] = {
+            "labels": {name: value or "true" for name, _, value in taints},
+            "session": body.session,
+            "explain": True,
+        }
+
+    def choose(self, name: str | None = None) -> _Choice:
+        """Return a worker that can be reached, reserved under `name`. Raises `ServiceError`."""
+        target = self._body.affinity_target
+        if target is not None:
+            targets = self._fleet.workers(target.worker_id, target.dp_rank)
+            try:
+                return self._choose_of(targets, name)
+            except UnavailableError as error:
+                if error.reason != "no-candidates":
+                    raise
+        return self._choose_of(self._candidates(), name)
+
+    def _candidates(self) -> list[Worker] | None:
+        allowed_ids, pinned = self._body.allowed_worker_ids, self._body.pinned_worker
+        if pinned is not None:
+            if allowed_ids is not None and pinned.worker_id not in allowed_ids:
+                sentence = f"the pinned worker {pinned.worker_id} is not in allowed_worker_ids"
+                raise RefusedError(sentence, "bad-candidates", "leave one of both out")
+            return self._fleet.workers(pinned.worker_id, pinned.dp_rank or 0)
+        if allowed_ids is None:
+            return None
+        numbers = set(allowed_ids)
+        return [worker for worker in self._fleet.members if worker_id(worker[0]) in numbers]
+
+    def _choose_of(self, workers: list[Worker] | None, name: str | None) -> _Choice:
+        if workers is not None and not workers:
+            raise UnavailableError("none of the named workers serves the model", "no-candidates", "see GET /ready")
+        if self._prompt.is_hashed:
+            return self._choose_by_hash(workers, name)
+        tokens = self._prompt.tokens
+        selection = self._select(tokens, workers, name, ignores_cache=self._ignores_cache)
+        matches = {
+            (candidate.instance, candidate.rank): _by_tier(candidate.tiers, candidate.tokens)
+            for candidate in selection.considered or ()
+            if candidate.instance == selection.instance
+        }
+        return _Choice((selection.instance, selection.rank), matches, tokens, self._ignores_cache)
+
+    def _select(self, tokens: Any, workers: Sequence[Worker] | None, name: str | None, *, ignores_cache: bool) -> Selection:
+        reserve = None if name is None else {"id": name}
+        selection = self._fleet.select(tokens, workers, ignores_cache=ignores_cache, reserve=reserve, **self._terms)
+        if not selection.usable:
+            raise UnavailableError("no worker can be reached", "no-candidates", "see the reasons in GET /ready")
+        return selection
+
+    def _choose_by_hash(self, workers: list[Worker] | None, name: str | None) -> _Choice:
+        """Choose by the scores without caches, less what the workers hold by the hashes of the prompt."""
+        matches = self._fleet.match(self._prompt)
+        length = self._prompt.length
+        draft = f"draft-{uuid4()}"  # a reservation that ends leaves no trace in the loads, a selection alone would
+        first = self._select(_placeholder(length), workers, draft, ignores_cache=True)
+        reservations.ask(self._fleet.service, "DELETE", draft)
+
+        def cost(candidate: ScoredCandidate) -> tuple[float, bool]:
+            cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NOTHING).all
+            is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
+            return candidate.score - min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state], is_other
+
+        best = min(first.considered or (), key=cost)
+        worker = best.instance, best.rank
+        tokens = _placeholder(max(1, length - matches.get(worker, _NOTHING).all))
+        self._select(tokens, [worker], name, ignores_cache=True)
+        of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
+        return _Choice(worker, of_instance, tokens, ignores_cache=True)
+
+
+def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
+    """Return whether a request waits for its first token at the worker."""
+    override = body.router_config_override
+    if tracks_prefill is None and override is not None:
+        tracks_prefill = override.track_prefill_tokens
+    return tracks_prefill is not False
+
+
+def select(service: Service, request: HttpRequest) -> Response:
+    """Select a worker as Dynamo's selection service does; `selection_id` names the selection for `/reservations`."""
+    body, fleet, prompt = _read_selection(service, request)
+    choice = _Chooser(fleet, body, prompt).choose()
+    if body.selection_id is not None:
+        instance, rank = choice.worker
+        pending = PendingSelection(instance, rank, fleet.scope, choice.tokens, choice.ignores_cache, _waits(body), body.session)
+        service.selections.add(body.selection_id, pending)
+    worker = _selected(fleet, prompt, choice, selection_id=msgspec.UNSET if body.selection_id is None else body.selection_id)
+    return answer(worker, request)
+
+
+def select_and_reserve(service: Service, request: HttpRequest) -> Response:
+    """Select a worker and reserve it under `selection_id`, or a new name."""
+    body, fleet, prompt = _read_selection(service, request)
+    name = str(uuid4()) if body.selection_id is None else body.selection_id
+    with service.selections.booking:
+        _check_free(service, name)
+        choice = _Chooser(fleet, body, prompt).choose(name)
+    waits = _waits(body)
+    _start(service, name, waits=waits)
+    worker = _selected(fleet, prompt, choice, selection_id=name, isl_tokens=prompt.length, track_prefill_tokens=waits)
+    return answer(worker, request)
+
+
+def _read_selection(service: Service, request: HttpRequest) -> tuple[messages.SelectWorkerRequest, _Fleet, _Prompt]:
+    body, tokens = _read(SELECT, service, request)
+    fleet = _fleet(service, body)
+    prompt = _read_prompt(service, body, tokens)
+    request.lookup = Lookup(fleet.scope.model, 0 if prompt.is_hashed else prompt.length, 0)
+    return body, fleet, prompt
+
+
+def _selected(fleet: _Fleet, prompt: _Prompt, choice: _Choice, **fields: Any) -> messages.SelectedWorker:
+    worker, size = choice.worker, fleet.block_size_of(choice.worker)
+    longest_match = _Held(*map(max, zip(*choice.matches.values(), strict=True))) if choice.matches else _NOTHING
+    cached_tokens = 0 if choice.ignores_cache and not prompt.is_hashed else choice.matches.get(worker, _NOTHING).all
+    return messages.SelectedWorker(
+        model_name=fleet.scope.model,
+        routing_group=fleet.scope.group,
+        worker_id=worker_id(worker[0]),
+        dp_rank=worker[1],
+        endpoint=fleet.endpoint(worker),
+        block_size=size,
+        overlap=messages.Overlap(
+            longest_matched=longest_match.all,
+            gpu=longest_match.device,
+            dp={str(rank): match.device for (_, rank), match in choice.matches.items()},
+            cpu=longest_match.host,
+            disk=longest_match.all,
+        ),
+        effective_prefill_tokens=max(0, prompt.length - cached_tokens),
+        potential_decode_blocks=_blocks(prompt.length, size),
+        **fields,
+    )
+
+
+# --- reservations
+
+
+def _check_free(service: Service, name: str) -> None:
+    try:
+        reservations.ask(service, "GET", name)
+    except ServiceError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+        return
+    raise ConflictError(f"selection {name} is already reserved", "reserved", "use another selection_id, or end it first")
+
+
+def _start(service: Service, name: str, *, waits: bool) -> None:
+    if not waits:
+        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
+
+
+def book(service: Service, request: HttpRequest) -> Response:
+    """Reserve the worker `worker_id`, or the worker that `/select` returned for `selection_id`."""
+    body, tokens = _read(BOOK, service, request)
+    fleet = _fleet(service, body)
+    name = body.selection_id
+    if body.worker_id is None:
+        pending = service.selections.get(fleet.scope, name)
+        if pending is None:
+            sentence = f"no pending selection {name} for {fleet.scope.model} (expired, already used, or never selected)"
+            raise NotFoundError(sentence, "no-such-selection", "select first, or send worker_id and the prompt")
+    else:
+        service.selections.discard(fleet.scope, name)
+        pending = _explicit(service, fleet, body, tokens)
+    with service.selections.booking:
+        _check_free(service, name)
+        _reserve(service, pending, name)
+    service.selections.discard(fleet.scope, name)
+    _start(service, name, waits=pending.waits)
+    worker = pending.instance, pending.rank
+    booking = messages.Booked(
+        selection_id=name,
+        model_name=fleet.scope.model,
+        routing_group=fleet.scope.group,
+        worker_id=worker_id(pending.instance),
+        dp_rank=pending.rank,
+        endpoint=fleet.endpoint(worker),
+    )
+    return answer(booking, request, status=201)
+
+
+def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
+    """Return the selection of a worker that the request names."""
+    prompt = _read_prompt(service, body, tokens)
+    number = body.worker_id or 0
+    workers = fleet.workers(number, body.dp_rank or 0)
+    if not workers:
+        raise _unknown_worker(number, body.dp_rank or 0, fleet.scope)
+    instance, rank = workers[0]
+    uncached_tokens = body.effective_prefill_tokens
+    if uncached_tokens is None and prompt.is_hashed:
+        uncached_tokens = prompt.length - fleet.match(prompt).get(workers[0], _NOTHING).all
+    if uncached_tokens is not None:
+        check_tokens(service, uncached_tokens)
+    counted_tokens = prompt.tokens if uncached_tokens is None else _placeholder(max(1, min(uncached_tokens, prompt.length)))
+    waits = _waits(body, body.track_prefill_tokens)
+    return PendingSelection(instance, rank, fleet.scope, counted_tokens, uncached_tokens is not None, waits, None)
+
+
+def _reserve(service: Service, pending: PendingSelection, name: str) -> None:
+    """Reserve the worker of a selection. Raises `NotFoundError` if it has left or cannot be reached."""
+    fleet = _Fleet(service, pending.scope)
+    worker = pending.instance, pending.rank
+    refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
+    if worker not in fleet.members:
+        raise refusal
+    reserve, ignores_cache = {"id": name}, pending.ignores_cache
+    terms = {"reserve": reserve, "ignores_cache": ignores_cache, "session": pending.session}
+    if not fleet.select(pending.tokens, [worker], **terms).usable:
+        raise refusal
+
+
+def _unknown_worker(number: int, rank: int, scope: Scope) -> NotFoundError:
+    sentence = f"schedulable worker {number} (dp_rank {rank}) not found for {scope.model}:{scope.group}"
+    return NotFoundError(sentence, "unknown-worker", "see GET /ready")
+
+
+def prefill_complete(service: Service, request: HttpRequest) -> Response:
+    """Note that a request has its first token."""
+    reservations.ask(service, "POST", request.item, ReservationUpdate(first_token=True))
+    return answer(messages.Done(), request)
+
+
+def output_block(service: Service, request: HttpRequest) -> Response:
+    """Note that a request has one more block of output."""
+    OUTPUT_BLOCK.read(request, service.settings.limits)
+    service.metrics.record_ignored_fields(request)
+    with service.selections.booking:  # so that two requests add two blocks
+        now = _decode_reservation(reservations.ask(service, "GET", request.item))
+        scope = Scope(now.model, now.tenant, now.group)
+        members = (member for member in service.members().values() if member.registration.scope[:3] == scope[:3])
+        size = next((_block_size(member) for member in members if member.worker == (now.instance, now.rank)), 1)
+        changes = ReservationUpdate(output_tokens=now.output_tokens + size)
+        reservations.ask(service, "POST", request.item, changes)
+    return answer(messages.Done(), request)
+
+
+def free(service: Service, request: HttpRequest) -> Response:
+    """End a reservation."""
+    reservations.ask(service, "DELETE", request.item)
+    return answer(messages.Done(), request)
+
+
+# --- loads and overlaps
+
+
+def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
+    """Return the loads of workers by the open reservations of their model."""
+    listing = _decode_reservations(service.data_plane.reservations(service.settings.limits.max_reservations))
+    sums: dict[Worker, list[int]] = {worker: [0, 0, 0] for worker in members}
+    for reservation in listing.reservations:
+        counts = sums.get((reservation.instance, reservation.rank))
+        if counts is None or (reservation.model, reservation.tenant, reservation.group) != scope[:3]:
+            continue
+        counts[0] += reservation.uncached_tokens if reservation.progress == "waiting" else 0
+        size = _block_size(members[reservation.instance, reservation.rank])
+        counts[1] += _blocks(reservation.prompt_tokens + reservation.output_tokens, size)
+        counts[2] += 1
+    return [
+        messages.PotentialLoad(
+            worker_id=worker_id(instance),
+            dp_rank=rank,
+            potential_prefill_tokens=prefill,
+            potential_decode_blocks=blocks,
+            active_requests=requests,
+        )
+        for (instance, rank), (prefill, blocks, requests) in sums.items()
+    ]
+
+
+def loads(service: Service, request: HttpRequest) -> Response:
+    """List the load of each rank by the open reservations, for each model."""
+    filters = {"tenant": "default", **request.arguments}
+    scopes: dict[Scope, dict[Worker, Member]] = {}
+    for member in service.members().values():
+        scope = Scope(*member.registration.scope[:3])
+        if all(getattr(scope, name) == value for name, value in filters.items()):
+            scopes.setdefault(scope, {})[member.instance, member.registration.rank] = member
+    return answer(
+        [
+            messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, members))
+            for scope, members in sorted(scopes.items(), key=lambda item: item[0][:3])
+        ],
+        request,
+    )
+
+
+def potential_loads(service: Service, request: HttpRequest) -> Response:
+    """List the load that each rank would have with one more prompt."""
+    body, fleet, prompt = _read_query(service, request)
+    matches = fleet.match(prompt)
+    waits = _waits(body)
+    potential = []
+    for worker, load in zip(fleet.members, _loads(service, fleet.scope, fleet.members), strict=True):
+        uncached_tokens = max(0, prompt.length - matches.get(worker, _NOTHING).all) if waits else 0
+        potential.append(
+            msgspec.structs.replace(
+                load,
+                potential_prefill_tokens=load.potential_prefill_tokens + uncached_tokens,
+                potential_decode_blocks=load.potential_decode_blocks + _blocks(prompt.length, fleet.block_size_of(worker)),
+            )
+        )
+    return answer(potential, request)
+
+
+def _read_query(service: Service, request: HttpRequest) -> tuple[messages.PromptRequest, _Fleet, _Prompt]:
+    body, tokens = _read(PROMPT, service, request)
+    fleet = _fleet(service, body)
+    return body, fleet, _read_prompt(service, body, tokens)
+
+
+def overlap_scores(service: Service, request: HttpRequest) -> Response:
+    """Return how many blocks of a prompt each rank holds, by tier."""
+    _, fleet, prompt = _read_query(service, request)
+    matches = fleet.match(prompt)
+    workers = [
+        _overlap(worker, matches.get(worker, _NOTHING), fleet.block_size_of(worker)) for worker in {**fleet.members, **matches}
+    ]
+    scores = messages.OverlapScores(
+        block_size=fleet.block_size,
+        num_blocks=prompt.length // fleet.block_size if prompt.hashes is None else len(prompt.hashes),
+        workers=sorted(workers, key=lambda overlap: (overlap.worker_id, overlap.dp_rank)),
+    )
+    return answer(scores, request)
+
+
+def _overlap(worker: Worker, held: _Held, size: int) -> messages.WorkerOverlap:
+    device, host, disk = (tokens // size for tokens in held)
+    return messages.WorkerOverlap(
+        worker_id=worker_id(worker[0]),
+        dp_rank=worker[1],
+        device_blocks=device,
+        host_pinned_blocks=host,
+        disk_blocks=disk,
+        host_pinned_extension_blocks=host - device,
+        disk_extension_blocks=disk - host,
+    )
+
+
+def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
+    """Return the blocks of a prompt that each rank holds, as Dynamo's routers query a remote index."""
+    body = TIERED.read(request, service.settings.limits)
+    service.metrics.record_ignored_fields(request)
+    fleet = _fleet(service, body)
+    hashes = read_hashes(service, body.block_hashes)
+    matches = fleet.match(_Prompt(0, None, hashes))
+    overlaps = [_overlap(worker, tokens, fleet.block_size_of(worker)) for worker, tokens in matches.items()]
+
+    def hits(blocks: Callable[[messages.WorkerOverlap], int]) -> list[tuple[messages.WorkerRank, int]]:
+        return [(messages.WorkerRank(item.worker_id, item.dp_rank), blocks(item)) for item in overlaps if blocks(item)]
+
+    lower = {
+        "host_pinned": hits(lambda overlap: overlap.host_pinned_extension_blocks),
+        "disk": hits(lambda overlap: overlap.disk_extension_blocks),
+    }
+    scores = messages.TieredMatch(
+        device=messages.DeviceScores(scores=hits(lambda overlap: overlap.device_blocks)),
+        lower_tier=[(tier, messages.TierHits(hits=hits_of_tier)) for tier, hits_of_tier in lower.items() if hits_of_tier],
+    )
+    return answer(messages.TieredAnswer(block_size=fleet.block_size, tiered=scores), request)
+
+
+# --- readiness
+
+
+def ready(service: Service, request: HttpRequest) -> Response:
+    """List the workers, and say whether one can be selected; 503 if none can."""
+    instances: dict[tuple[Any, ...], list[Member]] = {}
+    for member in service.members().values():
+        instances.setdefault((*member.registration.scope[:3], member.instance), []).append(member)
+    workers = [_catalog_worker(members) for members in instances.values()]
+    schedulable = sum(worker.lifecycle == "schedulable" for worker in workers)
+    is_ready = schedulable > 0 and service.readiness().ready
+    response = messages.ReadyWorkers(ready=is_ready, schedulable_workers=schedulable, workers=workers)
+    return answer(response, request, status=200 if is_ready else 503)
+
+
+def _catalog_worker(members: list[Member]) -> messages.CatalogWorker:
+    first = members[0].registration
+    ranks = sorted(member.registration.rank for member in members)
+    is_schedulable = any(member.distance == 0 for member in members)
+    return messages.CatalogWorker(
+        worker_id=worker_id(first.instance),
+        model_name=first.model,
+        routing_group=first.group,
+        tenant_id=first.tenant,
+        lifecycle="schedulable" if is_schedulable else "unschedulable",
+        endpoint=first.url,
+        kv_events_endpoints={str(member.registration.rank): member.registration.endpoint for member in members},
+        block_size=first.block_size,
+        data_parallel_start_rank=ranks[0],
+        data_parallel_size=len(ranks),
+        not_schedulable_reasons=[] if is_schedulable else [member.trust_status.reason for member in members],
+    )

@@ -1,0 +1,73 @@
+"""Pages of listings, and entity tags by which clients that poll a listing learn that it has not changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Final, TypeVar
+from urllib.parse import urlencode
+
+from kvevents.service.errors import RefusedError
+from kvevents.service.fleet.registration import Key
+from kvevents.service.http.messages import HttpRequest, Response
+
+T = TypeVar("T")
+
+MAX_LISTED: Final = 10_000
+"""Largest page of a listing of the fleet, and its length without `limit`; more than twice the default of `max_sources`."""
+CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
+"""Form of a cursor of a listing of the fleet: the key of the last item before the page; empty for the first page."""
+MAX_DIGITS: Final = 10
+"""Maximum number of digits of a number in a query string; Python does not parse very long numbers."""
+MAX_SHOWN: Final = 40
+"""Maximum number of characters of an invalid value that an error quotes."""
+
+
+def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int) -> int:
+    """Return a number of the query string. Raises `RefusedError` unless it is from 1 to `maximum`."""
+    text = arguments.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not 1 <= int(text) <= maximum:
+        raise RefusedError(
+            f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from 1 to {maximum}", "bad-parameter", "see /openapi.json"
+        )
+    return int(text)
+
+
+def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
+    """Return the cursor of the query string. Raises `RefusedError` for one of another form."""
+    cursor = arguments.get("cursor", "")
+    if pattern.fullmatch(cursor) is None:
+        raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")
+    return cursor
+
+
+def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:
+    """Return the items of the page that `limit` and `cursor` name, in the order of their keys, and the next cursor."""
+    limit = read_number(arguments, "limit", MAX_LISTED, MAX_LISTED)
+    name, _, rank = read_cursor(arguments, CURSOR).partition(".")
+    position = (bytes.fromhex(name).decode("utf-8", "replace"), int(rank)) if name else None
+    sorted_items = sorted((item for item in items if position is None or item[0] > position), key=lambda item: item[0])
+    page = sorted_items[:limit]
+    last = page[-1][0] if len(page) < len(sorted_items) else None
+    return [item for _, item in page], None if last is None else f"{last[0].encode().hex()}.{last[1]}"
+
+
+def link_next(request: HttpRequest, cursor: str | None) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the header with the address of the next page, for answers that have no place for its cursor."""
+    if cursor is None:
+        return ()
+    query = urlencode({**request.parameters, "cursor": cursor})
+    return ((b"link", f'<{request.path}?{query}>; rel="next"'.encode()),)
+
+
+def tag(response: Response, request: HttpRequest) -> Response:
+    """Return a response with an entity tag, or 304 if the client has the same one already."""
+    etag = b'"%b"' % blake2b(response.body, digest_size=16).hexdigest().encode()
+    headers = (*response.headers, (b"etag", etag), (b"cache-control", b"private, no-cache"), (b"vary", b"accept"))
+    tags = [entry.strip(b" \t").removeprefix(b"W/") for entry in (request.headers.if_none_match or b"").split(b",")]
+    if etag in tags or tags == [b"*"]:
+        return Response(status=304, headers=headers)
+    return Response(response.body, kind=response.kind, headers=headers)

@@ -1,0 +1,62 @@
+"""Queries that the data plane has forwarded: they are checked here, and answered by the data plane.
+
+The data plane answers a query itself if it understands all of the request. All other queries arrive here: queries with an
+error, from browsers, of a content type or with fields that only this plane reads, and every query if spans are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+from msgspec import UNSET, Struct
+
+from kvevents.service.data_plane import Answered
+from kvevents.service.errors import ServiceError, TooMuchError
+from kvevents.service.fleet.registration import Scope
+from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Lookup, Response
+from kvevents.service.scope_fields import scope_of
+from kvevents.service.service import Service
+
+_PROMPTS: Final = frozenset({"tokens", "token_ids"})
+"""Fields with the token ids of one prompt, which the data plane gets apart from the others."""
+
+
+def check_tokens(service: Service, count: int) -> None:
+    """Raise `TooMuchError` for more tokens than one request may have."""
+    if count > (limit := service.settings.limits.max_tokens):
+        raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
+
+
+def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: Any = (), **changes: Any) -> Response:
+    """Answer a query whose body was decoded, with the token ids of its prompt, if it has one.
+
+    `changes` replace fields of the body. Raises `ServiceError`.
+    """
+    scope = scope_of(query)
+    values = {name: getattr(query, name) for name in query.__struct_fields__ if name not in _PROMPTS} | changes
+    fields = {name: value for name, value in values.items() if value is not None and value is not UNSET}
+    wants_msgpack = request.path.startswith("/v1/") and request.headers.accept == MSGPACK
+    response = ask(service, scope, request.path, fields, tokens, wants_msgpack=wants_msgpack)
+    count = sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens)
+    request.lookup = Lookup(scope.model, count, response.longest)
+    return Response(response.body, kind=MSGPACK if wants_msgpack else JSON)
+
+
+def ask(
+    service: Service, scope: Scope, path: str, fields: Mapping[str, Any], tokens: Any = (), *, wants_msgpack: bool = False
+) -> Answered:
+    """Return the data plane's answer to `POST` of a query, by the fields of its body. Raises `ServiceError`."""
+    check_tokens(service, len(tokens))
+    answer = partial(service.data_plane.answer, "POST", path, fields, tokens, wants_msgpack=wants_msgpack)
+    try:
+        response = answer()
+    except OverflowError as error:
+        raise ServiceError("a number has more than 64 bits", "bad-shape", "see /openapi.json", status=422) from error
+    if response is None:
+        service.data_plane.publish()  # the routing table may be older than the fleet by a moment
+        response = answer()
+    if response is None:
+        raise service.fleet.why_unanswered(scope)
+    return response

@@ -1,0 +1,67 @@
+"""Reservations of `/v1`, and the sample of selections. The data plane has both; what it forwards is checked here."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
+from kvevents.service.errors import NotFoundError, UnavailableError
+from kvevents.service.http.messages import JSON, MSGPACK, Body, HttpRequest, Response
+from kvevents.service.http.pages import read_number
+from kvevents.service.service import Service
+
+UPDATE: Final = Body.of(ReservationUpdate)
+_UNCHANGED: Final = ReservationUpdate()
+MAX_LISTED: Final = 10_000
+"""Maximum number of reservations of one answer."""
+DEFAULT_LISTED: Final = 1_000
+_NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
+
+
+def show(service: Service, request: HttpRequest) -> Response:
+    """Return a reservation."""
+    return _answer(service, request, _UNCHANGED)
+
+
+def update(service: Service, request: HttpRequest) -> Response:
+    """Change a reservation, and restart its time."""
+    return _answer(service, request, UPDATE.read(request, service.settings.limits))
+
+
+def finish(service: Service, request: HttpRequest) -> Response:
+    """End a reservation, because its request was answered, failed or was cancelled. Return the reservation as it was."""
+    return _answer(service, request, _UNCHANGED)
+
+
+def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) -> Response:
+    wants_msgpack = request.headers.accept == MSGPACK
+    method = "GET" if request.method == "HEAD" else request.method
+    body = ask(service, method, request.item, changes, wants_msgpack=wants_msgpack)
+    return Response(body, kind=MSGPACK if wants_msgpack else JSON)
+
+
+def ask(
+    service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED, *, wants_msgpack: bool = False
+) -> bytes:
+    """Return a reservation that was read, changed or ended. Raises `NotFoundError` if it is not open."""
+    if not _NAME.fullmatch(name):
+        sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
+        raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
+    path, fields = f"/v1/reservations/{name}", msgspec.structs.asdict(changes)
+    response = service.data_plane.answer(method, path, fields, (), wants_msgpack=wants_msgpack)
+    if response is None:
+        raise UnavailableError("the service ends", "ending", "ask another replica")
+    return response.body
+
+
+def list_open(service: Service, request: HttpRequest) -> Response:
+    """List open reservations, in the order in which they expire."""
+    return Response(service.data_plane.reservations(read_number(request.arguments, "limit", DEFAULT_LISTED, MAX_LISTED)))
+
+
+def explain(service: Service, _: HttpRequest) -> Response:
+    """Return a sample of the newest selections, each with its candidates and the parts of their scores."""
+    return Response(service.data_plane.decisions())

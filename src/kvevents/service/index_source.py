@@ -1,0 +1,87 @@
+"""Where the index of the service comes from: from the engines that it follows itself, or from another place, such as a log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from kvevents.service.discovery.runner import EngineDiscovery
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.prober import Prober
+from kvevents.service.registrations import Registrations
+
+
+class IndexSource(Protocol):
+    """Fills the index of a fleet and registers its engines. All but `run` may be called at any time."""
+
+    @property
+    def why_incomplete(self) -> str:
+        """Why engines can be missing, so that a model might be unknown for that reason; empty if none is."""
+        ...
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether queries are answered although engines can be missing, without a time limit."""
+        ...
+
+    @property
+    def has_found_engines(self) -> bool:
+        """Whether each way in which the engines are found has answered once."""
+        ...
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+    def warnings(self) -> Iterable[str]:
+        """Return sentences that an operator should know."""
+        ...
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics of this source."""
+        ...
+
+
+class ExternalIndexSource(IndexSource, Protocol):
+    """An index source whose engines are not registered with the service."""
+
+    @property
+    def registration_advice(self) -> str:
+        """Advice for clients that register an engine with this service."""
+        ...
+
+
+OpenIndexSource = Callable[[Fleet], ExternalIndexSource]
+"""Returns the source of the index of a fleet."""
+
+
+class FollowedEngines:
+    """The engines that the service follows over ZeroMQ: configured, discovered, and registered by clients."""
+
+    why_incomplete = ""
+    is_partial = False
+
+    def __init__(self, discovery: EngineDiscovery, registrations: Registrations, prober: Prober) -> None:
+        self._discovery: Final = discovery
+        self._registrations: Final = registrations
+        self._prober: Final = prober
+
+    @property
+    def has_found_engines(self) -> bool:
+        """Whether each provider of engines has answered once."""
+        return self._discovery.has_completed
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        await asyncio.gather(self._prober.run(), self._discovery.run(), self._registrations.end_leases())
+
+    def warnings(self) -> Iterable[str]:
+        """Return what is wrong with the providers; what is wrong with an engine is shown beside that engine."""
+        return self._discovery.provider_faults()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return nothing: the fleet has the metrics of the engines."""
+        return iter(())

@@ -1,1 +1,0 @@
-"""A replica: an index that is built from the log of a plane."""

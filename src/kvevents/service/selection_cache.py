@@ -1,0 +1,84 @@
+"""Selections of Dynamo's `/select` that a later `/reservations` books by their names."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from kvevents.service.fleet.registration import Scope
+
+SECONDS: Final = 120.0
+"""Time for which a selection waits for its reservation, as in Dynamo."""
+MAX_SELECTIONS: Final = 4_096
+MAX_BYTES: Final = 64 << 20
+"""Maximum size in bytes of the token ids of all selections."""
+_TOKEN_BYTES: Final = 4
+
+
+class PendingSelection(NamedTuple):
+    """A selection that is not booked yet."""
+
+    instance: str
+    rank: int
+    scope: Scope
+    tokens: Any
+    """Token ids of the prompt, or as many as the worker must compute if only hashes were sent."""
+    ignores_cache: bool
+    waits: bool
+    """Whether the request waits for its first token at the worker."""
+    session: str | None
+
+
+class SelectionCache:
+    """Selections by scope and name, bounded in time, number and bytes; the oldest ones leave first. Any thread may use it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock: Final = clock
+        self._lock: Final = threading.Lock()
+        self._entries: Final[OrderedDict[tuple[Scope, str], tuple[float, PendingSelection]]] = OrderedDict()
+        self._bytes = 0
+        self.booking: Final = threading.Lock()
+        """Held while a name is booked, so that two requests with one name do not both find it free."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, name: str, selection: PendingSelection) -> None:
+        """Store a selection in place of one with the same scope and name."""
+        with self._lock:
+            now = self._clock()
+            self._remove(self._key(selection.scope, name))
+            self._entries[self._key(selection.scope, name)] = (now, selection)
+            self._bytes += _size(selection)
+            while self._entries:
+                oldest, (added_at, _) = next(iter(self._entries.items()))
+                if now - added_at <= SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
+                    break
+                self._remove(oldest)
+
+    def get(self, scope: Scope, name: str) -> PendingSelection | None:
+        """Return a selection; None if it is missing or too old."""
+        with self._lock:
+            entry = self._entries.get(self._key(scope, name))
+            return None if entry is None or self._clock() - entry[0] > SECONDS else entry[1]
+
+    def discard(self, scope: Scope, name: str) -> None:
+        """Remove a selection if it is stored."""
+        with self._lock:
+            self._remove(self._key(scope, name))
+
+    @staticmethod
+    def _key(scope: Scope, name: str) -> tuple[Scope, str]:
+        return Scope(scope.model, scope.tenant, scope.group), name  # a replay names neither LoRA nor salt
+
+    def _remove(self, key: tuple[Scope, str]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= _size(entry[1])
+
+
+def _size(selection: PendingSelection) -> int:
+    return len(selection.tokens) * _TOKEN_BYTES

@@ -1,0 +1,107 @@
+"""What a stream does not say: whether the engine behind it still takes requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from cli_cases import Program
+from kvevents.client.schemas import Selection
+from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, wait_for
+
+PROMPT = [*prompt(1), 1]
+polled = threading.Event()
+"""Set when the server of an engine is asked."""
+
+
+class _Api(BaseHTTPRequestHandler):
+    """The server of an engine without metrics."""
+
+    def do_GET(self) -> None:
+        """Answer that there is no such page, as SGLang without `--enable-metrics`."""
+        polled.set()
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+@contextmanager
+def api_server(port: int = 0) -> Iterator[int]:
+    """Run the server of an engine, and yield its port."""
+    with ThreadingHTTPServer(("127.0.0.1", port), _Api) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def select(service: Service) -> Selection:
+    idle = [{"instance": name, "load": 0} for name in ("a", "b")]  # otherwise the selections before count
+    answer = service.post("/v1/select", {"model": MODEL, "tokens": PROMPT, "explain": True, "candidates": idle})
+    assert answer.status == 200, answer
+    return msgspec.json.decode(answer.body, type=Selection)
+
+
+def test_an_engine_whose_server_no_longer_answers_gets_no_requests() -> None:
+    """It holds the whole prompt and its stream is EXACT. When its server is back, it gets requests again."""
+    with engines(2) as made, serving() as service:
+        with api_server() as port:
+            service.register("a", made[0].publisher, url=f"http://127.0.0.1:{port}")
+            service.register("b", made[1].publisher, url="http://127.0.0.1:1")  # a server that never answered is not judged
+            made[0].store(prompt(1))
+            for name in ("a", "b"):
+                service.exact(name)
+            assert (select(service).instance, select(service).usable) == ("a", True)
+            assert polled.wait(DEADLINE)
+            polled.clear()
+            assert polled.wait(DEADLINE), "the first answer was received by then"
+        wait_for("the other engine to be chosen", lambda: select(service).instance == "b")
+        assert [one.instance for one in select(service).unreachable or ()] == ["a"]
+        source = service.source("a")
+        assert source["trust"]["state"] == "EXACT"
+        assert f"http://127.0.0.1:{port}/metrics does not answer" in source["fault"]
+        service.wait_for_log("a rank 0: http://127.0.0.1:.* does not answer")
+        with api_server(port):
+            wait_for("the engine to be chosen again", lambda: select(service).instance == "a")
+            assert service.source("a")["fault"] is None
+
+
+def test_an_engine_that_is_stopped_gets_no_requests() -> None:
+    """A stopped process keeps its connections. It has no URL that could be asked, so its replay endpoint shows it."""
+    ports = ("--endpoint", "tcp://127.0.0.1:*", "--replay", "tcp://127.0.0.1:*")
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2, 3, 4],
+        "parent_block_hash": None,
+        "token_ids": prompt(1),
+        "block_size": BLOCK,
+        "medium": "GPU",
+    }
+    with engines(1) as (other,), serving() as service, Program("publish", *ports) as publisher:
+        live, replay = re.findall(r"tcp://[0-9.:]+", publisher.err.wait("publishing"))
+        service.register("a", live, replay_endpoint=replay)
+        service.register("b", other.publisher)
+        publisher.write(json.dumps(stored).encode() + b"\n")
+        service.exact("a", blocks=4)
+        service.exact("b")
+        publisher.write(b'{"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU"}\n')
+        wait_for("the engine that holds the prompt", lambda: select(service).instance == "a")
+        suspend(publisher.process)
+        wait_for("the other engine to be chosen", lambda: select(service).instance == "b")
+        assert service.trust("a")[0] == "DEGRADED"
+        assert "seems to be stopped" in service.source("a")["fault"]
+        publisher.process.send_signal(signal.SIGCONT)
+        wait_for("the engine to be chosen again", lambda: select(service).instance == "a")

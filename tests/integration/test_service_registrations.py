@@ -1,0 +1,212 @@
+"""The life of a registration: leases, who owns a registration, and how contradictions heal."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_cases import refuse_connections
+from discovery_fetch_cases import Engine as ApiServer
+from service_cases import MODEL, engine, engines, prompt, serving, wait_for, write
+
+
+def test_an_engine_that_never_connected_is_hidden_like_one_that_has_left(tmp_path: Path) -> None:
+    """Clients of the indexer API might ignore trust. `/v1` shows it still."""
+    config = write(tmp_path / "c.toml", "hide_stale_seconds = 1\n")
+    with engine() as made, refuse_connections() as nowhere, serving("--config", config) as service:
+        assert service.register("e", made.publisher).status == 201
+        assert service.register("never", nowhere).status == 201
+        assert service.query([1])["instances"]["never"]["trust"] == {"0": "CONNECTING"}
+        service.exact("e")
+        wait_for("never to be hidden", lambda: "never" not in service.query([1])["instances"])
+        matched = service.post("/v1/match", model="m", tokens=[1]).json["workers"]
+        assert {worker["instance"]: worker["trust"]["state"] for worker in matched} == {"e": "EXACT", "never": "CONNECTING"}
+
+
+# --- leases
+
+
+def test_a_registration_ends_with_its_lease(tmp_path: Path) -> None:
+    """The rank and its blocks are gone, the audit log says why, and the file of registrations does not have it any more."""
+    with engine() as made, serving("--state-dir", tmp_path) as service:
+        answer = service.register("e", made.publisher, lease_seconds=2)
+        assert answer.status == 201
+        made.store(prompt(1))
+        expires_at = service.exact("e", blocks=4)["lease_expires_at"]
+        assert 0 < expires_at - time.time() <= 2
+        wait_for("the end of the lease", lambda: not service.sources())
+        assert time.time() >= expires_at - 0.1
+        service.wait_for_log("unregistered e rank 0 of tenant default: its lease of 2 s ended")
+        assert b"kvevents_ended_leases_total 1" in service.get("/metrics").body
+        wait_for("no blocks", lambda: service.get("/v1/stats").json["blocks"] == 0)
+        assert service.register("e", made.publisher).status == 201
+        assert service.exact("e", blocks=4)["lease_expires_at"] is None
+        assert service.post("/unregister", instance_id="e").status == 200
+        service.kill()
+        with serving("--state-dir", tmp_path) as again:
+            assert not again.sources()
+
+
+def test_an_equal_registration_renews_the_lease_and_changes_its_length() -> None:
+    with refuse_connections() as nowhere, serving() as service:
+        assert service.register("e", nowhere, lease_seconds=1).status == 201
+        assert service.register("other", nowhere, lease_seconds=600).status == 201
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            assert service.register("e", nowhere, lease_seconds=1).status == 200
+        assert service.register("e", nowhere, lease_seconds=3600).status == 200
+        assert service.source("e")["lease_expires_at"] > time.time() + 3000
+        assert service.register("e", nowhere).status == 200
+        assert service.source("e")["lease_expires_at"] is None
+        assert service.register("e", nowhere, lease_seconds=1).status == 200
+        wait_for("the end of the lease", lambda: [name for name, _ in service.sources()] == ["other"])
+
+
+def test_a_lease_survives_a_restart_and_begins_again(tmp_path: Path) -> None:
+    with refuse_connections() as nowhere:
+        with serving("--state-dir", tmp_path) as service:
+            assert service.register("e", nowhere, lease_seconds=600).status == 201
+            assert service.register("e", nowhere, lease_seconds=2).status == 200
+            service.kill()
+        with serving("--state-dir", tmp_path) as service:
+            assert service.source("e")["lease_expires_at"] < time.time() + 2
+            wait_for("the end of the lease", lambda: not service.sources())
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1.5, "30", 604_801, True])
+def test_an_invalid_lease_is_422(seconds: object) -> None:
+    with serving() as service:
+        answer = service.register("e", "tcp://127.0.0.1:1", lease_seconds=seconds)
+        assert (answer.status, answer.reason) == (422, "bad-shape")
+        assert "lease_seconds" in answer.json["detail"]
+
+
+# --- engines that discovery finds and clients register
+
+
+def name_engines(path: Path, **endpoints: str) -> Path:
+    """Write a file that names one engine for each endpoint, and return its path."""
+    tables = [
+        f'[[sources]]\ninstance = "{name}"\nmodel = "m"\nblock_size = 16\nendpoint = "{at}"\n' for name, at in endpoints.items()
+    ]
+    fresh = write(path.with_suffix(".new"), "\n".join(tables) or "sources = []\n")
+    return fresh.replace(path)
+
+
+def test_an_engine_that_discovery_names_cannot_be_unregistered(tmp_path: Path) -> None:
+    """It would be followed again at once. When the provider does not name it any more, it has left by itself."""
+    with refuse_connections() as nowhere, refuse_connections() as other:
+        path = name_engines(tmp_path / "fleet.toml", e=nowhere)
+        with serving("--sources", path) as service:
+            wait_for("the engine", service.sources)
+            answer = service.post("/unregister", instance_id="e")
+            assert (answer.status, answer.reason) == (409, "named-by-discovery")
+            assert answer.json["detail"] == f"e rank 0 is named by file {path}"
+            assert service.register("e", nowhere, 1).status == 201
+            assert service.post("/unregister", instance_id="e").reason == "named-by-discovery"
+            assert list(service.sources()) == [("e", 0), ("e", 1)]
+            assert service.post("/unregister", instance_id="e", dp_rank=1).status == 200
+            name_engines(path, other=other)
+            wait_for("the change", lambda: list(service.sources()) == [("other", 0)])
+            assert service.post("/unregister", instance_id="e").reason == "not-registered"
+
+
+def test_who_registers_what_discovery_names_learns_who_owns_it(tmp_path: Path) -> None:
+    with refuse_connections() as nowhere:
+        path = name_engines(tmp_path / "fleet.toml", e=nowhere)
+        with serving("--sources", path, "--state-dir", tmp_path / "state") as service:
+            wait_for("the engine", service.sources)
+            answer = service.register("e", nowhere, lease_seconds=1)
+            warning = f"e rank 0 is named by file {path}, which decides when it ends"
+            assert (answer.status, answer.json) == (200, {"status": "ok", "warnings": [warning]})
+            assert service.source("e")["lease_expires_at"] is None
+            answer = service.register("e", nowhere, topic="t")
+            assert (answer.status, answer.reason) == (409, "named-by-discovery")
+            assert answer.json["detail"] == f"e rank 0 is named by file {path}, with another topic"
+            assert service.source("e")["origin"] == "discovery"
+
+
+def test_discovery_takes_over_an_equal_registration_of_a_client(tmp_path: Path) -> None:
+    """The stream and its blocks stay, the lease has no effect any more, and it ends when the provider does not name it."""
+    state = tmp_path / "state"
+    with engine(replay_endpoint=None) as made:
+        path = name_engines(tmp_path / "fleet.toml")
+        with serving("--sources", path, "--state-dir", state) as service:
+            assert service.register("e", made.publisher, lease_seconds=3).status == 201
+            wait_for("the connection", lambda: service.trust("e")[0] != "CONNECTING")
+            made.store(prompt(1))
+            service.wait_for_prefix("e", prompt(1))
+            name_engines(path, e=made.endpoint)
+            wait_for("the new owner", lambda: service.source("e")["origin"] == "discovery")
+            assert service.held(prompt(1)) == {"e": 64}
+            assert service.get("/v1/sources").json["faults"] == {}
+            assert service.source("e")["lease_expires_at"] is None
+            assert service.end().code == 0
+        with serving("--sources", path, "--state-dir", state) as service:
+            wait_for("the engine", service.sources)
+            assert service.source("e")["origin"] == "discovery"
+            name_engines(path)
+            wait_for("its end", lambda: not service.sources())
+
+
+def test_a_contradiction_of_discovery_and_a_client_heals(tmp_path: Path) -> None:
+    """The fault names the owner, the log has it once, and the provider's engine is followed once the other is unregistered."""
+    with refuse_connections() as nowhere, refuse_connections() as other:
+        path = name_engines(tmp_path / "fleet.toml")
+        with serving("--sources", path) as service:
+            assert service.register("e", other).status == 201
+            name_engines(path, e=nowhere)
+            fault = "e rank 0 is registered over HTTP already, with another endpoint; unregister it first"
+            wait_for("the fault", lambda: service.get("/v1/sources").json["faults"] == {"fleet": [fault]})
+            assert service.source("e")["endpoint"] == other
+            assert service.post("/unregister", instance_id="e").status == 200
+            wait_for("the engine", lambda: service.sources().get(("e", 0), {}).get("endpoint") == nowhere)
+            wait_for("no fault", lambda: not service.get("/v1/sources").json["faults"])
+            service.wait_for_log(f"resolved: {fault}")
+            assert len(service.log_lines(f"WARNING.*{fault}")) == 1
+
+
+def test_an_engine_whose_port_becomes_free_is_followed(tmp_path: Path) -> None:
+    """A bound endpoint that is in use is tried again, and the log has the fault once."""
+    with socket.create_server(("127.0.0.1", 0)) as blocker:
+        at = f"tcp://127.0.0.1:{blocker.getsockname()[1]}"
+        text = f'[[sources]]\ninstance = "e"\nmodel = "m"\nbind = true\nendpoint = "{at}"\n'
+        with serving("--sources", write(tmp_path / "fleet.toml", text)) as service:
+            service.wait_for_log(f"cannot follow e rank 0: .*{at}")
+            wait_for("the fault", lambda: service.get("/v1/sources").json["faults"].get("fleet"))
+            blocker.close()
+            service.wait_for_log(f"e rank 0: following {at}")
+            wait_for("no fault", lambda: not service.get("/v1/sources").json["faults"])
+            assert len(service.log_lines("cannot follow")) == 1
+
+
+def test_an_engine_is_registered_by_its_url() -> None:
+    """The engine names model and endpoints of all its ranks, and one request registers them with its URL."""
+    with engines(2) as made, serving() as service:
+        pages: dict[str, Any] = {
+            "/kv_event_sources": {
+                str(rank): {"publisher": "zmq", "endpoint": one.endpoint, "replay_endpoint": one.replay_endpoint, "topic": ""}
+                for rank, one in enumerate(made)
+            },
+            "/v1/models": {"data": [{"id": MODEL}]},
+        }
+        with ApiServer(pages) as server:
+            body = {"instance_id": "e", "url": server.url, "labels": {"role": "prefill"}}
+            answer = service.post("/register", body)
+            assert (answer.status, answer.json) == (201, {"status": "ok", "ranks": [0, 1]})
+            for rank in (0, 1):
+                source = service.exact("e", rank)
+                assert (source["url"], source["labels"], source["model"]) == (server.url, {"role": "prefill"}, MODEL)
+            assert service.post("/register", body).status == 200
+            other = service.post("/register", {"instance_id": "f", "url": server.url, "dp_rank": 7})
+            assert (other.status, other.json["reason"]) == (400, "no-events")
+        assert service.post("/unregister", {"instance_id": "e"}).status == 200
+        gone = service.post("/register", {"instance_id": "e", "url": server.url})
+        assert (gone.status, gone.json["reason"]) == (503, "engine-silent")
+        refused = service.post("/register", {"instance_id": "e", "url": "http://169.254.169.254"})
+        assert (refused.status, refused.json["reason"]) == (400, "endpoint-refused")
+        assert service.post("/register", {"instance_id": "e", "model_name": MODEL}).json["reason"] == "bad-shape"
