@@ -22,18 +22,18 @@ from benchmarks.processes import Peer, receive_line, send_line
 from tools.nats_servers import nats_server
 
 CAPACITY: Final = 4_000
-"""Blocks of an engine's cache, which is full."""
+"""Number of blocks of an engine's cache, which is full."""
 WINDOW: Final = 256
 """Maximum number of unacknowledged messages of nats-py."""
 ROOM: Final = 4 << 30
-"""Bytes of all partitions together."""
+"""Maximum size of all partitions together, in bytes."""
 POLL_SECONDS: Final = 0.005
 SETTLE_SECONDS: Final = 6.0
 """Time until a bridge knows that no other one writes; nothing is measured yet."""
 
 
 class Load(NamedTuple):
-    """What is written."""
+    """The load that is written."""
 
     engines: int
     partitions: int
@@ -57,13 +57,13 @@ def write(contender: str, *numbers: int) -> dict[str, float]:
             source = writer = stack.enter_context(Peer("bridging.client", server.url, *load))
             writer.receive()
         pids = writer.pid, server.process.pid
-        before, began = [cpu_seconds_of_threads(pid) for pid in pids], time.monotonic()
+        starts, began = [cpu_seconds_of_threads(pid) for pid in pids], time.monotonic()
         source.send("go")
-        ended = writer.receive()
-        cpu, of_server = (cpu_seconds_of_threads(pid) - at for pid, at in zip(pids, before, strict=True))
+        end = writer.receive()
+        cpu, of_server = (cpu_seconds_of_threads(pid) - start for pid, start in zip(pids, starts, strict=True))
         writer.send("end")
     per_batch = 1e6 / load.batches
-    return {"rate": load.batches / (ended - began), "cpu": cpu * per_batch, "server": of_server * per_batch}
+    return {"rate": load.batches / (end - began), "cpu": cpu * per_batch, "server": of_server * per_batch}
 
 
 # --- roles: each in a process of its own ------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ def source(*numbers: int) -> None:
     port = events.bind_to_random_port("tcp://127.0.0.1")
     batches = [(topic.encode(), seq.to_bytes(8, "big"), payload) for topic, seq, payload in _batches_of(load)]
     send_line(port)
-    subscribed = 0
-    while subscribed < load.engines:
-        subscribed += events.recv()[:1] == b"\1"
+    count = 0
+    while count < load.engines:
+        count += events.recv()[:1] == b"\1"
     send_line("subscribed")
     receive_line()
     for frames in batches:
@@ -115,9 +115,9 @@ def bridge(url: str, port: int, *numbers: int) -> None:
 
 
 async def _bridge(url: str, port: int, load: Load) -> None:
-    from kvevents.plane.bridge import Bridge, BridgeSettings, Watch  # noqa: PLC0415 - as above
-    from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.stream import Source  # noqa: PLC0415 - as above
+    from kvevents_plane.bridge import Bridge, BridgeSettings, Watch  # noqa: PLC0415 - as above
+    from kvevents_plane.settings import PlaneSettings  # noqa: PLC0415 - as above
 
     plane = PlaneSettings(
         servers=(url,), name="bench", partitions=load.partitions, partition_bytes=ROOM // load.partitions, copies=1
@@ -126,15 +126,15 @@ async def _bridge(url: str, port: int, load: Load) -> None:
     watches = [Watch(Source(f"tcp://127.0.0.1:{port}", topic=topic, name=topic)) for topic in topics]
     running_bridge = Bridge(BridgeSettings(plane=plane, name="bridge"), watches)
     stop = asyncio.Event()
-    running = asyncio.create_task(running_bridge.run(stop))
+    task = asyncio.create_task(running_bridge.run(stop))
     await running_bridge.ready.wait()
     send_line("ready")
-    while running_bridge.status().written < load.batches and not running.done():  # noqa: ASYNC110 - a count, not an event
+    while running_bridge.status().written < load.batches and not task.done():  # noqa: ASYNC110 - a count, not an event
         await asyncio.sleep(POLL_SECONDS)
     send_line(time.monotonic())
     await asyncio.to_thread(receive_line)
     stop.set()
-    await running
+    await task
 
 
 def client(url: str, *numbers: int) -> None:

@@ -154,9 +154,9 @@ class NatsServer:
         self._options |= options
         self._write_configuration()
         if self.is_running:
-            before = self.read("varz")["config_load_time"]
+            load_time = self.read("varz")["config_load_time"]
             self.process.send_signal(signal.SIGHUP)
-            _wait_for(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before)
+            _wait_for(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != load_time)
 
     def replace_store(self, copy: Path) -> None:
         """Kill the server, and let it continue from a copy of its store, which is moved, when it is started again."""
@@ -204,8 +204,8 @@ class NatsServer:
         return [stream for account in accounts for stream in account.get("stream_detail", [])]
 
     def _write_configuration(self) -> None:
-        at = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
-        (self.home / "conf").write_text(json.dumps(at | self._options, indent=1))
+        addresses = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
+        (self.home / "conf").write_text(json.dumps(addresses | self._options, indent=1))
 
 
 @contextmanager
@@ -224,23 +224,23 @@ class NatsCluster:
     NAMES: Final = ("n1", "n2", "n3")
 
     def __init__(self, home: Path, *, each: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
-        of = {name: {"host": HOST, **options, **(each or {}).get(name, {})} for name in self.NAMES}
+        options_of = {name: {"host": HOST, **options, **(each or {}).get(name, {})} for name in self.NAMES}
         ports = {name: reserve_port() for name in self.NAMES}
         self.nodes: dict[str, NatsServer] = {}
         for name, port in ports.items():
-            routes = [f"nats://{of[other]['host']}:{ports[other]}" for other in self.NAMES if other != name]
-            cluster = {"name": "kvevents", "host": of[name]["host"], "port": port, "routes": routes}
-            self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **of[name])
+            routes = [f"nats://{options_of[peer]['host']}:{ports[peer]}" for peer in self.NAMES if peer != name]
+            cluster = {"name": "kvevents", "host": options_of[name]["host"], "port": port, "routes": routes}
+            self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **options_of[name])
 
     def __enter__(self) -> Self:
-        with ExitStack() as undo:
+        with ExitStack() as cleanup:
             for node in self.nodes.values():
-                undo.callback(node.kill)
+                cleanup.callback(node.kill)
                 node.launch()
             for node in self.nodes.values():
                 _wait_for(f"{node} to answer", node.is_answering)
             self.settle()
-            undo.pop_all()
+            cleanup.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -274,19 +274,19 @@ class NatsCluster:
     def leader(self) -> str | None:
         """Return the leader of the cluster; None unless the running servers agree on one of them."""
         names = {node.read("jsz").get("meta_cluster", {}).get("leader") for node in self.running}
-        found = names.pop() if len(names) == 1 else None
-        return found if found in {node.name for node in self.running} else None
+        name = names.pop() if len(names) == 1 else None
+        return name if name in {node.name for node in self.running} else None
 
     def leader_of(self, stream: str) -> str:
         """Wait until a running server is the leader of a stream in any account, and return its name."""
         return _wait_for(f"a leader of {stream}", lambda: self._leader_of(stream))
 
     def _leader_of(self, stream: str) -> str | None:
-        running = {node.name for node in self.running}
+        names = {node.name for node in self.running}
         for node in self.running:
-            for found in node.streams():
-                if found["name"] == stream and found.get("cluster", {}).get("leader") in running:
-                    return str(found["cluster"]["leader"])
+            for stream_info in node.streams():
+                if stream_info["name"] == stream and stream_info.get("cluster", {}).get("leader") in names:
+                    return str(stream_info["cluster"]["leader"])
         return None
 
 
@@ -306,11 +306,11 @@ def _start_first(start: Callable[[], T]) -> T:
     raise AssertionError("no ports are free")
 
 
-def _wait_for(what: str, look: Callable[[], T | None]) -> T:
+def _wait_for(subject: str, poll: Callable[[], T | None]) -> T:
     """Poll until a result is true, and return it. Raise `AssertionError` after `SECONDS`."""
     end = time.monotonic() + SECONDS
-    while not (found := look()):
+    while not (result := poll()):
         if time.monotonic() > end:
-            raise AssertionError(f"waited {SECONDS:g} s for {what}")
+            raise AssertionError(f"waited {SECONDS:g} s for {subject}")
         time.sleep(POLL_SECONDS)
-    return found
+    return result

@@ -18,13 +18,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli_cases import ProcessResult, Program, run
-from kvevents.cli.bridge import StateLogger, encode_registration
-from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.fleet.registration import Registration
 from kvevents.zeromq.keys import Curve
+from kvevents_plane.cli.bridge import StateLogger, encode_registration
+from kvevents_plane.settings import BridgeOptions
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
+from prometheus_probe_cases import ask_probe
 from publisher_cases import ANY, batch, run_publisher
 from service_cases import wait_for, write
 from tools.nats_servers import NatsServer, nats_server
@@ -282,6 +283,8 @@ def test_without_servers_a_signal_ends_the_bridge_in_bounded_time_and_a_second_o
             for program, port in zip(both, ports, strict=True):
                 program.err.wait("reconnecting")
                 wait_for("a queued batch", partial(has_queued_records, port))
+                assert ask_probe(port, "/livez") == (200, "ok")
+                assert ask_probe(port, "/readyz") == (503, "no NATS server is connected")
                 program.process.send_signal(signal.SIGTERM)
             # The subscribers of both bridges end first.
             wait_for("the end to begin", lambda: publisher.stats().subscribers == 0)
@@ -332,6 +335,7 @@ def test_the_metrics_report_the_state_of_the_bridge(server: NatsServer) -> None:
             assert (singles["kvevents_bridge_connected"], singles["kvevents_bridge_name_shared"]) == (1, 0)
             assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeOptions().max_queued_bytes
             assert singles["kvevents_bridge_invalid_records_total"] == 0
+            assert ask_probe(port, "/livez") == ask_probe(port, "/readyz") == (200, "ok")
             second = run("bridge", "--nats", server.url, "--plane", "metrics", "--bridge-name", "other", *more)
             assert second.code == 1
             assert f"cannot serve metrics at 127.0.0.1:{port}" in last_line(second)
@@ -380,24 +384,24 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1"], 2, "no engine is given"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
-        (["--nats", "http://127.0.0.1:1", *MODEL_AND_WORKER], 1, "invalid server"),
-        (["--nats", "nats://secret@127.0.0.1:1x", *MODEL_AND_WORKER], 1, "invalid server 'nats://127.0.0.1:1x'"),
+        (["--nats", "http://127.0.0.1:1", *MODEL_AND_WORKER], 2, "invalid server"),
+        (["--nats", "nats://secret@127.0.0.1:1x", *MODEL_AND_WORKER], 2, "invalid server 'nats://127.0.0.1:1x'"),
         (["--nats", "nats://127.0.0.1:1", *MODEL_AND_WORKER], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
-        (["--nats", "nats://127.0.0.1:1", "--copies", "2", *MODEL_AND_WORKER], 1, "copies is 2"),
-        (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *MODEL_AND_WORKER], 1, "partitions is 1000"),
+        (["--nats", "nats://127.0.0.1:1", "--copies", "2", *MODEL_AND_WORKER], 2, "copies is 2"),
+        (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *MODEL_AND_WORKER], 2, "partitions is 1000"),
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *MODEL_AND_WORKER], 2, "invalid size"),
-        (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *MODEL_AND_WORKER], 1, "partition_bytes is 1"),
-        (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *MODEL_AND_WORKER], 1, "invalid plane name 'a b'"),
-        (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *MODEL_AND_WORKER], 1, "invalid bridge name ''"),
+        (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *MODEL_AND_WORKER], 2, "partition_bytes is 1"),
+        (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *MODEL_AND_WORKER], 2, "invalid plane name 'a b'"),
+        (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *MODEL_AND_WORKER], 2, "invalid bridge name ''"),
         (["--nats", "nats://127.0.0.1:1", "--dead-seconds", "-1", *MODEL_AND_WORKER], 2, "seconds"),
-        (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *MODEL_AND_WORKER], 1, "cannot read /no/such"),
+        (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *MODEL_AND_WORKER], 2, "cannot read /no/such"),
         (
             ["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *MODEL_AND_WORKER],
-            1,
+            2,
             "tls_certificate is set without tls_key",
         ),
         (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *MODEL_AND_WORKER], 2, "invalid port"),
-        (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
+        (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 2, "cannot read /no/such"),
         (["--nats", "nats://127.0.0.1:1", "--topics", "3", *MODEL_AND_WORKER], 2, "unknown option --topics"),
     ],
     ids=str,
@@ -430,7 +434,7 @@ def test_wrong_usage_is_reported_in_one_sentence(arguments: list[str], code: int
 def test_an_invalid_file_is_reported_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     config = write(tmp_path / "fleet.toml", text)
     ended = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", config)
-    assert ended.code == 1
+    assert ended.code == 2
     assert message in ended.err
     assert f"kvevents: {config}" in ended.err or f"cannot read {config}" in ended.err
     assert len(ended.err.splitlines()) == 1

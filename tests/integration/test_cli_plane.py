@@ -12,12 +12,12 @@ import msgspec
 import nats
 
 from cli_cases import ProcessResult, run
-from kvevents.plane.connection import open_client
-from kvevents.plane.layout import Layout, create_plane, partition_info
-from kvevents.plane.records import VERSION as PAGE_VERSION
-from kvevents.plane.records import Page, encode_page
-from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
-from kvevents.plane.status import BRIDGE_SCAN_PAGES, format_partitions
+from kvevents_plane.connection import open_client
+from kvevents_plane.layout import Layout, create_plane, partition_info
+from kvevents_plane.records import VERSION as PAGE_VERSION
+from kvevents_plane.records import Page, encode_page
+from kvevents_plane.snapshots import VERSION, SnapshotInfo, SnapshotList
+from kvevents_plane.status import BRIDGE_SCAN_PAGES, PartitionView, PlaneView, ReplicaView, format_partitions
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at, run_bridge
 from service_cases import engine, serving, wait_for
@@ -99,7 +99,7 @@ def test_a_missing_plane_server_or_file_is_reported_in_one_sentence(server: Nats
     assert ended.code == 4
     assert "127.0.0.1:1" in ended.err
     ended = plane_status("--nats", server.url, "--creds", str(tmp_path / "none"))
-    assert ended.code == 4
+    assert ended.code == 2
     assert "Traceback" not in ended.err
     assert "cannot read" in ended.err
 
@@ -131,4 +131,45 @@ def test_bridges_that_have_ended_are_a_fault(server: NatsServer) -> None:
     ended = plane_status(*flags)
     assert ended.code == 1
     for partition in (0, 1):
-        assert f"partition {partition}: no bridge has written for 6 s; check that the bridges run" in ended.out
+        assert f"partition {partition}: no bridge has written for 1.5 s; check that the bridges run" in ended.out
+
+
+def test_a_bridge_that_has_ended_is_a_fault_while_another_writes(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="halved", partitions=1)
+    flags = ("--nats", server.url, "--plane", "halved")
+    with run_bridge(plane, name="b0", heartbeat_seconds=1.0):
+        with run_bridge(plane, name="b1"):
+            wait_for("both bridges", lambda: "b1" in plane_status(*flags).out)
+        ended = plane_status(*flags)
+    assert ended.code == 1
+    assert "partition 0: bridge b1 has not written for 3 s; check that it runs" in ended.out
+    assert "EXACT     is at most 3.5 s old at replicas" in ended.out
+
+
+def test_two_engines_of_one_name_are_a_fault(server: NatsServer) -> None:
+    """Bridges take turns in replacing the engine, so no replica calls it EXACT until one bridge has ended."""
+    plane = plane_at(server.url, name="twins", partitions=1)
+    flags = ("--nats", server.url, "--plane", "twins")
+    conflict = "default/default/one rank 0 is another engine for bridge"
+    with engine() as one, engine() as other, run_bridge(plane, watch_of("one", one), name="b0") as bridge:
+        one.store(range(64))
+        with serving(*flags) as service:
+            service.exact("one", blocks=4)
+            with run_bridge(plane, watch_of("one", other), name="b1"):
+                wait_for("a stale source", lambda: "follow different engines" in service.trust("one")[1])
+                assert service.trust("one") == ("STALE", "bridges b0, b1 follow different engines under this name")
+                wait_for("the bridge to report it", lambda: conflict in bridge.status().engine_conflict)
+                ended = wait_for("the fault", lambda: found if (found := plane_status(*flags)).code == 1 else None)
+                assert f"partition 0: {conflict}" in ended.out
+            service.exact("one", blocks=4)
+
+
+def test_what_is_old_is_a_fault() -> None:
+    """Ages are compared with the newest page, so that the clock of the status does not matter."""
+    partition = PartitionView(0, 1, 9, 0, None, {"b": 1e3}, 1.5, missing=2, unsaved_seconds=1_200.0)
+    replica = ReplicaView("r", 7, [], {"0": 5}, 20.0)
+    assert PlaneView("p", [partition], [], [replica]).faults == [
+        "partition 0: the oldest page that no snapshot contains is 20 min old; check that a replica may write snapshots",
+        "replica r cannot read partition 0: pages before 5 are missing; the runbook has what to do",
+        "replica r lacks pages that are 20 s old; check its CPU and its network",
+    ]

@@ -11,8 +11,8 @@ import pytest
 
 from attestation_cases import AttestingEngine
 from kvevents.events import AllBlocksCleared, BlockRemoved
-from kvevents.plane.bridge import Watch
 from kvevents.service.fleet.registration import Registration
+from kvevents_plane.bridge import Watch
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at, run_bridge
 from relay_cases import block

@@ -12,12 +12,12 @@ from nats.js import JetStreamContext
 from bridge_cases import BridgeProcess, PublishingEngine, reports_by_bridge, run_with_jetstream, wait_until_complete
 from cli_cases import refuse_connections
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.engine_reader import MAX_REGISTRATION_BYTES
-from kvevents.plane.partition_state import StreamLeft
-from kvevents.plane.records import FragmentRecord
-from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Gap, RawBatch, Reset, Source
+from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents_plane.engine_reader import MAX_REGISTRATION_BYTES
+from kvevents_plane.partition_state import StreamLeft
+from kvevents_plane.records import FragmentRecord
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
 from publisher_cases import batch, hold_publisher
@@ -466,7 +466,7 @@ def test_an_internal_fault_ends_a_bridge_with_one_clear_error(plane: PlaneSettin
     def fail(self: object) -> None:
         raise ZeroDivisionError("of the test")
 
-    monkeypatch.setattr("kvevents.plane.engine_reader.EngineReader._turn", fail)
+    monkeypatch.setattr("kvevents_plane.engine_reader.EngineReader._turn", fail)
     running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
     wait_for("its end", lambda: running.error, SECONDS)
     with pytest.raises(PlaneError, match="ZeroDivisionError"):
@@ -479,7 +479,7 @@ def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
     async def wait_for_ever(self: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("kvevents.plane.partition_reader.PartitionReader.run", wait_for_ever)
+    monkeypatch.setattr("kvevents_plane.partition_reader.PartitionReader.run", wait_for_ever)
     running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
     wait_for("it to begin", lambda: running.what.status().partitions, SECONDS)
     running.end()

@@ -14,8 +14,8 @@ import pytest
 
 from bridge_cases import PublishingEngine, wait_until_complete
 from clock_cases import ServersClock, needs_clocks
-from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet.registration import Registration
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats
 from plane_cases import SECONDS, Log, ThreadRunner, run_bridge
 from service_cases import MODEL, wait_for

@@ -19,11 +19,11 @@ import pytest
 from certificate_cases import make_certificates
 from discovery_cases import DEADLINE, await_in_time
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane import connection
-from kvevents.plane.connection import close, connect, open_client, require_jetstream
-from kvevents.plane.nats_client import PlaneClient
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.settings import ConnectionLimits, PlaneSettings
+from kvevents_plane import connection
+from kvevents_plane.connection import close, connect, open_client, require_jetstream
+from kvevents_plane.nats_client import PlaneClient
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 from nats_cases import needs_nats
 from nats_logins import Key, Operator
 from tools.nats_servers import NatsServer, nats_cluster, nats_server
@@ -363,6 +363,13 @@ async def test_one_server_of_several_is_enough(plain: NatsServer, no_listener: s
         assert await can_publish(client)
 
 
+async def test_the_version_of_one_server_of_several_is_known(plain: NatsServer, no_listener: str) -> None:
+    """A server without a known version would be refused as too old."""
+    async with open_client(PlaneSettings(servers=(no_listener, plain.url)), name="test") as client:
+        await require_jetstream(client)
+        assert len(client.servers) == 2
+
+
 async def test_the_error_names_every_server_that_failed(no_listener: str) -> None:
     error = await connect_and_fail(PlaneSettings(connection=IMPATIENT, servers=(no_listener, "nats://a..b")))
     assert str(error).startswith("cannot use any of the NATS servers at ")
@@ -423,7 +430,7 @@ async def test_a_missing_package_is_an_error_that_names_the_extra(
 ) -> None:
     fields = {"servers": ("nats://x",)} | fields | ({"nkey": seed} if "nkey" in fields else {})
     monkeypatch.setattr(connection, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(MissingDependencyError, match=r"aiohttp" if missing == "aiohttp" else r"'kvevents\[plane\]'"):
+    with pytest.raises(MissingDependencyError, match=r"aiohttp" if missing == "aiohttp" else r"kvevents\[plane\]"):
         await connect(PlaneSettings(**fields), name="test")
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from bridge_cases import PublishingEngine
 from kvevents.events import BlockRemoved
-from kvevents.plane.engine_reader import MAX_REASON, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
-from kvevents.plane.partition_state import ResumePoint
-from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
 from kvevents.stream import Checkpoint, Source, StreamLimits
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
+from kvevents_plane.engine_reader import MAX_REASON, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
+from kvevents_plane.partition_state import ResumePoint
+from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
 from plane_cases import SECONDS
 from publisher_cases import hold_publisher
 from service_cases import wait_for

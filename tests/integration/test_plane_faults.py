@@ -16,9 +16,9 @@ from nats.js.api import DiscardPolicy
 
 from discovery_cases import await_in_time
 from kvevents.errors import PlaneError
-from kvevents.plane.connection import open_client
-from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
-from kvevents.plane.settings import PlaneSettings
+from kvevents_plane.connection import open_client
+from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats
 from plane_cases import plane_at
 from tools.nats_servers import NatsServer, nats_server

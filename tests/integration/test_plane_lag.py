@@ -6,13 +6,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvevents.plane.bridge import BridgeSettings
-from kvevents.plane.log_subscriber import LogSubscriber
-from kvevents.plane.page_builder import PageBuilder
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Record, TrustRecord
-from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Trust
+from kvevents_plane.bridge import BridgeSettings
+from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.page_builder import PageBuilder
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Record, TrustRecord
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, ThreadRunner, plane_at, run_bridge
 from plane_subscriber_cases import make_message, subscriber

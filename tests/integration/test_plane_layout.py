@@ -10,8 +10,8 @@ from nats.js import JetStreamContext, api
 
 from bridge_cases import run_with_jetstream
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
-from kvevents.plane.settings import PlaneSettings
+from kvevents_plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from tools.nats_servers import NatsServer
 

@@ -14,13 +14,13 @@ import pytest
 from nats.aio.msg import Msg
 
 from discovery_cases import await_in_time
-from kvevents.plane import layout, partition_reader
-from kvevents.plane.connection import open_client
-from kvevents.plane.layout import Layout, PartitionInfo, create_partition, create_plane
-from kvevents.plane.nats_client import PlaneClient
-from kvevents.plane.partition_reader import PartitionReader
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import (
+from kvevents_plane import layout, partition_reader
+from kvevents_plane.connection import open_client
+from kvevents_plane.layout import Layout, PartitionInfo, create_partition, create_plane
+from kvevents_plane.nats_client import PlaneClient
+from kvevents_plane.partition_reader import PartitionReader
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,
     PAGE_HEADER,
@@ -32,7 +32,7 @@ from kvevents.plane.records import (
     extend_history,
     history_header,
 )
-from kvevents.plane.settings import PlaneSettings, ReaderLimits
+from kvevents_plane.settings import PlaneSettings, ReaderLimits
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, plane_at
 from tools.nats_servers import NatsServer, nats_server
@@ -203,6 +203,28 @@ def test_pages_that_were_purged_before_they_were_read_are_reported(server: NatsS
             assert not task.done()
 
     with_partition(plane_at(server.url, name="holes", partitions=1), work)
+
+
+def test_deleted_messages_at_the_end_of_a_partition_are_reported(server: NatsServer) -> None:
+    """The last number of the partition stays, so that the next page follows the deleted ones."""
+
+    async def work(partition: Partition) -> None:
+        await partition.write(10)
+        for position in (9, 10):
+            await partition.js.delete_msg(partition.stream, position)
+        async with running(partition.reader()) as task, asyncio.timeout(SECONDS):
+            assert await task == ("purged", 11)
+        assert partition.numbers == [1, 2, 3, 4, 5, 6, 7, 8]
+        async with running(partition.reader(8)) as task, asyncio.timeout(SECONDS):
+            assert await task == ("purged", 11)
+        partition.received.clear()
+        reader = partition.reader(10)
+        async with running(reader):
+            await reader.caught_up.wait()
+            await partition.write(1)
+            await until(lambda: partition.numbers == [11])
+
+    with_partition(plane_at(server.url, name="endless", partitions=1), work)
 
 
 def test_a_partition_that_ends_before_the_tail_is_truncated(server: NatsServer) -> None:

@@ -7,13 +7,13 @@ import asyncio
 import nats
 import pytest
 
-from kvevents.plane.digests import PartitionDigest, ReplicaDigests
-from kvevents.plane.layout import create_plane
-from kvevents.plane.log_subscriber import LogSubscriber
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
-from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
-from kvevents.plane.status import PlaneView, inspect_plane
+from kvevents_plane.digests import PartitionDigest, ReplicaDigests
+from kvevents_plane.layout import create_plane
+from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
+from kvevents_plane.settings import MAX_PARTITIONS, ReaderLimits
+from kvevents_plane.status import PlaneView, inspect_plane
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at
 from tools.nats_servers import NatsServer

@@ -20,12 +20,12 @@ import paths
 from certificate_cases import make_certificates
 from cli_cases import Program
 from kvevents.errors import PlaneError
-from kvevents.plane.connection import open_client, require_jetstream
-from kvevents.plane.layout import Layout, create_plane
-from kvevents.plane.nats_client import PlaneClient
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.records import decode_page
-from kvevents.plane.settings import PlaneSettings
+from kvevents_plane.connection import open_client, require_jetstream
+from kvevents_plane.layout import Layout, create_plane
+from kvevents_plane.nats_client import PlaneClient
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.records import decode_page
+from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats
 from nats_logins import Key, Operator
 from plane_cases import SECONDS, run_bridge

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from service_cases import BLOCK, Answer, Service, engines, prompt, serving, wait_for
+from kvevents.client.schemas import ReadyAnswer
+from kvevents.service.http.app import App
+from kvevents.service.process import data_plane_settings
+from kvevents.service.service import Service as ServiceInProcess
+from kvevents.service.settings import ServiceSettings
+from service_cases import BLOCK, DEADLINE, Answer, Service, engines, prompt, serving, wait_for
 
 PROMPT: Final = prompt(1)
 FORWARDED: Final = {"sec_fetch_site": "none"}
@@ -198,9 +206,50 @@ def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
     assert service.get("/v1/stats").json["lookups"] == before + 2
 
 
+def test_requests_of_both_planes_are_counted_together(service: Service) -> None:
+    def count(path: str, status: int) -> float:
+        families = text_string_to_metric_families(service.get("/metrics").body.decode())
+        samples = [sample for family in families for sample in family.samples if sample.name == "kvevents_http_requests_total"]
+        return sum(one.value for one in samples if one.labels == {"path": path, "status": str(status)})
+
+    asked = ("/query", 200), ("/query", 404), ("/query", 405), ("/v1/sources", 200), ("/no-such-path", 404)
+    before = [count(*each) for each in asked]
+    body = msgspec.json.encode({"model_name": "m", "token_ids": PROMPT})
+    send_to_both_planes(service, "/query", body, JSON, "*/*")
+    assert service.post("/query", model_name="x", token_ids=PROMPT).status == 404
+    assert service.get("/query").status == 405
+    assert service.get("/v1/sources").status == 200
+    assert service.get("/no-such-path").status == 404
+    assert [count(*each) for each in asked] == [before[0] + 2, before[1] + 1, before[2] + 1, before[3] + 1, 0]
+
+
 def test_http_2_connections_are_accepted(service: Service) -> None:
     """The server responds to the HTTP/2 preface with a SETTINGS frame."""
 
     with socket.create_connection((service.host, service.port), 5) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         assert connection.recv(9)[3:5] == b"\x04\x00"
+
+
+async def test_a_thread_that_publishes_while_the_data_plane_closes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower's thread publishes each change. If it failed, the last snapshot would not be written."""
+    service = ServiceInProcess(ServiceSettings())
+    is_reading, is_closed = threading.Event(), threading.Event()
+
+    def readiness() -> ReadyAnswer:
+        is_reading.set()
+        assert is_closed.wait(DEADLINE)
+        return ReadyAnswer(ready=True, why="", exact=0, sources=0, quorum=1.0, deadline_seconds=1.0)
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            service.data_plane.start(listening, App(service), data_plane_settings(service, answers_queries=True))
+        monkeypatch.setattr(service, "readiness", readiness)
+        refreshing = asyncio.create_task(asyncio.to_thread(service.data_plane.refresh))
+        assert await asyncio.to_thread(is_reading.wait, DEADLINE)
+    finally:
+        await service.data_plane.close()
+        is_closed.set()
+        service.fleet.follower.subscriber.close()
+    await refreshing
+    service.fleet.on_change()

@@ -20,13 +20,13 @@ from cli_cases import Program
 from kvevents.errors import UnknownSourceError
 from kvevents.events import EventBatch
 from kvevents.index import PrefixIndex
-from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.partition_state import TrustReport
-from kvevents.plane.records import bridge_name
-from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import RawBatch, Source
 from kvevents.wire.encode import batch_encoder
+from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents_plane.partition_state import TrustReport
+from kvevents_plane.records import bridge_name
+from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 from plane_cases import SECONDS, Log
 from publisher_cases import ANY
 from publisher_engine import Engine

@@ -25,6 +25,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.variables: dict[str, str] = {}
+        """The environment of containers."""
         self._port_offset = _find_free_distance()
 
     def port(self, number: int) -> int:
@@ -39,7 +41,6 @@ class Cluster:
         for name, value in names.items():
             text = text.replace(name, value)
         text = text.replace("$(POD_NAME)", "pod-0")
-        text = re.sub(r"\b[\w.-]*engines(?:\.[\w-]+\.svc)?:", "127.0.0.1:", text)
         text = re.sub(r"/(etc|var/lib)/kvevents", f"{self.folder}/\\1/kvevents", text)
         pattern = r"(?<=[:=])(\d{4})(?=[\"',]|$)|(?<=^port = )(\d{4})$"
         return re.sub(pattern, lambda found: self._replace_port(found[0]), text, flags=re.MULTILINE)
@@ -55,13 +56,13 @@ class Cluster:
 
     def run(self, arguments: Sequence[str], **names: str) -> Program:
         """Start a kvevents command of a container."""
-        return Program(*(self.localize(arg, **names) for arg in arguments))
+        return Program(*(self.localize(arg, **names) for arg in arguments), **self.variables)
 
-    def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    def get(self, port: int, path: str, body: dict[str, Any] | None = None, token: str = "") -> tuple[int, bytes]:
         """Return the status and body of an HTTP request; the status is 0 if nothing listens at the port yet."""
         connection = HTTPConnection("127.0.0.1", self.port(port), timeout=SECONDS)
         try:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
             connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             return response.status, response.read()

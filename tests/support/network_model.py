@@ -276,13 +276,13 @@ class StreamPair:
     def counters(self) -> StreamCounters:
         return self.raw.counters
 
-    def connected(self, now: float) -> None:
-        self.raw.connected(now)
-        self.decoding.connected(now)
+    def begin_connection(self, now: float) -> None:
+        self.raw.begin_connection(now)
+        self.decoding.begin_connection(now)
 
-    def disconnected(self) -> None:
-        self.raw.disconnected()
-        self.decoding.disconnected()
+    def end_connection(self) -> None:
+        self.raw.end_connection()
+        self.decoding.end_connection()
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         self.decoding.receive_live(frames, now)
@@ -411,7 +411,7 @@ class Network:
             self.is_up = False
             self.announce = False
             self.replies.clear()
-            self.stream.disconnected()
+            self.stream.end_connection()
             self._settle()
 
     def restart(self) -> None:
@@ -425,7 +425,7 @@ class Network:
                 self.announce = True
             else:
                 self.was_up = True
-                self.stream.connected(self.now)
+                self.stream.begin_connection(self.now)
                 self._settle()
 
     # --- the subscriber's side
@@ -436,7 +436,7 @@ class Network:
             self._settle()
         if not self.live and self.announce:
             self.announce = False
-            self.stream.connected(self.now)
+            self.stream.begin_connection(self.now)
             self._settle()
 
     def read_replies(self, count: int = 1_000_000) -> None:

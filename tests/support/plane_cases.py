@@ -12,13 +12,13 @@ import nats
 from nats.js import api
 
 from kvevents.index import PrefixIndex
-from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.layout import Layout
-from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamJoined, StreamLeft
-from kvevents.plane.records import Page, decode_page
-from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap, RawBatch, Reset, Source
+from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents_plane.layout import Layout
+from kvevents_plane.partition_state import PartitionEvent, PartitionState, StreamJoined, StreamLeft
+from kvevents_plane.records import Page, decode_page
+from kvevents_plane.settings import PlaneSettings
 from service_cases import wait_for
 
 SECONDS = 60.0

@@ -21,13 +21,12 @@ from bridge_cases import (
     wait_until_complete,
 )
 from kvevents.errors import PlaneError
-from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
-from kvevents.plane.digests import PartitionDigest, ReplicaDigests
-from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
-from kvevents.plane.records import ResetRecord
-from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset
+from kvevents_plane.bridge import Bridge, BridgeSettings, PartitionStatus
+from kvevents_plane.layout import Layout, find_plane, partition_info
+from kvevents_plane.records import ResetRecord
+from kvevents_plane.settings import PlaneSettings
+from kvevents_plane.snapshots import Snapshots, capture
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, ThreadRunner, plane_at, run_bridge
 from publisher_cases import batch
@@ -120,7 +119,7 @@ def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
 
     layout = Layout(plane.name, plane.partitions)
     streams = (f"KV_{layout.bucket}", f"KV_{layout.digests}", f"OBJ_{layout.snapshots}")
-    with run_bridge(plane, unreadable_seconds=0.2):
+    with run_bridge(plane):
         assert run_with_jetstream(plane, found)
         run_with_jetstream(plane, remove)
         wait_for("the buckets", lambda: run_with_jetstream(plane, found), SECONDS)
@@ -415,24 +414,6 @@ def test_a_bridge_that_cannot_know_purged_pages_begins_the_partition_again(plane
             incarnations = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert incarnations[0] == incarnations[1] > 1
             assert informed.status().invalid_records == 0
-
-
-def test_a_partition_is_readable_if_its_first_page_is_present_or_a_replica_holds_it(plane: PlaneSettings) -> None:
-    async def check_readability(js: JetStreamContext) -> list[bool]:
-        layout = await create_plane(js, plane)
-        for _ in range(5):
-            await js.publish(layout.subject(0), b"page")
-        found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
-        await js.purge_stream(layout.stream(0), seq=4)
-        state = await partition_info(js, layout, 0)
-        found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
-        bucket = await js.key_value(layout.digests)
-        for partition in (1, 0):
-            await bucket.put("replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
-            found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
-        return found
-
-    assert run_with_jetstream(plane, check_readability) == [True, False, False, True, False, True]
 
 
 def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSettings, tmp_path: Path) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvevents.events import KVEventBatch
-from kvevents.plane.records import VERSION, BatchRecord, GapRecord, IncarnationRecord, Page, Record
 from kvevents.wire import encode_batch
+from kvevents_plane.records import VERSION, BatchRecord, GapRecord, IncarnationRecord, Page, Record
 from nats_cases import needs_nats
 from tests.system.chaos_kit.jobs import play
 from tests.system.chaos_kit.judging import judge
 from tests.system.chaos_kit.truth import EMPTY, Claim, Key, stamp
 from tests.system.plane_chaos.audit import Audit
 from tests.system.plane_chaos.faults import FAULTS
-from tests.system.plane_chaos.judging import check_claims
+from tests.system.plane_chaos.judging import check_claims, oldest_claim
 from tests.system.plane_chaos.plan import TRAITS, draw_plan
 from tests.system.plane_chaos.roles import Held, TrustReport
 from tests.system.plane_chaos.stage import Stage
@@ -69,6 +69,15 @@ def test_claims_are_compared_with_the_truth_at_their_sequence_number() -> None:
     assert not check_claims(claims[:2], facts, [False]).wrong
 
 
+def test_a_claim_is_as_old_as_the_next_batch_of_the_engine() -> None:
+    """The content may be equal after several batches of one number, in different incarnations."""
+    facts = [{Key(1, 0).packed: DIGEST, Key(1, 1).packed: EMPTY, Key(2, 0).packed: DIGEST}]
+    times = [dict(zip(facts[0], (10.0, 11.0, 20.0), strict=True))]
+    ages = [oldest_claim([Claim(0, DIGEST, 0, at)], facts, times) for at in (10.5, 11.5, 19.0, 30.0)]
+    assert ages == [0.0, 0.5, 8.0, 0.0]
+    assert oldest_claim([Claim(0, EMPTY, 7, 30.0)], facts, times) == 0.0, "the content is not known"
+
+
 def test_a_seed_gives_one_plan_with_the_requested_faults() -> None:
     assert draw_plan("s", 3) == draw_plan("s", 3)
     assert draw_plan("s", 3) != draw_plan("s", 4)
@@ -83,8 +92,9 @@ def test_a_seed_gives_one_plan_with_the_requested_faults() -> None:
     [
         ("kill bridge", "kill replica", "kill server"),
         ("servers lose pages", "bridge misses an incarnation", "replica with a clock ahead"),
+        ("flip byte", "delete newest page", "delete page in the middle", "cut file"),
     ],
-    ids=["killed", "inconsistent"],
+    ids=["killed", "inconsistent", "damaged"],
 )
 def test_a_round_ends_without_an_error(faults: tuple[str, ...]) -> None:
     plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))

@@ -15,10 +15,10 @@ import pytest
 from nats.errors import Error as NatsError
 
 from bridge_cases import BridgeProcess, PublishingEngine, wait_until_complete
-from kvevents.plane.layout import Layout
-from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Trust
+from kvevents_plane.layout import Layout
+from kvevents_plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits, ReplicaTimers
 from nats_cases import needs_nats
 from network_namespaces import Network, needs_networks, network
 from plane_cases import Log, ThreadRunner

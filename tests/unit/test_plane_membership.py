@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvevents.plane.bridge_rules import EngineLiveness, UnclaimedEngines
-from kvevents.plane.records import StreamKey, TrustRecord
+from kvevents_plane.bridge_rules import EngineLiveness, UnclaimedEngines
+from kvevents_plane.records import StreamKey, TrustRecord
 
 DEAD_SECONDS = 10.0
 

@@ -8,9 +8,10 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.page_builder import RECORD_BYTES, PageBuilder
-from kvevents.plane.partition_state import InvalidRecord, PartitionState, ResumePoint, StreamJoined, StreamLeft
-from kvevents.plane.records import (
+from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
+from kvevents_plane.page_builder import RECORD_BYTES, PageBuilder
+from kvevents_plane.partition_state import InvalidRecord, PartitionState, ResumePoint, StreamJoined, StreamLeft
+from kvevents_plane.records import (
     EMPTY_HISTORY,
     VERSION,
     BatchRecord,
@@ -27,7 +28,6 @@ from kvevents.plane.records import (
     decode_page,
     encode_page,
 )
-from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 
 KEY = ("engine", 0)
 PAGE_BYTES = 1_000

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.plane.connection import (
+from kvevents_plane.connection import (
     DEFAULT_LIMITS,
     MAX_LOGGED_ERRORS,
     STABLE_SECONDS,
@@ -40,6 +40,14 @@ def test_each_round_tries_every_server_once_after_one_pause() -> None:
         most = min(DEFAULT_LIMITS.reconnect_seconds * 2**number, DEFAULT_LIMITS.max_reconnect_seconds)
         assert most / 2 <= found[0][1] <= most
         assert [pause for _, pause in found[1:]] == [0, 0]
+
+
+def test_servers_that_have_left_the_cluster_are_not_tried() -> None:
+    """The servers name those of the cluster. A configured one is tried although no server names it."""
+    policy = ReconnectPolicy(DEFAULT_LIMITS, ["nats://a:4222"])
+    info = {"connect_urls": ["b:4222"]}
+    assert {str(policy.choose(servers(*HOSTS), info)[0].uri.hostname) for _ in range(20)} == {"a", "b"}
+    assert {str(policy.choose(servers("c"), info)[0].uri.hostname) for _ in range(3)} == {"c"}, "without another server"
 
 
 @pytest.mark.parametrize(("lasted", "starts_again"), [(STABLE_SECONDS, True), (STABLE_SECONDS / 2, False)])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
-from kvevents.plane.settings import MAX_SECRET_BYTES, Login, PlaneSettings, without_login
+from kvevents_plane.settings import MAX_SECRET_BYTES, Login, PlaneSettings, without_login
 
 URL = "nats://127.0.0.1:4222"
 SEED = "SU" + "A" * 56

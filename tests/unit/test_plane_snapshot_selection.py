@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvevents.errors import PlaneError
-from kvevents.plane import snapshots
-from kvevents.plane.layout import Layout, PartitionInfo
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots, SnapshotTimers
+from kvevents_plane import snapshots
+from kvevents_plane.layout import Layout, PartitionInfo
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots, SnapshotTimers
 
 pytest.importorskip("nats")
 LAYOUT = Layout("default", 1)

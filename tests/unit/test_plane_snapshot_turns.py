@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import PlaneError
-from kvevents.plane.layout import Layout
-from kvevents.service.replica.build import Snapshotter, turn
-from kvevents.service.replica.consistency_check import ConsistencyCheck
+from kvevents_plane.layout import Layout
+from kvevents_plane.replica.build import Snapshotter, turn
+from kvevents_plane.replica.consistency_check import ConsistencyCheck
 
 INTERVAL = 0.05
 NAMES = ("a", "b", "c")
@@ -67,7 +67,7 @@ async def writing(store: Store, **faults: str) -> AsyncIterator[dict[str, Snapsh
     async def take(*_: Any) -> Any:
         return None, 0
 
-    build: Any = SimpleNamespace(record=lambda _: None, take=take, stream_ids={0: "x"})
+    build: Any = SimpleNamespace(record=lambda _: None, take=take, stream_ids={0: "x"}, complete={0}, newest={})
     found, tasks = {}, []
     for name in NAMES:
         check = ConsistencyCheck(name, 1.0)

@@ -7,9 +7,13 @@ import pytest
 from kvevents.errors import UnknownSourceError
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, Heartbeat
 from kvevents.index import PrefixIndex
-from kvevents.plane.log_subscriber import LogSubscriber
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import (
+from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.stream import BatchReport, DegradedReason, Gap, Trust
+from kvevents.wire import Rejected, dialect_for, encode_batch
+from kvevents.wire.encode import batch_encoder
+from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import (
     MAX_HEARTBEAT_SECONDS,
     MISSED_HEARTBEATS,
     BatchRecord,
@@ -18,15 +22,12 @@ from kvevents.plane.records import (
     IncarnationRecord,
     JoinRecord,
     LeaveRecord,
+    Record,
     ResetRecord,
     TrustRecord,
 )
-from kvevents.plane.settings import ReaderLimits
-from kvevents.publisher.compaction import Compactor, encode_snapshot
-from kvevents.stream import BatchReport, DegradedReason, Gap, Trust
-from kvevents.wire import Rejected, dialect_for, encode_batch
-from kvevents.wire.encode import batch_encoder
-from plane_subscriber_cases import make_message, subscriber
+from kvevents_plane.settings import ReaderLimits
+from plane_subscriber_cases import add_partition, make_message, subscriber
 
 
 def test_the_degraded_reasons_of_a_bridge_are_in_the_status() -> None:
@@ -42,7 +43,9 @@ def test_the_degraded_reasons_of_a_bridge_are_in_the_status() -> None:
 
 def test_a_partition_is_complete_once_its_end_was_read() -> None:
     """The number of pending pages, which each page has, shows the end. The reader reports it for a quiet partition."""
-    found = subscriber(partitions=2)
+    found = LogSubscriber(lambda: 0.0, lambda _: None)
+    for partition in (0, 1):
+        found.add_partition(partition, PartitionState(), {})
     assert not found.is_complete(0)
     found.put(0, [make_message(1, pending=1)])
     found.report_progress(1, 0, "")  # ignored: while a page is queued, its partition is unknown
@@ -60,8 +63,9 @@ def test_a_partition_is_complete_once_its_end_was_read() -> None:
 
 
 def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> None:
-    """Even a single pending page matters if the reader has never read the end."""
-    found = subscriber()
+    """Even a single pending page matters if the reader has never read the end. Heartbeats before it can be of any age."""
+    found = LogSubscriber(lambda: 0.0, lambda _: None)
+    found.add_partition(0, PartitionState(), {})
     records = (
         JoinRecord("engine", 0, b""),
         HeartbeatRecord("bridge", 1.0, 0.0),
@@ -70,9 +74,35 @@ def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> Non
     found.put(0, [make_message(1, *records, pending=1)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
-    found.put(0, [make_message(2)])
+    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0, 0.0))])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.STALE
+    found.put(0, [make_message(3, HeartbeatRecord("bridge", 1.0, 0.0))])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
+
+
+def test_an_exact_stream_has_a_bounded_age() -> None:
+    """Heartbeats count from when they were received, even if they are applied later, and pages must arrive in time."""
+    now = 0.0
+    found = LogSubscriber(lambda: now, lambda _: None)
+    add_partition(found, 0, PartitionState())
+    records = (JoinRecord("engine", 0, b""), TrustRecord("engine", 0, "bridge", "EXACT", "", {}))
+    found.put(0, [make_message(1, *records, HeartbeatRecord("bridge", 0.5, 0.0))])
+    now = 1.4
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.EXACT
+    now = 1.6
+    assert found.trust("engine") == Trust.STALE
+    for position in range(2, 12):
+        found.put(0, [make_message(position, HeartbeatRecord("bridge", 0.5, 0.0), pending=3)])
+        found.receive_many(timeout=0.0)
+        assert found.trust("engine") == Trust.EXACT, "the pages of a busy partition arrive in time"
+        now += 0.4
+    now += 1.0
+    found.put(0, [make_message(12, HeartbeatRecord("bridge", 0.5, 0.0), pending=3)])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.REPLAYING
 
 
 @pytest.mark.parametrize("compacted", [True, False])
@@ -98,21 +128,19 @@ def test_a_compacted_gap_is_counted_apart_and_does_not_degrade_the_stream(compac
     assert found.trust("engine") == Trust.EXACT
 
 
-def test_a_dropped_partition_leaves_nothing_behind_and_can_be_added_again() -> None:
-    """Pages of the first subscription that still arrive do not belong to the second."""
+def test_a_partition_that_is_added_again_keeps_nothing() -> None:
+    """Pages for the first state that still arrive do not belong to the second."""
     found = subscriber(partitions=2)
     found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
     found.put(1, [make_message(1, JoinRecord("other", 0, b"card"))])
     assert len(found.receive_many(timeout=0.0)) == 1
     found.put(0, [make_message(2, BatchRecord("engine", 0, 0, 1, False, b"y"))])
     found.put(1, [make_message(2, BatchRecord("other", 0, 0, 0, False, b"z"))])
-    assert found.drop_partition(0) == [("engine", 0)]
+    found.add_partition(0, PartitionState(), {})
     assert list(found.registrations) == [("other", 0)]
     with pytest.raises(UnknownSourceError):
         found.trust("engine")
-    found.report_progress(0, 0, "")
     assert not found.is_complete(0)
-    found.add_partition(0, PartitionState(), {})
     assert [each.source for each in found.receive_many(timeout=0.0)] == ["other"]
     assert found.queued_bytes == 0
     found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
@@ -296,7 +324,7 @@ def test_a_replica_snapshot_between_the_parts_of_a_publisher_snapshot_is_not_exa
             if position == 3 + count:
                 state, degraded_reasons = found.states[0], found.degraded_reasons()
                 found = LogSubscriber(lambda: 0.0, lambda _: None)
-                found.add_partition(0, state, degraded_reasons)
+                add_partition(found, 0, state, degraded_reasons)
             assert position == 3 + count or found.trust("engine") != Trust.EXACT
             found.put(0, [make_message(position, batch_record(position + 5, part), *HEARTBEATS)])
             apply_deliveries(found, index)
@@ -325,11 +353,10 @@ def test_a_broken_partition_stays_broken_until_it_is_added_again() -> None:
     found = subscriber_of_exact_stream()
     found.put(0, [make_message(2, batch_record(1, b"x"))])
     found.mark_broken(0, "partition 0 was disputed")
-    found.receive_many(timeout=0.0)
+    assert found.receive_many(timeout=0.0) == []
     assert "disputed" in found.trust("engine").reason
     found.report_progress(0, 0, "")
     assert found.trust("engine") == Trust.STALE
-    found.drop_partition(0)
     found.add_partition(0, PartitionState(), {})
     assert (found.partitions[0].fault, found.partitions[0].is_broken) == ("", False)
     found.mark_broken(7, "it is not held")
@@ -349,7 +376,7 @@ def test_a_bridge_counts_as_alive_no_longer_than_the_maximum_heartbeat_interval_
     """The interval that the bridge announces does not matter. Bridges apply the same limit to each other."""
     now = 0.0
     found = LogSubscriber(lambda: now, lambda _: None)
-    found.add_partition(0, PartitionState(), {})
+    add_partition(found, 0, PartitionState())
     found.put(
         0,
         [
@@ -381,3 +408,26 @@ def test_a_different_attestation_is_a_divergence_only_if_the_digest_does_not_mat
     found.report(third, BatchReport(attestation_matches=True))
     assert found.trust("engine").attested
     assert found.diverged == diverged
+
+
+def test_heartbeats_count_from_when_they_were_sent() -> None:
+    """A server that was stopped for a while delivers what it held, in which the bridge was alive at that time."""
+    now = 100.0
+    found = LogSubscriber(lambda: now, lambda _: None)
+    add_partition(found, 0, PartitionState())
+
+    def receive(position: int, uptime: float, *records: Record) -> Trust:
+        found.put(0, [make_message(position, *records, HeartbeatRecord("bridge", 0.5, 0.0, uptime=uptime))])
+        found.receive_many(timeout=0.0)
+        return found.trust("engine")
+
+    assert receive(1, 7.0, JoinRecord("engine", 0, b""), trust_record("bridge", "EXACT")) == Trust.EXACT
+    now += 12.5
+    assert [receive(2 + number, 7.5 + number / 2) for number in range(26)] == [Trust.STALE] * 22 + [Trust.EXACT] * 4
+    now += 3_600.0  # the host of the bridge was suspended, and its clock stood still
+    delays = []
+    for position in range(28, 1_000):
+        now += 0.5
+        delays.append(receive(position, 20.0 + position / 2))
+    assert (delays[0], delays[-1]) == (Trust.STALE, Trust.EXACT)
+    assert 200 < delays.index(Trust.EXACT) < 400

@@ -18,12 +18,17 @@ from hypothesis import strategies as st
 from kvevents.errors import UnknownSourceError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
 from kvevents.index import PrefixIndex
-from kvevents.plane import engine_reader
-from kvevents.plane.engine_reader import EngineReader, EngineRecord, inspect_payload
-from kvevents.plane.log_subscriber import LogSubscriber
-from kvevents.plane.page_builder import PageBuilder
-from kvevents.plane.partition_state import PartitionState, ResumePoint
-from kvevents.plane.records import (
+from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.stream import DegradedReason, RawBatch, Source, Trust
+from kvevents.testing.fake_transport import FakeTransport
+from kvevents.wire import dialect_for, encode_batch
+from kvevents.wire.encode import batch_encoder
+from kvevents_plane import engine_reader
+from kvevents_plane.engine_reader import EngineReader, EngineRecord, inspect_payload
+from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.page_builder import PageBuilder
+from kvevents_plane.partition_state import PartitionState, ResumePoint
+from kvevents_plane.records import (
     VERSION,
     BatchRecord,
     GapRecord,
@@ -39,11 +44,7 @@ from kvevents.plane.records import (
     encode_page,
     stream_text,
 )
-from kvevents.publisher.compaction import Compactor, encode_snapshot
-from kvevents.stream import DegradedReason, RawBatch, Source, Trust
-from kvevents.testing.fake_transport import FakeTransport
-from kvevents.wire import dialect_for, encode_batch
-from kvevents.wire.encode import batch_encoder
+from plane_subscriber_cases import add_partition
 from wire_cases import GOLDENS
 
 KEY: Final = ("engine", 0)
@@ -362,7 +363,7 @@ class LogReader:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, PartitionState(), {})
+        add_partition(self.log, 0, PartitionState())
 
     def read(self, position: int, page: Page) -> None:
         self.log.put(0, [ReceivedMessage(position, encode_page(page), 0, page.name)])
@@ -375,7 +376,7 @@ class LogReader:
         self.index = PrefixIndex()
         self.index.merge(folder / "index")
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, state, degraded_reasons)
+        add_partition(self.log, 0, state, degraded_reasons)
 
     def is_exact(self) -> bool:
         return self.log.trust(*KEY) == Trust.EXACT

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import nats
 
-from kvevents.plane.layout import Layout
-from kvevents.plane.records import (
+from kvevents.wire import decode_batch
+from kvevents_plane.layout import Layout
+from kvevents_plane.records import (
     EMPTY_HISTORY,
     BatchRecord,
     FragmentRecord,
@@ -21,7 +22,6 @@ from kvevents.plane.records import (
     decode_page,
     extend_history,
 )
-from kvevents.wire import decode_batch
 from tests.system.chaos_kit.truth import UNKNOWN_BATCH, Key, key_of
 
 READ_SECONDS: Final = 20.0
@@ -142,11 +142,13 @@ async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit,
         layout.subject(partition), stream=layout.stream(partition), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
     position, lifetime = 0, ""
-    history: bytes | None = EMPTY_HISTORY if state.first_seq == 1 else None
+    history: bytes | None = EMPTY_HISTORY
     while position < state.last_seq:
         for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
             await message.ack()
-            position = message.metadata.sequence.stream
+            before, position = position, message.metadata.sequence.stream
+            if position > before + 1:
+                history = None  # messages are missing
             page = decode_page(message.data)
             lifetime = lifetime or ("" if page is None else page.epoch)
             expected, known = None if page is None else page.history, history

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,12 +117,37 @@ def _lose_pages(stage: Stage) -> None:
         node.launch()
 
 
+def _damage(change: Callable[[Path, Random], None]) -> Callable[[NatsServer, Random], None]:
+    """Return a strike that ends a server and changes the newest file of one of its partitions."""
+
+    def strike(server: NatsServer, random: Random) -> None:
+        # After SIGTERM the server knows the last number; after SIGKILL it finds the number in the damaged file.
+        (server.stop if random.random() < 0.5 else server.kill)()
+        folders = sorted(server.store.rglob("KVEVENTS_chaos_[0-9]*/msgs"))
+        blocks = [max(found, key=lambda file: int(file.stem)) for each in folders if (found := [*each.glob("*.blk")])]
+        files = [block for block in blocks if block.stat().st_size]
+        if files:
+            change(random.choice(files), random)
+
+    return strike
+
+
+def _flip_byte(file: Path, random: Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 0x55
+    file.write_bytes(content)
+
+
+def _cut_in_the_middle(file: Path, random: Random) -> None:
+    os.truncate(file, random.randrange(file.stat().st_size))
+
+
 def _change_partition(
-    change: Callable[[Any, str, str], Coroutine[Any, Any, Any]],
+    change: Callable[[Any, str, str, Random], Coroutine[Any, Any, Any]],
 ) -> Callable[[tuple[Stage, int], Random], None]:
     """Return a strike that changes a partition as another client of NATS. It does nothing if the servers do not respond."""
 
-    def strike(place: tuple[Stage, int], _: Random) -> None:
+    def strike(place: tuple[Stage, int], random: Random) -> None:
         stage, number = place
         name, subject = stage.layout.stream(number), stage.layout.subject(number)
 
@@ -128,7 +155,7 @@ def _change_partition(
             async with asyncio.timeout(2.0):
                 client = await nats.connect(list(stage.plane.servers), allow_reconnect=False)
                 try:
-                    await change(client.jetstream(timeout=1.0), name, subject)
+                    await change(client.jetstream(timeout=1.0), name, subject, random)
                 finally:
                     await client.close()
 
@@ -139,15 +166,24 @@ def _change_partition(
     return strike
 
 
-async def _delete(js: Any, name: str, _: str) -> None:
+async def _delete(js: Any, name: str, _: str, __: Random) -> None:
     await js.delete_stream(name)
 
 
-async def _purge(js: Any, name: str, _: str) -> None:
+async def _purge(js: Any, name: str, _: str, __: Random) -> None:
     await js.purge_stream(name, seq=(await js.stream_info(name)).state.last_seq)
 
 
-async def _publish_foreign_message(js: Any, _: str, subject: str) -> None:
+async def _delete_newest(js: Any, name: str, _: str, __: Random) -> None:
+    await js.delete_msg(name, (await js.stream_info(name)).state.last_seq)
+
+
+async def _delete_middle(js: Any, name: str, _: str, random: Random) -> None:
+    state = (await js.stream_info(name)).state
+    await js.delete_msg(name, random.randint(state.first_seq, state.last_seq))
+
+
+async def _publish_foreign_message(js: Any, _: str, subject: str, __: Random) -> None:
     await js.publish(subject, Random(subject).randbytes(100))
 
 
@@ -165,8 +201,15 @@ FAULTS: Final[dict[str, Fault[Any]]] = {
     "stop engine": Fault(find_engine, lambda engine, _: engine.part.stop(), lambda engine: engine.part.go_on()),
     "delete partition": Fault(find_partition, _change_partition(_delete), weight=2),
     "purge partition": Fault(find_partition, _change_partition(_purge), weight=1),
+    "delete newest page": Fault(find_partition, _change_partition(_delete_newest), weight=2),
+    "delete page in the middle": Fault(find_partition, _change_partition(_delete_middle), weight=2),
+    "flip byte": Fault(find_server, _damage(_flip_byte), NatsServer.launch, weight=3),
+    "cut file": Fault(find_server, _damage(_cut_in_the_middle), NatsServer.launch, weight=3),
     "stranger's message": Fault(find_partition, _change_partition(_publish_foreign_message), weight=1),
     "cut engine off": Fault(find_proxies, always(refuse), FaultProxy.heal),
     "half-open engine": Fault(find_proxies, always(FaultProxy.half_open), FaultProxy.heal, weight=2),
     "drop live batches": Fault(find_leg, _drop, Leg.heal),
 }
+
+LINK_FAULTS: Final = frozenset({"cut engine off", "half-open engine", "drop live batches"})
+"""Faults between engine and bridge, after which the bridge itself needs time to notice that something is missing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from tests.system.chaos_kit import judging
 from tests.system.chaos_kit.judging import CheckedClaims
@@ -27,3 +29,22 @@ def check_claims(claims: Iterable[Claim], facts: Sequence[Mapping[int, bytes]], 
         return "" if is_known else f"EXACT with engine {claim.key} at number {claim.seq} with {claim.digest.hex()}"
 
     return judging.check_claims(claims, find_error)
+
+
+def oldest_claim(claims: Iterable[Claim], facts: Sequence[Mapping[int, bytes]], times: Sequence[Mapping[int, float]]) -> float:
+    """Return the greatest number of seconds for which the content of a claim had been outdated, of engines with `times`.
+
+    The content of a claim is outdated from the time at which the engine published its next batch.
+    """
+    ended: list[dict[tuple[int, bytes], list[tuple[float, float]]]] = []
+    for fact, published in zip(facts, times, strict=True):
+        contents: dict[tuple[int, bytes], list[tuple[float, float]]] = {}
+        for (key, begin), (_, end) in pairwise([*published.items(), (0, float("inf"))]):
+            contents.setdefault((Key.unpack(key).number, fact[key]), []).append((begin, end))
+        ended.append(contents)
+    oldest = 0.0
+    for claim in claims:
+        if spans := ended[claim.key].get((claim.seq, claim.digest)):
+            at = bisect_right(spans, (claim.at, float("inf"))) - 1
+            oldest = max(oldest, claim.at - spans[max(0, at)][1])
+    return oldest

@@ -41,6 +41,7 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{len(outcomes):,} rounds, {tally(outcomes).batches:,} batches published, "
         f"{counted['logged']:,} in the logs at the end on {counted['pages']:,} pages, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['conflicts']:,} pages refused, "
+        f"the oldest content of a claim outdated for {_oldest_claim(outcomes):.1f} s, "
         f"{counted['resyncs']:,} streams resubscribed, {counted['generations']:,} generations of replicas; "
         f"**{sum(each.right for each in outcomes):,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
         f"{sum(bool(each.error) for each in outcomes)} fell over; "
@@ -48,6 +49,10 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{sum(len(each.flaws) for each in outcomes)} breaches**, "
         f"{forgotten:,} forgotten by engines with a short replay buffer"
     )
+
+
+def _oldest_claim(outcomes: Sequence[Outcome]) -> float:
+    return max((each.counted.get("oldest claim in ms", 0) / 1_000 for each in outcomes), default=0.0)
 
 
 _HEAD: Final = """\
@@ -64,11 +69,13 @@ the engines hold, even if engines, bridges, servers and replicas fail?
 | processes | two bridges, three replicas, two to four engines, one or three NATS servers; a proxy from engine to bridge |
 | truth | digest of an index in each engine's process after each batch |
 | claim | what a replica holds of a stream that it calls EXACT, recorded every 10 ms and compared with the truth |
+| outdated | time from the engine's next batch to the claim; without rounds in which the link of an engine fails |
 | right | a replica that is EXACT and holds what the engine holds, counted per engine |
 | settled | time from the last batch until all replicas are right; a minute at most |
 | log | read page by page: numbers in order, none twice, one engine process per incarnation. Other counts must be 0 |
 | forgotten | batches that had left the replay buffer (`short replay`: 200 batches). Any other lost batch is wrong |
 | servers lose pages | all servers fall back to an older copy of their files |
+| flip byte, cut file | a server ends, and the newest file of one of its partitions is changed before it starts again |
 | bridge misses an incarnation | a bridge is stopped while an engine restarts twice; the bridge that wrote between is killed |
 | replica with a clock ahead | one of three, by an hour |
 

@@ -16,14 +16,14 @@ from typing import Any, Final, NamedTuple
 
 from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane import engine_reader
-from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.replica.build import IndexBuild
-from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents_plane import engine_reader
+from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents_plane.replica.build import IndexBuild
+from kvevents_plane.replica.replica import Replica
+from kvevents_plane.settings import PlaneSettings
 from tests.system.chaos_kit.judging import State
 from tests.system.chaos_kit.timeouts import FAST_LIMITS, FAST_SOCKET_OPTIONS
 from tests.system.chaos_kit.truth import EMPTY, Claim, ClaimWriter
@@ -201,16 +201,17 @@ class _ClaimRecorder:
     def _record_claims(self, build: IndexBuild) -> None:
         """Record the claims. The thread that applies deliveries calls this between two of them."""
         for position, name in enumerate(self._role.engines):
+            began = time.monotonic()
             found = _read_state(build, name)
             if found is not None and found.trust == Trust.EXACT.name:
-                self._claim_writer.write(Claim(position, found.digest, found.seq))
+                self._claim_writer.write(Claim(position, found.digest, found.seq, began))
                 self._claims += 1
 
     def report(self) -> TrustReport:
         replica, build = self._replica, self._replica.build
         counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
         if build is None or not replica.is_complete:
-            return TrustReport({}, counted, replica.why_hidden)
+            return TrustReport({}, counted, replica.why_incomplete)
         states = build.subscriber.states.values()
         counted |= {
             "invalid_records": sum(state.invalid_records for state in states),
@@ -222,7 +223,7 @@ class _ClaimRecorder:
         future = build.follower.submit(
             lambda: {name: found for name in self._role.engines if (found := _read_state(build, name)) is not None}
         )
-        faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
+        faults = "; ".join(replica.warnings())
         initial_state = ", ".join(build.loaded_snapshots.values()) or "the log alone"
         return TrustReport(future.result(2.0), counted, faults, initial_state)
 

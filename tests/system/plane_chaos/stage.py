@@ -11,20 +11,20 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.plane.bridge import BridgeSettings, Watch
-from kvevents.plane.layout import Layout
-from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Trust
+from kvevents_plane.bridge import BridgeSettings, Watch
+from kvevents_plane.layout import Layout
+from kvevents_plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from tests.system.chaos_kit import truth
-from tests.system.chaos_kit.engine import Engine
+from tests.system.chaos_kit.engine import Engine, times_path
 from tests.system.chaos_kit.judging import Outcome, Result, judge
 from tests.system.chaos_kit.parts import BrokenStageError, Part, preload
 from tests.system.chaos_kit.stage import EngineProcess, RoundStage
 from tests.system.plane_chaos import roles
 from tests.system.plane_chaos.audit import Audit, read_log
-from tests.system.plane_chaos.faults import FAULTS
-from tests.system.plane_chaos.judging import check_claims
+from tests.system.plane_chaos.faults import FAULTS, LINK_FAULTS
+from tests.system.plane_chaos.judging import check_claims, oldest_claim
 from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, TAIL, Plan
 from tests.system.plane_chaos.roles import BridgeRole, ReplicaRole, TrustReport
 from tools.nats_servers import NatsServer, nats_cluster, nats_server
@@ -39,6 +39,8 @@ SMALL_PENDING: Final = 1 << 20
 DEAD_SECONDS: Final = 4.0
 """Time after which the log drops an engine; longer than most faults last."""
 SNAPSHOT_SECONDS: Final = 0.5
+OLDEST_SECONDS: Final = 3.0
+"""Seconds for which the content of a claim may have been outdated: the documented two, and one for a busy machine."""
 FORBIDDEN_COUNTERS: Final = ("invalid_records", "duplicates", "failures")
 """Counters of bridges and replicas that must stay 0."""
 
@@ -224,10 +226,17 @@ class Stage(RoundStage[Plan]):
             flaws.append(f"{audit.lost} batches are lost, though every engine had all of them")
         facts = [truth.read_facts(engine.facts) for engine in self.engines]
         exact = [not dict(engine.made.options).get("heartbeat") for engine in self.engines]
+        times = [truth.read_times(times_path(each.facts)) if has else {} for each, has in zip(self.engines, exact, strict=True)]
+        ages = [0.0]
         for number, part in enumerate(self.replicas):
             checked = check_claims(truth.read_claims(self._claims_path(number)), facts, exact)
             self.counted["claims"] += checked.claims
+            ages.append(oldest_claim(truth.read_claims(self._claims_path(number)), facts, times))
             flaws += [f"{part.name}: {error}" for error in checked.wrong]
+        if not LINK_FAULTS & set(self.plan.faults):
+            self.counted["oldest claim in ms"] = int(1_000 * max(ages))
+            if max(ages) > OLDEST_SECONDS:
+                flaws.append(f"a replica was EXACT with content that had been outdated for {max(ages):.1f} s")
         self.counted.update(pages=audit.pages, logged=audit.batches, lost=audit.lost)
         return replace(outcome, flaws=tuple(flaws), reported="; ".join(self._reported))
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-from kvevents.plane.partition_state import LastHeartbeat, PartialBatch
-from kvevents.plane.records import (
+from kvevents.stream import payload_digest, printable
+from kvevents_plane.partition_state import LastHeartbeat, PartialBatch
+from kvevents_plane.records import (
     BatchRecord,
     GapRecord,
     IncarnationRecord,
@@ -31,7 +32,6 @@ from kvevents.plane.records import (
     TrustRecord,
     bridge_name,
 )
-from kvevents.stream import payload_digest
 
 log = logging.getLogger(__name__)
 
@@ -328,12 +328,12 @@ class BridgePeers:
         if len(self._arrivals) > len(heartbeats):
             self._arrivals = {bridge: arrival for bridge, arrival in self._arrivals.items() if bridge in heartbeats}
 
-    def is_alive(self, bridge: str, now: float) -> bool:
-        """Return whether heartbeats of another bridge have arrived recently."""
+    def is_alive(self, bridge: str, now: float, intervals: float = 1.0) -> bool:
+        """Return whether a heartbeat of another bridge has arrived recently, within `intervals` times its `alive_seconds`."""
         last, arrival = self._heartbeats().get(bridge), self._arrivals.get(bridge)
         if last is None or arrival is None:
             return False
-        return now - arrival[1] < last.record.alive_seconds
+        return now - arrival[1] < intervals * last.record.alive_seconds
 
     def has_other(self, now: float) -> bool:
         """Return whether another bridge is alive."""
@@ -351,5 +351,5 @@ class BridgePeers:
             is_behind = self._first_own is not None and last.position > self._first_own
             has_same_name = bridge != self._own and bridge_name(bridge) == bridge_name(self._own)
             if is_behind and has_same_name and self.is_alive(bridge, now):
-                return last.record.process or "another process"
+                return printable(last.record.process) or "another process"
         return ""

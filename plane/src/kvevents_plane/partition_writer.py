@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 import secrets
 import time
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
-from kvevents.plane.bridge_rules import BridgePeers
-from kvevents.plane.layout import Layout, create_buckets, create_partition, partition_info
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.page_builder import PageBuilder
-from kvevents.plane.partition_reader import PartitionReader, ReadFailure
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import (
+from kvevents_plane.bridge_rules import BridgePeers
+from kvevents_plane.layout import Layout, create_partition, partition_info
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.page_builder import PageBuilder
+from kvevents_plane.partition_reader import PartitionReader, ReadFailure
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import (
     HISTORY_HEADER,
     PAGE_HEADER,
     HeartbeatRecord,
@@ -42,11 +41,11 @@ from kvevents.plane.records import (
     encode_page,
     history_header,
 )
-from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Snapshots
+from kvevents_plane.settings import PlaneSettings
+from kvevents_plane.snapshots import Snapshots
 
 if TYPE_CHECKING:
-    from kvevents.plane.nats_client import PlaneClient
+    from kvevents_plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +115,6 @@ class PartitionWriter:
         plane: PlaneSettings,
         bridge: str,
         page_bytes: int,
-        unreadable_seconds: float,
     ) -> None:
         self.partition: Final = partition
         self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
@@ -134,7 +132,6 @@ class PartitionWriter:
         self._plane: Final = plane
         self._bridge: Final = bridge
         self._page_bytes: Final = page_bytes
-        self._unreadable_seconds: Final = unreadable_seconds
         self._reader: PartitionReader | None = None
         self._write_fault = ""
         self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MAX_SECONDS)
@@ -197,6 +194,14 @@ class PartitionWriter:
         self.builder.diverged[key] = None
         self._wake.set()
 
+    def start_over(self, first: int) -> None:
+        """Write all streams again, because replicas cannot read the pages before `first`. Do nothing if that has been done."""
+        if first > self.builder.state.first_page and self.ready.is_set():
+            reason = f"pages before {first} are missing, and no snapshot contains them"
+            log.error("partition %d starts over: %s", self.partition, reason)
+            self.builder.reset_reason = reason
+            self._wake.set()
+
     # --- read
 
     def on_connected(self) -> None:
@@ -234,12 +239,11 @@ class PartitionWriter:
                 self._plane.reader,
             )
             reader.resolves_disputes = resolves_disputes
-            tasks = [asyncio.create_task(work(reader)) for work in (self._wait_until_ready, self._watch_readability)]
+            waiting = asyncio.create_task(self._wait_until_ready(reader))
             try:
                 failure = await reader.run()
             finally:
-                for task in tasks:
-                    task.cancel()
+                waiting.cancel()
                 self.ready.clear()
             log.error("partition %d was %s; reading it again", self.partition, failure.reason)
 
@@ -258,7 +262,7 @@ class PartitionWriter:
                 self._set_write_fault(error)
                 await asyncio.sleep(self._plane.reader.retry_seconds)
         if failure is not None and failure.reason == "purged" and state.position + 1 < failure.first:
-            reason = f"the pages before {failure.first} were purged, and no snapshot contains them"
+            reason = f"pages before {failure.first} are missing, and no snapshot contains them"
             log.error("partition %d starts over: %s", self.partition, reason)
             state = PartitionState.after_unknown_prefix(failure.first - 1, reason)
         self._replace_state(state)
@@ -290,29 +294,6 @@ class PartitionWriter:
         self.builder.state.epoch = self.builder.state.epoch or reader.stream_id or ""
         self._observer.on_ready(self)
         self.ready.set()
-
-    async def _watch_readability(self, reader: PartitionReader) -> None:
-        """End the reader if no new reader could read the partition: pages were purged that no snapshot contains.
-
-        The writer of the first partition also creates missing buckets.
-        """
-        await reader.caught_up.wait()
-        was_unreadable = False
-        while True:
-            pause = self._unreadable_seconds * random.uniform(0.25, 0.75)  # noqa: S311 - spreads the partitions over time
-            await asyncio.sleep(pause)
-            try:
-                if self.partition == 0:
-                    await create_buckets(self._js, self._layout, self._plane)
-                info = await partition_info(self._js, self._layout, self.partition)
-                is_readable = await self._snapshots.is_readable(self.partition, info, self.builder.state.first_page)
-            except PlaneError as error:
-                log.debug("%s", error)
-                continue
-            if was_unreadable and not is_readable:
-                reader.end(ReadFailure("purged", info.first))
-                return
-            was_unreadable = not is_readable
 
     def _on_messages(self, messages: list[ReceivedMessage]) -> None:
         state = self.builder.state

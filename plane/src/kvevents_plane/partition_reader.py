@@ -4,6 +4,10 @@ The reader uses an ordered ephemeral consumer: the server pushes pages, nothing 
 consumer. The sequence numbers show every fault of the connection, of the partition's leader, or of a queue that is too short.
 The reader then creates a new consumer behind the last page that it passed on.
 
+A damaged file, or a deletion, leaves a *hole*: numbers without messages, after which others exist or only the number of the
+newest message. A consumer sends nothing for them. So a reader that has missed a number, or that has received everything without
+reaching the last number, requests the next message. If that shows a hole, the partition can be read on only after the hole.
+
 Servers can lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
 message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
 
@@ -22,9 +26,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvevents.errors import PlaneError
-from kvevents.plane.layout import Layout, PartitionInfo, fetch_message, has_tail, partition_info
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.records import (
+from kvevents_plane.layout import (
+    Layout,
+    PartitionInfo,
+    fetch_message,
+    fetch_next_message,
+    has_tail,
+    partition_info,
+)
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,
     NEW_HISTORY,
@@ -33,7 +44,7 @@ from kvevents.plane.records import (
     Tail,
     extend_history,
 )
-from kvevents.plane.settings import ReaderLimits
+from kvevents_plane.settings import ReaderLimits
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -56,11 +67,11 @@ class ReadFailure(NamedTuple):
     """Why a partition cannot be read on. The partition must be read again from a snapshot or from its beginning."""
 
     reason: str
-    """`recreated`: the stream was deleted and created again. `purged`: unread pages are gone. `truncated`, `rewritten`: pages
-    that were read are gone, and in the latter case others are in their place. `disputed`: the writer of a page has read other
-    pages before it than this reader."""
+    """`recreated`: the stream was deleted and created again. `purged`: unread pages are gone, by a purge or because of damage.
+    `truncated`, `rewritten`: pages that were read are gone, and in the latter case others are in their place. `disputed`: the
+    writer of a page has read other pages before it than this reader."""
     first: int = 1
-    """Position of the oldest readable page."""
+    """Position of the first page that can be read on from."""
 
 
 OnMessages = Callable[[list[ReceivedMessage]], None]
@@ -141,8 +152,8 @@ class PartitionReader:
         self._verified: asyncio.Future[bool] | None = None
         """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
         self._ended: ReadFailure | None = None
-        self._oldest: int | None = None
-        """Position of the first page that the server had to send, if pages before it are gone."""
+        self._is_short = False
+        """Whether a consumer has not sent the page after the tail, although the partition has later ones."""
         self._failure: BaseException | None = None
         self._received: list[ReceivedMessage] = []
         self._delivered = 0
@@ -233,11 +244,21 @@ class PartitionReader:
             return failure
         if requests == self._check_requests:
             self.checked.set()
-        if self._oldest is not None or (self.position + 1 < info.first and self.position < info.last):
-            return ReadFailure("purged", max(info.first, self._oldest or 0))
-        if self.position >= info.last:
-            self.lag = 0
-            self.caught_up.set()
+        is_short, self._is_short = self._is_short, False
+        if self.position < info.last:
+            return await self._find_hole(info) if is_short or self.position + 1 < info.first else None
+        self.lag = 0
+        self.caught_up.set()
+        return None
+
+    async def _find_hole(self, info: PartitionInfo) -> ReadFailure | None:
+        """Return a failure if there is no page after the tail. If only the consumer's server lacks it, pass it on."""
+        if self.position + 1 < info.first:
+            return ReadFailure("purged", info.first)
+        found = await fetch_next_message(self._js, self._layout, self._partition, self.position + 1)
+        if found is None or found.position > self.position + 1:
+            return ReadFailure("purged", info.last + 1 if found is None else found.position)
+        await self._fetch_to(min(info.last, self.position + MAX_POLLED_PAGES))
         return None
 
     async def _verify_tail(self, info: PartitionInfo) -> ReadFailure | None:
@@ -350,6 +371,8 @@ class PartitionReader:
                 if self.fault:
                     log.info("partition %d: reading again", self._partition)
                 self.fault = ""
+                if not info.num_pending:
+                    self._note_end()
                 # A server that loses messages loses this consumer too: what it sends belongs to what is there now.
                 if not await self._has_page_of(self.tail, await self._fetch_info()):
                     return ReadFailure("rewritten")
@@ -365,6 +388,12 @@ class PartitionReader:
                         async with asyncio.timeout(DELETE_SECONDS):
                             await self._js.delete_consumer(self._layout.stream(self._partition), name)
         return None
+
+    def _note_end(self) -> None:
+        """Note that the consumer has sent everything: if the partition had later pages before it was created, it is short."""
+        if self.info is not None and self.position < self.info.last:
+            self._is_short = True
+            self._interrupted.set()
 
     def _consumer_config(self, inbox: str) -> Any:
         from nats.js import api  # noqa: PLC0415 - an extra
@@ -403,6 +432,7 @@ class PartitionReader:
             log.warning(
                 "partition %d: the consumer has stopped, or has sent other pages than the partition holds", self._partition
             )
+            self._is_short = True
             self.request_check()
         return info.last
 
@@ -432,7 +462,7 @@ class PartitionReader:
         position, delivered, pending = (int(tokens[at]) for at in ((5, 6, 8) if len(tokens) == SHORT_REPLY else (7, 8, 10)))
         if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
             if delivered == self._delivered + 1 and position > self.position + 1:
-                self._oldest = position  # the consumer skips nothing that exists
+                self._is_short = True
             self._interrupted.set()
             return
         headers = message.headers or {}
@@ -445,6 +475,8 @@ class PartitionReader:
         self._foreign_pages += not is_known
         self._delivered = delivered
         self._received.append(page)
+        if not pending:
+            self._note_end()
         if is_known:
             self._pass_on()
         elif len(self._received) == 1:

@@ -12,6 +12,7 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvevents.stream import printable
 from kvevents.wire import MAX_SEQ
 
 VERSION: Final = 2
@@ -20,6 +21,9 @@ EMPTY_HISTORY: Final = bytes(8)
 """The history of a partition before its first message."""
 MISSED_HEARTBEATS: Final = 3
 """Number of missing heartbeats after which a bridge counts as dead."""
+CONFLICT_INTERVALS: Final = 2.0
+"""Number of times `HeartbeatRecord.alive_seconds` for which a bridge counts that follows another engine under the same name, so
+that a late heartbeat does not make the name EXACT."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Longest heartbeat interval that readers believe: a bridge counts as alive for at most `MISSED_HEARTBEATS` of these."""
 PAGE_HEADER: Final = "Kvevents-Page"
@@ -36,15 +40,33 @@ StreamKey: TypeAlias = tuple[str, int]
 
 
 def stream_text(key: StreamKey) -> str:
-    """Return a stream for people: the parts of its source, which a control character separates, and its rank."""
+    """Return a stream for people: the parts of its source, and its rank."""
     source, rank = key
-    parts = "/".join(source.split("\x1f"))
-    return f"{parts if parts.isprintable() else ascii(parts)[1:-1]} rank {rank}"
+    return f"{printable(source)} rank {rank}"
 
 
 def bridge_name(bridge: str) -> str:
     """Return the configured name of a bridge from its id in the log, `NAME#RANDOM`, which differs for each process."""
-    return bridge.rpartition("#")[0] or bridge
+    return printable(bridge.rpartition("#")[0] or bridge)
+
+
+class _Endpoints(msgspec.Struct, frozen=True):
+    """The part of a registration that identifies an engine."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+
+_ENDPOINTS: Final = msgspec.json.Decoder(_Endpoints)
+
+
+def engine_digest(registration: bytes) -> bytes:
+    """Return a digest of what identifies the engine of a registration: its endpoints, or all of it if it has none."""
+    try:
+        found = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = registration
+    return blake2b(found, digest_size=8).digest()
 
 
 class _StreamRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -144,6 +166,10 @@ class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=
     """Seconds for which events of its engines have waited to be written or read; 0 while below the bridge's limit."""
     process: str = ""
     """Process and host, for operators."""
+    uptime: float = 0.0
+    """The bridge's monotonic clock, in seconds; 0 if unknown. It shows how late the heartbeat arrives."""
+    conflict: str = ""
+    """A stream of the partition that another bridge uses for another engine, as a sentence; empty without one."""
 
     @property
     def alive_seconds(self) -> float:

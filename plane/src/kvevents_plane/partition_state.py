@@ -27,7 +27,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.plane.records import (
+from kvevents.settings import build_decoder_now
+from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
+from kvevents.wire import DEFAULT_WIRE_LIMITS
+from kvevents_plane.records import (
     EMPTY_HISTORY,
     BatchRecord,
     FragmentRecord,
@@ -42,11 +45,9 @@ from kvevents.plane.records import (
     StreamKey,
     Tail,
     TrustRecord,
+    engine_digest,
     extend_history,
 )
-from kvevents.settings import build_decoder_now
-from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
-from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED: Final = 100_000
@@ -131,6 +132,15 @@ class StreamState(msgspec.Struct, array_like=True):
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
     """Whether the incarnation accepts no more records: the stream had left, or an invalid record was written."""
+    engines: dict[str, bytes] = {}
+    """Digest of the engine with which each bridge joined the stream last (`engine_digest`)."""
+
+    def differing_bridges(self, is_alive: Callable[[str], bool]) -> list[str]:
+        """Return the bridges that are alive if they joined the stream with different engines."""
+        if len(set(self.engines.values())) < 2:
+            return []
+        alive = {bridge: engine for bridge, engine in self.engines.items() if is_alive(bridge)}
+        return sorted(alive) if len(set(alive.values())) > 1 else []
 
 
 class ResumePoint(NamedTuple):
@@ -241,13 +251,17 @@ class PartitionState:
     def _apply_join(self, record: JoinRecord) -> Iterable[PartitionEvent]:
         known = self.streams.get(record.key)
         if known is None:
-            self.streams[record.key] = StreamState(record.registration, self.min_incarnation)
+            known = self.streams[record.key] = StreamState(record.registration, self.min_incarnation)
         elif known.registration is None:
             del self.streams[record.key]
             # Readers have dropped the old incarnation; a bridge continues with the next one.
-            self.streams[record.key] = StreamState(record.registration, known.incarnation, has_ended=True)
+            known = StreamState(record.registration, known.incarnation, has_ended=True)
+            self.streams[record.key] = known
         else:
             known.registration = record.registration
+        known.engines[self._writer] = engine_digest(record.registration)
+        if len(known.engines) > MAX_REPORTS:
+            del known.engines[min(known.engines, key=self._heartbeat_position)]
         yield StreamJoined(record.key, record.registration)
 
     def _apply_leave(self, record: LeaveRecord) -> Iterable[PartitionEvent]:
@@ -306,7 +320,7 @@ class PartitionState:
             return
         self._newest.pop(record.key, None)
         # The reports were about the incarnation before; bridges that follow the new one report again.
-        self.streams[record.key] = StreamState(stream.registration, record.incarnation)
+        self.streams[record.key] = StreamState(stream.registration, record.incarnation, engines=stream.engines)
         yield Reset(record.source, record.rank, record.incarnation, record.reason)
 
     def _apply_gap(self, record: GapRecord) -> Iterable[PartitionEvent]:

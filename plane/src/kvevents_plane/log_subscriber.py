@@ -12,21 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import exp
 from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
-from kvevents.plane.digests import PartitionDigest
-from kvevents.plane.partition_state import (
-    InvalidRecord,
-    PartitionEvent,
-    PartitionState,
-    StreamJoined,
-    StreamLeft,
-    StreamState,
-    TrustReport,
-)
-from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name, stream_text
-from kvevents.plane.settings import ReaderLimits
 from kvevents.stream import (
     BatchReport,
     Checkpoint,
@@ -39,14 +28,29 @@ from kvevents.stream import (
     StreamCounters,
     Trust,
     TrustLedger,
+    printable,
 )
 from kvevents.subscriber import Sink, StreamStatus
+from kvevents_plane.digests import PartitionDigest
+from kvevents_plane.partition_state import (
+    InvalidRecord,
+    PartitionEvent,
+    PartitionState,
+    StreamJoined,
+    StreamLeft,
+    StreamState,
+    TrustReport,
+)
+from kvevents_plane.records import CONFLICT_INTERVALS, ReceivedMessage, StreamKey, bridge_name, stream_text
+from kvevents_plane.settings import ReaderLimits
 
 log = logging.getLogger(__name__)
 
 PAGES_PER_TURN: Final = 16
 """Pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
+DELAY_SECONDS: Final = 20.0
+"""Time in which a delay of heartbeats that stays is forgotten by two thirds: the bridge's clock may have stood still."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT: Final = frozenset({"EXACT", "DEGRADED"})
 """Reports about streams that a bridge follows to their end."""
@@ -64,6 +68,7 @@ class _QueuedMessage(NamedTuple):
     state: PartitionState | None
     """The state that the message is for: a partition that was dropped and added again has another one."""
     message: ReceivedMessage
+    received_at: float
 
 
 class PartitionProgress(NamedTuple):
@@ -71,15 +76,39 @@ class PartitionProgress(NamedTuple):
 
     position: int
     lag: int | None
-    """Pages on the servers that are not in the index; None if unknown."""
+    """Pages on the servers that were not received when the newest page in the index was; None if unknown."""
     fault: str
     """Why the partition cannot be read at the moment."""
     written_at: float | None
     """When the newest page was written, by the bridge's clock."""
+    awaited: int = 0
+    """Position of a page that the servers had at the time `awaited_since`. Once it was read, it is a newer one."""
+    awaited_since: float = 0.0
     is_complete: bool = False
     """Whether the partition was read to its end once."""
     is_broken: bool = False
-    """Whether what was read may be wrong: `fault` then stays until the partition is dropped."""
+    """Whether what was read may be wrong: `fault` then stays until the partition is added again."""
+
+
+class _Heartbeat(NamedTuple):
+    """The last heartbeat of a bridge in a partition."""
+
+    position: int
+    received_at: float
+    uptime: float
+    """The bridge's monotonic clock when it was sent."""
+    delay: float
+    """Seconds by which it was later than the fastest ones before it."""
+    is_live: bool
+    """Whether it was received after the end of the partition had been read; an earlier one can be of any age."""
+
+    def follow(self, position: int, received_at: float, uptime: float, *, is_live: bool) -> _Heartbeat:
+        """Return the next heartbeat. A server or replica that was stopped delivers heartbeats late, and then catches up."""
+        passed = received_at - self.received_at
+        delay = 0.0
+        if uptime and self.uptime:
+            delay = max(0.0, self.delay * exp(-passed / DELAY_SECONDS) + passed - (uptime - self.uptime))
+        return _Heartbeat(position, received_at, uptime, delay, is_live)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,8 +198,10 @@ class LogSubscriber:
         self._observed: dict[StreamKey, _Observed] = {}
         """The current incarnation of each stream with a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
-        self._heartbeats: dict[tuple[int, str], tuple[int, float]] = {}
-        """Position of the last heartbeat by partition and bridge, and when it was read."""
+        self._heartbeats: dict[tuple[int, str], _Heartbeat] = {}
+        """The last heartbeat by partition and bridge."""
+        self._complete_at: dict[int, float] = {}
+        """Time at which the end of a partition was read first, as `_apply` has seen it."""
 
     # --- any thread
 
@@ -178,7 +209,8 @@ class LogSubscriber:
         """Queue the next messages of a partition."""
         self._put_bytes += sum(len(message.data) for message in messages)
         state = self.states.get(partition)
-        self._queue.extend(_QueuedMessage(partition, state, message) for message in messages)
+        now = self._clock()
+        self._queue.extend(_QueuedMessage(partition, state, message, now) for message in messages)
         self._wake.set()
 
     def report_progress(self, partition: int, lag: int | None, fault: str) -> None:
@@ -188,16 +220,19 @@ class LogSubscriber:
             if known is None or known.is_broken:  # it is no longer read
                 return
             if lag == 0 and not fault and not self._queue:
-                known = known._replace(lag=0, is_complete=True)
+                known = known._replace(lag=0, awaited=0, is_complete=True)
             elif lag is None:
                 known = known._replace(lag=None)
             self._partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
-        """Note that what was read of a partition may be wrong: its streams are STALE until the partition is dropped."""
+        """Note that what was read of a partition may be wrong: its streams are STALE until it is added again.
+
+        Messages that were not applied yet are ignored.
+        """
         with self._partitions_lock:
             if (known := self._partitions.get(partition)) is not None:
-                self._partitions[partition] = known._replace(lag=None, fault=reason, is_broken=True)
+                self._partitions[partition] = known._replace(lag=None, fault=reason, is_complete=False, is_broken=True)
 
     @property
     def queued_bytes(self) -> int:
@@ -223,7 +258,9 @@ class LogSubscriber:
     def add_partition(
         self, partition: int, state: PartitionState, degraded_reasons: Mapping[StreamKey, frozenset[DegradedReason]]
     ) -> None:
-        """Read a partition from the end of a state on; the index already contains the state's streams."""
+        """Read a partition from the end of a state on; the index already contains the state's streams, and no others of it."""
+        if partition in self.states:
+            self._drop_partition(partition)
         with self._partitions_lock:
             self._partitions = {**self._partitions, partition: PartitionProgress(state.position, None, "", None)}
         self.states = {**self.states, partition: state}
@@ -234,8 +271,7 @@ class LogSubscriber:
                 observed.ledger.add(reason, stream.last_seq)
         self.registrations = _registrations(self.states.values())
 
-    def drop_partition(self, partition: int) -> list[StreamKey]:
-        """Forget a partition, and return its streams, which must leave the index."""
+    def _drop_partition(self, partition: int) -> None:
         state = self.states[partition]
         self.states = {number: each for number, each in self.states.items() if number != partition}
         with self._partitions_lock:
@@ -243,13 +279,12 @@ class LogSubscriber:
         self.digests = {number: each for number, each in self.digests.items() if number != partition}
         self._digests_by_interval.pop(partition, None)
         self._due = [number for number in self._due if number != partition]
+        self._complete_at.pop(partition, None)
         self._heartbeats = {key: each for key, each in self._heartbeats.items() if key[0] != partition}
         for key in state.streams:
             self._partition_of.pop(key, None)
             self._observed.pop(key, None)
             self._counters.pop(key, None)
-        self.registrations = _registrations(self.states.values())
-        return list(state.streams)
 
     # --- deliveries
 
@@ -290,12 +325,13 @@ class LogSubscriber:
             self.digests[partition] = tuple(dict.fromkeys(known.values()))
 
     def _apply(self, queued: _QueuedMessage) -> list[RawDelivery]:
-        partition, state, message = queued
-        if state is None or self.states.get(partition) is not state:
+        partition, state, message, received_at = queued
+        if state is None or self.states.get(partition) is not state or self._partitions[partition].is_broken:
             return []
         page = message.page()
         events: list[PartitionEvent] = []
         written_at = self._partitions[partition].written_at
+        is_live = self._partitions[partition].is_complete
         if page is None:
             if not state.foreign_messages:
                 log.error(
@@ -308,23 +344,26 @@ class LogSubscriber:
             events, written_at = state.apply(message.position, page), page.written_at
         if message.position % self._limits.digest_intervals[0] == 0 and not state.unknown_prefix:
             self._due.append(partition)
-        self._advance(partition, message, written_at)
-        now = self._clock()
-        self._heartbeats.update(
-            {
-                (partition, bridge): (last.position, now)
-                for bridge, last in state.heartbeats.items()
-                if self._heartbeats.get((partition, bridge), (-1, 0.0))[0] != last.position
-            }
-        )
+        self._advance(partition, message, written_at, received_at)
+        for bridge, last in state.heartbeats.items():
+            known = self._heartbeats.get((partition, bridge))
+            if known is None:
+                known = _Heartbeat(-1, received_at, 0.0, 0.0, is_live)
+            if known.position != last.position:
+                found = known.follow(last.position, received_at, last.record.uptime, is_live=is_live)
+                self._heartbeats[partition, bridge] = found
         return [delivery for event in events if (delivery := self._deliver(partition, event)) is not None]
 
-    def _advance(self, partition: int, message: ReceivedMessage, written_at: float | None) -> None:
+    def _advance(self, partition: int, message: ReceivedMessage, written_at: float | None, received_at: float) -> None:
         with self._partitions_lock:
             known = self._partitions[partition]._replace(position=message.position, written_at=written_at)
             if not known.is_broken:
                 is_complete = known.is_complete or message.pending == 0
                 known = known._replace(lag=message.pending, fault="", is_complete=is_complete)
+                if is_complete:
+                    self._complete_at.setdefault(partition, received_at)
+                if message.position >= known.awaited:
+                    known = known._replace(awaited=message.position + message.pending, awaited_since=received_at)
             self._partitions[partition] = known
 
     def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
@@ -338,7 +377,7 @@ class LogSubscriber:
         if isinstance(event, StreamLeft):
             # In order with later events: the stream may join again before any caller sees that it was gone.
             self._observed.pop(event.key, None)
-            return Reset(*event.key, event.incarnation, f"the engine left the log: {event.reason}")
+            return Reset(*event.key, event.incarnation, f"the engine left the log: {printable(event.reason)}")
         if isinstance(event, InvalidRecord):
             log.error("partition %d, %s: invalid record: %s", partition, stream_text(event.key), event.reason)
             stream = self.states[partition].streams[event.key]
@@ -400,7 +439,7 @@ class LogSubscriber:
         progress = self._partitions[partition]
         if progress.fault:
             return Trust.STALE.with_reason(f"the log cannot be read: {progress.fault}")
-        if not progress.is_complete or progress.lag is None or progress.lag > self._limits.max_lag_pages:
+        if not progress.is_complete or progress.lag is None or self._lags(progress):
             return Trust.REPLAYING.with_reason("the log is being read")
         reported = self._reported(partition, stream)
         observed = self._observed.get(key)
@@ -412,10 +451,17 @@ class LogSubscriber:
             return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[reason] for reason in observed.ledger)))
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
+    def _lags(self, progress: PartitionProgress) -> bool:
+        is_late = progress.position < progress.awaited and self._clock() - progress.awaited_since > self._limits.max_lag_seconds
+        return is_late or (progress.lag or 0) > self._limits.max_lag_pages
+
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""
+        if bridges := stream.differing_bridges(lambda bridge: self._may_be_alive(partition, bridge)):
+            names = ", ".join(sorted({bridge_name(bridge) for bridge in bridges}))
+            return Trust.STALE.with_reason(f"bridges {names} follow different engines under this name")
         if (best := self._best_report(partition, stream)) is not None:
-            return Trust(best.trust, best.reason)
+            return Trust(best.trust, printable(best.reason))
         if stream.trust_reports:
             return Trust.STALE.with_reason("no bridge that follows the stream is alive")
         return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
@@ -438,18 +484,25 @@ class LogSubscriber:
         reason = f"bridge {bridge_name(bridge)} lags by {lag:.0f} s: the engines' events are not in the log yet"
         return TrustReport("REPLAYING", reason, report.degraded_reasons)
 
-    def _is_alive(self, partition: int, bridge: str) -> bool:
-        state, arrived = self.states.get(partition), self._heartbeats.get((partition, bridge))
+    def _is_alive(self, partition: int, bridge: str, intervals: float = 1.0) -> bool:
+        state, known = self.states.get(partition), self._heartbeats.get((partition, bridge))
         last = None if state is None else state.heartbeats.get(bridge)
-        if last is None or arrived is None:
+        if last is None or known is None or not known.is_live:
             return False
-        return self._clock() - arrived[1] < last.record.alive_seconds
+        return self._clock() - known.received_at + known.delay < intervals * last.record.alive_seconds
+
+    def _may_be_alive(self, partition: int, bridge: str) -> bool:
+        """Return whether a bridge is alive, or its next heartbeat is not due yet because the partition has just been read."""
+        state = self.states[partition]
+        last, since = state.heartbeats.get(bridge), self._complete_at.get(partition, self._clock())
+        is_due = last is None or self._clock() - since >= CONFLICT_INTERVALS * last.record.alive_seconds
+        return not is_due or self._is_alive(partition, bridge, CONFLICT_INTERVALS)
 
     def _find(self, key: StreamKey) -> tuple[int, StreamState]:
         partition = self._partition_of.get(key)
         stream = None if partition is None else self.states[partition].streams.get(key)
         if partition is None or stream is None or stream.registration is None:
-            raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
+            raise UnknownSourceError(f"the log has no stream {stream_text(key)}")
         return partition, stream
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvevents.errors import PlaneError
-from kvevents.plane.layout import Layout
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.records import StreamKey
 from kvevents.settings import build_decoder_now
+from kvevents_plane.layout import Layout
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.records import StreamKey
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -50,11 +50,27 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
     """The digests that one replica publishes, by partition."""
 
     partitions: dict[str, list[PartitionDigest]]
+    """The partitions that the replica has read to their ends. There is no digest yet if few pages were read."""
+    missing: dict[str, int] = {}
+    """Partitions that the replica cannot read, because pages are missing that no readable snapshot contains, with the first
+    page after them. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
+
+    positions: dict[str, int] = {}
+    """Position of the newest page that is in the index, by partition."""
 
     @classmethod
-    def of(cls, digests: Mapping[int, Iterable[PartitionDigest]]) -> ReplicaDigests:
+    def of(
+        cls,
+        digests: Mapping[int, Iterable[PartitionDigest]],
+        missing: Mapping[int, int] | None = None,
+        positions: Mapping[int, int] | None = None,
+    ) -> ReplicaDigests:
         """Return the digests for publication."""
-        return cls({str(partition): list(each) for partition, each in digests.items()})
+        return cls(
+            {str(partition): list(each) for partition, each in digests.items()},
+            {str(partition): first for partition, first in (missing or {}).items()},
+            {str(partition): position for partition, position in (positions or {}).items()},
+        )
 
     def encode(self) -> bytes:
         """Encode the digests for the bucket."""
@@ -77,6 +93,15 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
             if one.position == two.position
         ]
         return all(comparisons) if comparisons else None
+
+
+def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
+    """Return the partitions that a replica cannot read, with the first page after the last one that is missing."""
+    found: dict[int, int] = {}
+    for partition, first in (each for replica in replicas for each in replica.missing.items()):
+        if partition.isdecimal():
+            found[int(partition)] = max(first, found.get(int(partition), 0))
+    return found
 
 
 async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, ReplicaDigests]:

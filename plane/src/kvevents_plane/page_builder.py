@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvevents.plane.bridge_rules import RecordVerdict, StreamEnd, advance_end, can_report_trust, classify_record, trim_record
-from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamLeft
-from kvevents.plane.records import (
+from kvevents.stream import RawBatch, trust_order
+from kvevents_plane.bridge_rules import RecordVerdict, StreamEnd, advance_end, can_report_trust, classify_record, trim_record
+from kvevents_plane.partition_state import PartitionEvent, PartitionState, StreamLeft
+from kvevents_plane.records import (
     VERSION,
     BatchRecord,
     FragmentRecord,
@@ -39,7 +40,6 @@ from kvevents.plane.records import (
     StreamRecord,
     TrustRecord,
 )
-from kvevents.stream import RawBatch, trust_order
 
 RECORD_BYTES: Final = 96
 """Size of a record without its payload and texts, at most."""
@@ -116,6 +116,8 @@ class PageBuilder:
         """Bytes of the records that are not known to be in the log."""
         self.written = 0
         """Batches of the log that this builder wrote."""
+        self.reset_reason = ""
+        """Why all streams of the partition must start over, until a page at which they do is in the partition."""
         self._bridge: Final = bridge
         self._page_bytes: Final = page_bytes
         self._builder_id: Final = builder_id
@@ -186,6 +188,11 @@ class PageBuilder:
         queue = self._queues.get(key)
         return queue is not None and queue.followed is None
 
+    def is_replaced(self, key: StreamKey) -> bool:
+        """Return whether the log has another incarnation of a stream than the bridge follows, as far as is known."""
+        queue = self._queues.get(key)
+        return queue is not None and not can_report_trust(self._end_of(key, queue), queue.followed)
+
     def has_queued(self, key: StreamKey) -> bool:
         """Return whether a stream has records that are not known to be in the log."""
         queue = self._queues.get(key)
@@ -216,9 +223,9 @@ class PageBuilder:
             return None
         records: list[Record] = [] if self._heartbeat is None else [self._heartbeat]
         commits: list[_Commit] = []
-        if self.state.unknown_prefix:
+        if reason := self.state.unknown_prefix or self.reset_reason:
             # Higher than any incarnation: no stream can have more of them than the pages before have room for records.
-            records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, self.state.unknown_prefix))
+            records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
             self._fill(records, commits, now)
         if not records:
@@ -368,7 +375,9 @@ class PageBuilder:
         return self._apply(position, page)
 
     def _apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        found = self.state.apply(position, page)
+        first_page, found = self.state.first_page, self.state.apply(position, page)
+        if self.state.first_page != first_page:
+            self.reset_reason = ""
         for event in found:
             if isinstance(event, StreamLeft) and (queue := self._queues.get(event.key)) is not None:
                 queue.followed = None

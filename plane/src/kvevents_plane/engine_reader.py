@@ -17,10 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError, KVEventsError, UnknownSourceError
-from kvevents.plane.page_builder import RECORD_BYTES
-from kvevents.plane.partition_state import ResumePoint
-from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord, stream_text
-from kvevents.plane.settings import RECEIVE_QUEUE
 from kvevents.stream import (
     REASONS_ENDED_BY_CLEAR,
     Batch,
@@ -34,6 +30,10 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.wire import decode_batch
+from kvevents_plane.page_builder import RECORD_BYTES
+from kvevents_plane.partition_state import ResumePoint
+from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord, stream_text
+from kvevents_plane.settings import RECEIVE_QUEUE
 
 log = logging.getLogger(__name__)
 

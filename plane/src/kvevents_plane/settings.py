@@ -12,8 +12,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 from kvevents.errors import ConfigError
-from kvevents.plane.records import MAX_HEARTBEAT_SECONDS
 from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seconds, Secret, Settings, Subject, Unit, Url
+from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
 COPIES: Final = (1, 3, 5)
@@ -90,7 +90,7 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds between two heartbeats of an idle consumer."""
     silent_seconds: Seconds = 3.5
     """Seconds without messages and heartbeats after which the consumer is replaced."""
-    check_seconds: Seconds = 10.0
+    check_seconds: Seconds = 5.0
     """Seconds between two comparisons of the received pages with the partition. A server whose copy has stopped or differs
     from the other copies still sends heartbeats."""
     retry_seconds: Seconds = 0.5
@@ -103,6 +103,8 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes of pages that may wait to be processed. Pages above that are read again later."""
     max_lag_pages: Positive = 64
     """Pages that a partition may lag while it is written, before its streams are REPLAYING."""
+    max_lag_seconds: Seconds = 1.0
+    """Seconds for a page that the servers have to arrive, before the streams of its partition are REPLAYING."""
     digest_pages: Positive = 64
     """Pages between two digests of a partition; the same in all replicas, which compare digests at equal positions."""
 
@@ -117,7 +119,7 @@ class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     retry_seconds: Seconds = 2.0
     """Pause between two attempts to reach the servers, or to build an index."""
-    compare_seconds: Seconds = 2.0
+    compare_seconds: Seconds = 1.0
     """Pause between two comparisons of digests with the other replicas."""
     turn_seconds: Seconds = 20.0
     """Time that a replica waits for another one to rebuild if their digests differ and none has a majority."""
@@ -282,10 +284,9 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Drop an engine from the log after this many seconds without a connection to any bridge."""
     unclaimed_seconds: Seconds = 600.0
     """Drop an engine from the log that no bridge has claimed for this many seconds; a restart of bridges must be shorter."""
-    unreadable_seconds: Seconds = 20.0
-    """Rewrite a partition whose purged pages have been in no snapshot for this many seconds."""
-    heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 2.0
-    """Seconds between two heartbeats in each partition, at most 60."""
+    heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 0.5
+    """Seconds between two heartbeats in each partition, at most 60. Replicas call nothing EXACT that is older than three
+    heartbeats and half a second."""
     max_lag_seconds: Seconds = 1.0
     """Seconds that events may wait in the bridge before replicas trust none of its streams."""
     receive_queue: Positive = RECEIVE_QUEUE

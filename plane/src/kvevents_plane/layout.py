@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
-from kvevents.plane.settings import PlaneSettings
 from kvevents.settings import build_decoder_now
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
+from kvevents_plane.settings import PlaneSettings
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -74,6 +74,8 @@ class PartitionInfo(NamedTuple):
     """Identifies the stream: a recreated stream has another id."""
     leader: str | None
     """None for a server outside a cluster; empty while there is no leader."""
+    missing: int = 0
+    """Number of messages that are gone between the oldest and the newest page."""
 
 
 class Layout:
@@ -262,21 +264,34 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
         info.state.bytes,
         metadata.epoch if metadata is not None else str(info.created),
         (info.cluster.leader or "") if info.cluster is not None else None,
+        max(0, info.state.last_seq - info.state.first_seq + 1 - info.state.messages),
     )
 
 
 async def fetch_message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> ReceivedMessage | None:
     """Return one message of a partition; None if it was deleted. Raises `PlaneError`."""
+    return await _fetch(js, layout, partition, position)
+
+
+async def fetch_next_message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> ReceivedMessage | None:
+    """Return the first message of a partition at `position` or later; None without one. Raises `PlaneError`."""
+    return await _fetch(js, layout, partition, position, layout.subject(partition))
+
+
+async def _fetch(
+    js: JetStreamContext, layout: Layout, partition: int, position: int, subject: str | None = None
+) -> ReceivedMessage | None:
     try:
         with map_errors(f"reading page {position} of partition {partition}"):
             async with asyncio.timeout(FETCH_SECONDS):
-                found = await js.get_msg(layout.stream(partition), position)
+                found = await js.get_msg(layout.stream(partition), position, subject, next=subject is not None)
     except PlaneError as error:
         if error.fault != "missing":
             raise
         return None
     headers = found.headers or {}
-    return ReceivedMessage(position, found.data or b"", 0, headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER))
+    name, history = headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER)
+    return ReceivedMessage(found.seq or position, found.data or b"", 0, name, history)
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:

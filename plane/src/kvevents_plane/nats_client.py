@@ -14,10 +14,10 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 - A request that the server forbids fails at once. nats-py waits for the timeout.
 - A server that answers with another protocol than NATS counts as one failed attempt. nats-py stops trying, for example, when
   its first line is too long.
-- Servers that have left the cluster are removed from the pool.
 
-Most of this overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a newer one, compare
-these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`.
+What has no public way in nats-py overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a
+newer one, compare these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`. ADR 0036 has the
+alternatives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport, WebSocketTransport
 from nats.protocol.parser import PERMISSIONS_ERR
 
-from kvevents.plane.nats_errors import keep_cancellation
+from kvevents_plane.nats_errors import keep_cancellation
 
 _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
 _WEB: Final = ("ws", "wss")
@@ -54,7 +54,7 @@ class NotPermittedError(errors.AuthorizationError):
 
 
 class PlaneClient(Client):
-    """A client that reconnects until it is closed; `kvevents.plane.connection.connect` creates it."""
+    """A client that reconnects until it is closed; `kvevents_plane.connection.connect` creates it."""
 
     def __init__(self, *, needs_tls: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class PlaneClient(Client):
         self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
-        """Add servers to use when the current one is unreachable."""
+        """Add servers to use when the current one is unreachable. `set_server_pool` would forget the version of that one."""
         known = {server.uri.netloc for server in self._server_pool}
         found = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in found if uri.netloc not in known]
@@ -91,6 +91,11 @@ class PlaneClient(Client):
             case WebSocketTransport(_ws=web) if web is not None and (connected := web.get_extra_info("socket")) is not None:
                 with suppress(OSError):
                     connected.shutdown(socket.SHUT_RDWR)
+
+    async def publish(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, Any] | None = None) -> None:
+        """Publish as nats-py does, but end if the task is cancelled while it waits for the socket."""
+        with keep_cancellation():
+            await super().publish(subject, payload, reply, headers)
 
     async def request(
         self,
@@ -122,8 +127,6 @@ class PlaneClient(Client):
         upgrades = self._current_server is not None and self._current_server.uri.scheme not in _WEB
         if initial_connection and upgrades and self._needs_tls and not info.get("tls_required"):
             raise errors.SecureConnWantedError
-        if listed := info.get("connect_urls"):
-            self._server_pool = [each for each in self._server_pool if not each.discovered or each.uri.netloc in listed]
         await super()._process_info(info, initial_connection)
 
     async def _process_err(self, err_msg: str) -> None:
@@ -141,10 +144,6 @@ class PlaneClient(Client):
         for limit, subject in list(self._requests.items()):
             if found is not None and subject.lower() == found[1]:
                 limit.reschedule(0)
-
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
-        with keep_cancellation():
-            return await super()._flush_pending(force_flush)
 
     async def _connect_to_server(self, s: Srv) -> None:
         self._abort_transport()

@@ -17,6 +17,8 @@ engines can replay everything that a bridge has in memory.
   bridge has claimed for `unclaimed_seconds` (`membership`). A bridge withdraws its reports about engines that it no
   longer follows.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
+- *Missing pages*: a bridge that cannot read a part of a partition continues after it, with a page at which all streams start
+  over. It does the same if a replica says that it misses pages, and no other replica writes a snapshot that contains them.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
-from kvevents.plane.connection import open_client, require_jetstream
-from kvevents.plane.engine_reader import (
+from kvevents_plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
+from kvevents_plane.connection import open_client, require_jetstream
+from kvevents_plane.digests import missing_pages, read_digests
+from kvevents_plane.engine_reader import (
     MAX_REGISTRATION_BYTES,
     MAX_SOURCE_BYTES,
     EngineReader,
@@ -42,10 +45,11 @@ from kvevents.plane.engine_reader import (
     Watch,
     size_of,
 )
-from kvevents.plane.layout import Layout, create_plane
-from kvevents.plane.partition_state import TrustReport
-from kvevents.plane.partition_writer import PartitionStatus, PartitionWriter
-from kvevents.plane.records import (
+from kvevents_plane.layout import Layout, create_buckets, create_plane
+from kvevents_plane.partition_state import TrustReport
+from kvevents_plane.partition_writer import PartitionStatus, PartitionWriter
+from kvevents_plane.records import (
+    CONFLICT_INTERVALS,
     GapRecord,
     HeartbeatRecord,
     JoinRecord,
@@ -53,12 +57,16 @@ from kvevents.plane.records import (
     StreamKey,
     StreamRecord,
     TrustRecord,
+    bridge_name,
+    engine_digest,
     stream_text,
 )
-from kvevents.plane.settings import BridgeSettings
+from kvevents_plane.settings import BridgeSettings
 
 if TYPE_CHECKING:
-    from kvevents.plane.nats_client import PlaneClient
+    from nats.js import JetStreamContext
+
+    from kvevents_plane.nats_client import PlaneClient
 
 __all__ = ["Bridge", "BridgeSettings", "BridgeStatus", "PartitionStatus", "Watch"]
 
@@ -72,6 +80,14 @@ MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
 """Page size that has room for any record except a batch."""
 MAX_UNCLAIMED_CHECK_SECONDS: Final = 10.0
 """Seconds between two checks for unclaimed engines, at most."""
+MISSING_CHECK_SECONDS: Final = 1.0
+"""Seconds between two questions whether replicas miss pages."""
+MISSING_SECONDS: Final = 2.0
+"""Seconds for which a replica misses pages before the partition starts over."""
+HELD_SECONDS: Final = 30.0
+"""The same if another replica has the pages, and so can write a snapshot that contains them."""
+BUCKET_CHECK_SECONDS: Final = 10.0
+"""Seconds between two searches for missing buckets."""
 TEND_SECONDS: Final = 0.5
 """Seconds between two checks of engines and trust."""
 GAP_HOLD_SECONDS: Final = 1.0
@@ -110,6 +126,8 @@ class BridgeStatus(NamedTuple):
     """The error that ended the thread that follows the engines."""
     name_conflict: str = ""
     """Another process that writes under the same name; empty without one."""
+    engine_conflict: str = ""
+    """An engine whose name another bridge uses for another engine; empty without one."""
 
 
 class Bridge:
@@ -146,6 +164,8 @@ class Bridge:
         """Partitions whose last heartbeat reported a lag."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
         self._name_conflict = ""
+        self._conflicts: dict[int, str] = {}
+        """Why engines of a partition have no name of their own, by partition."""
 
     # --- status
 
@@ -163,6 +183,7 @@ class Bridge:
             self._unclaimed.engines,
             "" if self._reader.failure is None else repr(self._reader.failure),
             self._name_conflict,
+            next(filter(None, self._conflicts.values()), ""),
         )
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
@@ -186,12 +207,11 @@ class Bridge:
                     return
                 self._layout = layout
                 page_bytes = _page_bytes(client.max_payload)
-                unreadable = self.settings.unreadable_seconds
                 self._partitions = [
-                    PartitionWriter(self, client, layout, partition, plane, self.id, page_bytes, unreadable)
+                    PartitionWriter(self, client, layout, partition, plane, self.id, page_bytes)
                     for partition in range(layout.partitions)
                 ]
-                await self._run_tasks(stop)
+                await self._run_tasks(client.jetstream(timeout=REQUEST_SECONDS), stop)
         finally:
             await asyncio.to_thread(self._reader.stop)
 
@@ -220,12 +240,13 @@ class Bridge:
             for partition in self._partitions:
                 partition.on_connected()
 
-    async def _run_tasks(self, stop: asyncio.Event) -> None:
+    async def _run_tasks(self, js: JetStreamContext, stop: asyncio.Event) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()
                 running = [tasks.create_task(work()) for each in self._partitions for work in (each.read, each.write)]
-                running += [tasks.create_task(self._run_periodic_work()), tasks.create_task(self._set_ready())]
+                running += [tasks.create_task(work()) for work in (self._run_periodic_work, self._set_ready)]
+                running.append(tasks.create_task(self._watch_replicas(js)))
                 await stop.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(STOP_SECONDS):
@@ -340,7 +361,7 @@ class Bridge:
     def _enqueue(self, partition: PartitionWriter, record: StreamRecord, delay: float = 0.0) -> None:
         partition.enqueue(record, asyncio.get_running_loop().time() + delay)
 
-    # --- events of partitions (`kvevents.plane.partition_writer.PartitionObserver`)
+    # --- events of partitions (`kvevents_plane.partition_writer.PartitionObserver`)
 
     def on_ready(self, writer: PartitionWriter) -> None:
         """Follow the partition's streams from the end of the log."""
@@ -423,6 +444,31 @@ class Bridge:
             pause = min(TEND_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
             await asyncio.sleep(max(POLL_SECONDS, pause))
 
+    async def _watch_replicas(self, js: JetStreamContext) -> None:
+        """Create missing buckets, and start partitions over that a replica cannot read because pages are missing.
+
+        A replica that has the pages has time to write a snapshot before.
+        """
+        buckets_at, since = 0.0, dict[int, float]()
+        while True:
+            await asyncio.sleep(MISSING_CHECK_SECONDS)
+            now = time.monotonic()
+            try:
+                if now >= buckets_at:
+                    await create_buckets(js, self._layout, self.settings.plane)
+                    buckets_at = now + BUCKET_CHECK_SECONDS
+                digests = await read_digests(js, self._layout)
+            except PlaneError as error:
+                log.debug("%s", error)
+                buckets_at = 0.0 if error.fault == "missing" else buckets_at
+                continue
+            missing = missing_pages(digests.values())
+            since = {partition: since.get(partition, now) for partition in missing if partition < len(self._partitions)}
+            for partition, began in since.items():
+                is_held = any(str(partition) in each.partitions for each in digests.values())
+                if now - began >= (HELD_SECONDS if is_held else MISSING_SECONDS):
+                    self._partitions[partition].start_over(missing[partition])
+
     def _write_heartbeats(self, now: float) -> None:
         """Write heartbeats when they are due, and at once in a partition that begins or ceases to lag."""
         is_due = now >= self._heartbeat_at
@@ -435,9 +481,27 @@ class Bridge:
             if is_due or is_lagging != (number in self._lagging):
                 (self._lagging.add if is_lagging else self._lagging.discard)(number)
                 reported = lag if is_lagging else 0.0
+                suspicion, conflict = self._liveness.suspicion, self._conflict_in(partition, now)
+                clocks = time.time(), time.monotonic()
                 partition.set_heartbeat(
-                    HeartbeatRecord(self.id, interval, time.time(), self._liveness.suspicion, reported, self._process)
+                    HeartbeatRecord(self.id, interval, clocks[0], suspicion, reported, self._process, clocks[1], conflict)
                 )
+
+    def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
+        """Return which stream of a partition another bridge uses for another engine; empty without one."""
+        found = ""
+        for key, stream in partition.builder.state.streams.items():
+            if (watch := self._watches.get(key)) is None:
+                continue
+            bridges = stream.differing_bridges(
+                lambda bridge: bridge == self.id or partition.peers.is_alive(bridge, now, CONFLICT_INTERVALS)
+            )
+            own = engine_digest(watch.registration) if bridges else b""
+            if names := sorted({bridge_name(each) for each in bridges if stream.engines[each] != own}):
+                found = f"{stream_text(key)} is another engine for bridge {', '.join(names)}: give each engine its own name"
+                break
+        self._conflicts[partition.partition] = found
+        return found
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
         """Return the seconds for which the oldest record has waited, or for which nothing was read."""
@@ -459,8 +523,8 @@ class Bridge:
                 if report is not None and (known is None or (known.trust, known.reason) != (report.trust, report.reason)):
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
-            if is_idle and self._has_left(partition, key):
-                partition.mark_diverged(key)  # another bridge removed it, although it is reachable here
+            if is_idle and (self._has_left(partition, key) or self._is_abandoned(partition, key)):
+                partition.mark_diverged(key)  # another bridge removed or replaced it, although it is reachable here
         for key in self._liveness.dead(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):
@@ -471,6 +535,11 @@ class Bridge:
         stream = partition.builder.state.streams.get(key)
         has_left = stream is None or stream.registration is None or partition.builder.has_left(key)
         return has_left and self._liveness.is_reached(key)
+
+    def _is_abandoned(self, partition: PartitionWriter, key: StreamKey) -> bool:
+        """Return whether the log has an incarnation that this bridge does not follow, and no other bridge either."""
+        is_known = self._liveness.is_reached(key) and partition.builder.is_replaced(key)
+        return is_known and not self._reports_of_others(partition, key)
 
     def _check_unclaimed(self, now: float) -> None:
         """Remove engines from the log that no bridge follows, and that no bridge has removed."""

@@ -8,21 +8,22 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from kvevents.backoff import Backoff
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, error_text, map_errors
-from kvevents.plane.settings import ConnectionLimits, Credentials, PlaneSettings
+from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, error_text, map_errors
+from kvevents_plane.settings import ConnectionLimits, Credentials, PlaneSettings
 
 if TYPE_CHECKING:
     from nats.aio.client import Client, Server
     from nats.js.api import AccountInfo
 
-    from kvevents.plane.nats_client import PlaneClient
+    from kvevents_plane.nats_client import PlaneClient
 
 STABLE_SECONDS: Final = 1.0
 """Seconds after which a connection counts as stable: the pauses of the next attempts start short again."""
@@ -73,7 +74,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
     for count, address in enumerate(addresses):
         try:
             async with asyncio.timeout((end - loop.time()) / (len(addresses) - count)):
-                client = await _open(settings, options, address, ConnectionLog(name, on_state, settings.connection))
+                client = await _open(settings, options, address, ConnectionLog(name, on_state, settings.connection, addresses))
         except _nats_failures() as error:
             failed.append((address, error))
         else:
@@ -157,7 +158,7 @@ def _require_nats(settings: PlaneSettings) -> None:
         needed.append("nkeys")
     for module in needed:
         if find_spec(module) is None:
-            raise MissingDependencyError(f"a plane needs {module}, which is not installed: pip install 'kvevents[plane]'")
+            raise MissingDependencyError(f"a plane needs {module}, which is not installed", "plane")
     if settings.over_web and find_spec("aiohttp") is None:
         raise MissingDependencyError(f"{settings.server_list}: WebSocket also needs aiohttp: pip install 'nats-py[aiohttp]'")
 
@@ -172,7 +173,7 @@ def _nats_failures() -> tuple[type[Exception], ...]:
 async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, states: ConnectionLog) -> PlaneClient:
     from nats import errors  # noqa: PLC0415 - an extra
 
-    from kvevents.plane.nats_client import PlaneClient  # noqa: PLC0415 - needs it
+    from kvevents_plane.nats_client import PlaneClient  # noqa: PLC0415 - needs it
 
     client = PlaneClient(needs_tls=settings.needs_tls)
     try:
@@ -279,7 +280,9 @@ def _sign(seed: str, nonce: str) -> bytes:
 class ReconnectPolicy:
     """Selects the next server: all servers in random order, then all again after a growing pause."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, addresses: Iterable[str] = ()) -> None:
+        """`addresses` are those of the settings, which belong to the cluster whether its servers name them or not."""
+        self._configured = {urlsplit(address).netloc for address in addresses}
         self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
         self._tried: set[str] = set()
 
@@ -289,8 +292,14 @@ class ReconnectPolicy:
         if lasted >= STABLE_SECONDS:
             self._backoff.reset()
 
-    def choose(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
-        """Return one of nats-py's servers and the seconds to wait before the attempt."""
+    def choose(self, servers: list[Server], info: Any) -> tuple[Server, float]:
+        """Return one of nats-py's servers and the seconds to wait before the attempt.
+
+        `info` is what a server said last, which can be anything. Servers that it no longer names have left the cluster.
+        """
+        listed: Any = info.get("connect_urls") if isinstance(info, dict) else ()
+        present = self._configured | {*map(str, listed if isinstance(listed, list) else ())}
+        servers = [server for server in servers if server.uri.netloc in present] or servers
         left = [server for server in servers if server.uri.netloc not in self._tried]
         pause = 0.0
         if not self._tried or not left:
@@ -304,12 +313,18 @@ class ReconnectPolicy:
 class ConnectionLog:
     """Logs the state and the errors of one connection, each once, and calls `on_state` at each change of state."""
 
-    def __init__(self, name: str, on_state: Callable[[str], None] | None, limits: ConnectionLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_state: Callable[[str], None] | None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        addresses: Iterable[str] = (),
+    ) -> None:
         self._name = name
         self._on_state = on_state
         self._state: str | None = None
         self._logged: set[str] = set()
-        self._policy = ReconnectPolicy(limits)
+        self._policy = ReconnectPolicy(limits, addresses)
         self._since = 0.0
 
     def callbacks(self, client: Client) -> dict[str, Any]:

@@ -23,13 +23,12 @@ import msgspec
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane.digests import read_digests
-from kvevents.plane.layout import Layout, PartitionInfo, has_tail, partition_info
-from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.partition_state import PartitionState
-from kvevents.plane.records import StreamKey, Tail
 from kvevents.settings import Seconds, Settings, build_decoder_now
 from kvevents.stream import DegradedReason
+from kvevents_plane.layout import Layout, PartitionInfo, has_tail, partition_info
+from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import StreamKey, Tail
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -225,35 +224,7 @@ class Snapshots:
             return [], revision
         return (found.snapshots if found.version == VERSION else []), revision
 
-    async def is_readable(self, partition: int, info: PartitionInfo, first_page: int) -> bool:
-        """Return whether a new reader can read all of a partition, now or shortly.
-
-        It can if no page is purged, if all streams begin with a page that exists (`PartitionState.first_page`), if a snapshot
-        represents the purged pages, or if a replica holds the partition and so will take a snapshot of it.
-        """
-        if info.first <= max(1, first_page):
-            return True
-        for snapshot in await self.matching(partition, info):
-            if snapshot.position + 1 >= info.first and await self.is_complete(snapshot):
-                return True
-        found = await read_digests(self._js, self._layout)
-        return any(str(partition) in digests.partitions for digests in found.values())
-
     # --- read
-
-    async def is_complete(self, snapshot: SnapshotInfo) -> bool:
-        """Return whether the servers have all parts of a snapshot."""
-        try:
-            with map_errors(f"looking for snapshot {snapshot.name}"):
-                for name in sorted(snapshot.objects):
-                    await self._find(name)
-        except SnapshotError:
-            return False
-        except PlaneError as error:
-            if error.fault != "missing":
-                raise
-            return False
-        return True
 
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
         """Return a partition's state from its newest readable snapshot; None if no snapshot is readable.

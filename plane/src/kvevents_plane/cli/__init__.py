@@ -1,0 +1,1 @@
+"""The commands that the plane adds to the program `kvevents`."""

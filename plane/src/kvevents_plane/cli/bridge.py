@@ -1,0 +1,413 @@
+"""`kvevents bridge`: write the streams of engines to a log in NATS JetStream; and the bridge's Prometheus metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from kvevents.cli.command import OK, CommandLineError
+from kvevents.cli.console import Console, Span
+from kvevents.cli.settings_parser import (
+    LOGIN_SETTINGS,
+    SHARED_FLAGS,
+    SettingsParser,
+    SettingsValues,
+    add_check,
+    add_sources,
+    read_sources,
+)
+from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.errors import KVEventsError
+from kvevents.prometheus import Probes, Samples, Table, by_label, families, serve
+from kvevents.prometheus import check as check_metrics
+from kvevents.service.discovery.runner import EngineDiscovery, check_engines
+from kvevents.service.errors import ConflictError
+from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.settings import EngineSources
+from kvevents.settings import Host, Port, Seconds
+from kvevents.stream import Checkpoint, DegradedReason
+from kvevents.zeromq.keys import Curve
+from kvevents_plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
+from kvevents_plane.connection import check_connection
+from kvevents_plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+DESCRIPTION: Final = (
+    "Subscribe to engines as `kvevents serve` does, and write their events to a log in NATS JetStream. The log has each batch "
+    "once and in order, however many bridges subscribe to an engine, and also if one of them is killed. Any number of services "
+    "build their index from the log. The bridge creates the plane if it does not exist."
+)
+EXAMPLES: Final = """\
+  kvevents bridge --nats nats://10.0.0.3:4222 --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
+  kvevents bridge --nats nats://10.0.0.3:4222 --nats nats://10.0.0.4:4222 --copies 3 --config fleet.toml --metrics-port 9464
+  kvevents bridge --nats tls://10.0.0.3:4222 --creds bridge.creds --bridge-name b2 --config fleet.toml
+"""
+
+POLL_SECONDS: Final = 0.5
+"""Seconds between two checks for changes of state to log."""
+SHUTDOWN_SECONDS: Final = 12.0
+"""Longest time from a signal to the end: for queued records, and for closing the connections."""
+SCRAPE_SECONDS: Final = 5.0
+"""Longest time for the event loop to answer a scrape, in seconds."""
+_NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
+
+log = logging.getLogger("kvevents.bridge")
+
+
+class BridgeTable(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one bridge, with those for operators."""
+
+    metrics_port: Port | None = None
+    """Port at which Prometheus scrapes metrics (default: none)."""
+    metrics_host: Host = "127.0.0.1"
+    """Address of that port."""
+    status_seconds: Seconds | None = None
+    """Seconds between two log lines with figures (default: no such lines)."""
+
+
+class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the process."""
+
+    plane: PlaneSettings
+    bridge: BridgeTable = msgspec.field(default_factory=BridgeTable)
+
+    def settings(self) -> BridgeSettings:
+        """Return the settings of the bridge in this process."""
+        options = {name: getattr(self.bridge, name) for name in BridgeOptions.__struct_fields__}
+        return BridgeSettings(plane=self.plane, **options)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    settings = SettingsParser(
+        BridgeCommandSettings, "bridge", flags=SHARED_FLAGS | {"bridge.name": "--bridge-name"}, tables={"bridge": ""}
+    )
+    plane = parser.add_argument_group("the plane that the bridge writes to")
+    settings.add(plane, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes")
+    settings.add(plane, *LOGIN_SETTINGS)
+    add_sources(parser.add_argument_group("engines that the bridge subscribes to"), settings)
+    settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.dead_seconds")
+    operators = parser.add_argument_group("metrics and logs")
+    settings.add(operators, "bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")
+    add_log_options(operators)
+    settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
+    add_check(parser)
+
+
+def run(args: Namespace) -> int:
+    """Run a bridge until SIGTERM or SIGINT."""
+    given: SettingsValues[BridgeCommandSettings] = args.settings.read(args)
+    if "plane.servers" not in given:
+        raise CommandLineError("no NATS server is given; use --nats nats://HOST:4222, or servers in [plane] of --config")
+    config = read_sources(given, args)
+    if args.config is None and not config.names_engines:
+        raise CommandLineError(
+            "no engine is given; use --worker, --engine, --dns, --kubernetes-selector, --sources or --config"
+        )
+    check_engines(config, args.config)
+    if args.check:
+        check(config)
+        Console().note(Span("these settings can be used", "good"))
+        return OK
+    configure_logging(args)
+    if given.origin("plane.servers") == "--nats" and any("@" in server for server in config.plane.servers):
+        log.warning("all users of this machine can read a login in --nats; use --creds, --nkey, or [plane] of --config")
+    run_bridge(config, args.config)
+    return OK
+
+
+def check(config: BridgeCommandSettings) -> None:
+    """Raise the errors of `run_bridge` that need no server: `EndpointError`, `ConfigError` and `MissingDependencyError`."""
+    if config.bridge.metrics_port is not None:
+        check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
+    check_connection(config.plane)
+
+
+def run_bridge(config: BridgeCommandSettings, watched: Path | None) -> None:
+    """Run a bridge until SIGTERM or SIGINT; `watched` is the file whose sources are read again when it changes.
+
+    Raises `PlaneError` if the servers cannot be used, `EndpointError` if the metrics port is in use, and `ConfigError`.
+    """
+    configure_threads()
+    with StopSignal() as stop, trimming_memory():
+        asyncio.run(_main(config, watched, stop))
+
+
+async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopSignal) -> None:
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    stop.on_signal(lambda: loop.call_soon_threadsafe(stopped.set))
+    process, operators = BridgeProcess(config, watched), config.bridge
+    with ExitStack() as closing:
+        if operators.metrics_port is not None:
+
+            def collect() -> Iterable[Metric]:
+                sample = asyncio.run_coroutine_threadsafe(process.scrape(), loop).result(SCRAPE_SECONDS)
+                return families("kvevents_bridge_", _METRICS, sample)
+
+            def ask(answer: Callable[[], str]) -> str:
+                """Return the answer of a probe, from the event loop."""
+
+                async def run_probe() -> str:
+                    return answer()
+
+                try:
+                    return asyncio.run_coroutine_threadsafe(run_probe(), loop).result(SCRAPE_SECONDS)
+                except TimeoutError:
+                    return f"the event loop has not answered within {SCRAPE_SECONDS:.0f} s"
+
+            probes = Probes(live=lambda: ask(str), ready=lambda: ask(process.why_not_ready))
+            closing.callback(serve(collect, operators.metrics_port, operators.metrics_host, probes))
+        await process.run(stopped)
+
+
+class BridgeProcess:
+    """A bridge, the discovery of its engines, and the log of its state."""
+
+    def __init__(self, config: BridgeCommandSettings, watched: Path | None) -> None:
+        self.bridge = Bridge(config.settings())
+        self._config: Final = config
+        self._subscriptions = BridgeSubscriptions(self.bridge, config.curve)
+        self._discovery = EngineDiscovery(config, watched, self._subscriptions, lambda _: None)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop` is set, and then for `SHUTDOWN_SECONDS` at most."""
+        work = asyncio.create_task(self._run_tasks(stop))
+        waiting = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if self.bridge.ready.is_set():
+                await asyncio.wait({work}, timeout=SHUTDOWN_SECONDS)
+        finally:
+            waiting.cancel()
+            work.cancel()
+        try:
+            with suppress(asyncio.CancelledError):
+                await work
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from group
+
+    async def scrape(self) -> BridgeSample:
+        """Return the values of the metrics. Call it in the event loop."""
+        trusts = Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
+        faults = sum(len(sentences) for sentences in self._discovery.faults().values())
+        return BridgeSample(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
+
+    def why_not_ready(self) -> str:
+        """Return why the bridge cannot write, as a sentence; empty if it can. Call it in the event loop."""
+        status = self.bridge.status()
+        if not status.connected:
+            return "no NATS server is connected"
+        faults = [f"partition {each.partition}: {each.fault}" for each in status.partitions if each.fault]
+        if faults:
+            return "; ".join(faults)
+        return "" if self.bridge.ready.is_set() else "the log is being read"
+
+    async def _run_tasks(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in (self._discover(), self._log_state())]
+            await self.bridge.run(stop)
+            for task in running:
+                task.cancel()
+        status = self.bridge.status()
+        unwritten = sum(partition.queued_records for partition in status.partitions)
+        if unwritten:
+            log.warning("ended with %d unwritten records; engines or other bridges still have them", unwritten)
+        else:
+            log.info("ended; %d batches written", status.written)
+
+    async def _discover(self) -> None:
+        await self.bridge.ready.wait()
+        settings, partitions = self._config.bridge, len(self.bridge.status().partitions)
+        log.info("bridge %r writes to the %d partitions of plane %r", settings.name, partitions, self._config.plane.name)
+        await self._discovery.run()
+
+    async def _log_state(self) -> None:
+        logger, every = StateLogger(), self._config.bridge.status_seconds
+        loop = asyncio.get_running_loop()
+        figures_at = loop.time() + (every or 0.0)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            logger.log_states(self._states())
+            logger.log_faults(sentence for sentences in self._discovery.faults().values() for sentence in sentences)
+            if every is not None and loop.time() >= figures_at:
+                figures_at = loop.time() + every
+                log.info("%s", _figures(await self.scrape()))
+
+    def _states(self) -> Iterator[tuple[str, str, int]]:
+        """Yield the arguments of `StateLogger.log_states`."""
+        labels = self._subscriptions.labels
+        for key, trust in self.bridge.trusts().items():
+            if trust is not None and key in labels:
+                state = f"{trust.trust} ({trust.reason})" if trust.reason else trust.trust
+                # The second case is that of an idle engine after a start.
+                is_normal = trust.trust in _NORMAL_TRUST or trust.reason == DegradedReason.REPLAY_UNPROVEN.value
+                yield labels[key], state, logging.INFO if is_normal else logging.WARNING
+        status = self.bridge.status()
+        held_up = sum(1 for partition in status.partitions if partition.fault)
+        yield "partitions", f"{held_up} of {len(status.partitions)} are held up" if held_up else "", logging.WARNING
+        duplicate = f"{status.name_conflict} has the same name; give each bridge another --bridge-name"
+        yield f"name {status.name!r}", duplicate if status.name_conflict else "", logging.WARNING
+        yield "engines", status.engine_conflict, logging.ERROR
+        is_full = sum(partition.queued_bytes for partition in status.partitions) >= self._config.bridge.max_queued_bytes
+        yield (
+            "queue",
+            "full; the bridge stops reading until the servers accept queued records" if is_full else "",
+            logging.WARNING,
+        )
+
+
+class BridgeSubscriptions:
+    """The engines that discovery has found, as a bridge subscribes to them."""
+
+    def __init__(self, bridge: Bridge, curve: Curve | None) -> None:
+        self.labels: dict[Key, str] = {}
+        """The name of each stream in the log."""
+        self.follow_errors: dict[Key, str] = {}
+        """Part of `RegistrationTarget`; a bridge refuses nothing."""
+        self.adapters: frozenset[Scope] = frozenset()
+        self.unready: Mapping[str, str] = {}
+        """Part of `RegistrationTarget`; only queries need them."""
+        self._bridge: Final = bridge
+        self._curve: Final = curve
+
+    def replace_registrations(
+        self, _origin: str, registrations: Iterable[Registration], _resume: Callable[[Key], Checkpoint | None], /
+    ) -> list[str]:
+        """Subscribe to these engines and no others. Return a sentence for each registration that contradicts another one."""
+        firsts: dict[str, Registration] = {}
+        found: dict[Key, Registration] = {}
+        faults: list[str] = []
+        for registration in registrations:
+            try:
+                check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
+            except ConflictError as error:
+                faults.append(f"{error}; {error.hint}")
+            else:
+                found[registration.key] = registration
+        for key in self.labels.keys() - found.keys():
+            log.info("%s: no longer followed", self.labels[key])
+        for key in found.keys() - self.labels.keys():
+            log.info("%s: following %s", found[key].label, found[key].endpoint)
+        self.labels = {key: registration.label for key, registration in found.items()}
+        self._bridge.watch([self._watch(registration) for registration in found.values()])
+        return faults
+
+    def replace_adapter(self, _source: str, _lora: str, /) -> None:
+        """Part of `RegistrationTarget`; only an index needs it."""
+
+    def _watch(self, registration: Registration) -> Watch:
+        source = registration.source()
+        if source.curve is None and self._curve is not None:
+            source = replace(source, curve=self._curve)
+        return Watch(source, encode_registration(registration))
+
+
+def encode_registration(registration: Registration) -> bytes:
+    """Return a registration for the log, without its CURVE keys, which replicas do not need."""
+    return msgspec.json.encode(msgspec.structs.replace(registration, curve=None))
+
+
+class StateLogger:
+    """Logs one line for each change of state. A state that is normal from the start is not logged."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, str] = {}
+        self._faults: frozenset[str] = frozenset()
+
+    def log_states(self, states: Iterable[tuple[str, str, int]]) -> None:
+        """Log the states that have changed: each has a name, its description, empty if normal, and a log level."""
+        before, self._logged = self._logged, {}
+        for name, state, level in states:
+            self._logged[name] = state
+            if state and state != before.get(name):
+                log.log(level, "%s: %s", name, state)
+            elif not state and before.get(name):
+                log.info("%s: normal again", name)
+
+    def log_faults(self, sentences: Iterable[str]) -> None:
+        """Log new faults of discovery."""
+        before, self._faults = self._faults, frozenset(sentences)
+        for sentence in sorted(self._faults - before):
+            log.warning("%s", sentence)
+        if before and not self._faults:
+            log.info("discovery has no faults any more")
+
+
+def _figures(scraped: BridgeSample) -> str:
+    status = scraped.bridge
+    records = sum(partition.queued_records for partition in status.partitions)
+    size = sum(partition.queued_bytes for partition in status.partitions)
+    streams = ", ".join(f"{count} {trust}" for trust, count in sorted(scraped.streams.items())) or "none"
+    connected = "connected" if status.connected else "not connected"
+    return f"{connected}; streams: {streams}; {status.written} batches written; {records} records of {size} bytes queued"
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of kvevents in an exception group, or the group itself if it has none."""
+    for error in group.exceptions:
+        found = _first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, KVEventsError):
+            return found
+    return group
+
+
+# --- metrics
+
+_TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
+
+
+class BridgeSample(NamedTuple):
+    """The status of a bridge process at the moment of a scrape."""
+
+    bridge: BridgeStatus
+    streams: Mapping[str, int]
+    """Followed streams by the name of their trust state."""
+    max_queued_bytes: int
+    faults: int
+    """Engines and providers that the bridge cannot discover or follow."""
+
+
+def _by_partition(read: Callable[[PartitionStatus], float]) -> Callable[[BridgeSample], Samples]:
+    return lambda sample: [({"partition": str(status.partition)}, read(status)) for status in sample.bridge.partitions]
+
+
+_METRICS: Final[Table[BridgeSample]] = {
+    "connected": ("1 while the bridge is connected to a NATS server.", lambda s: s.bridge.connected),
+    "name_shared": ("1 while another process uses the bridge's name.", lambda s: bool(s.bridge.name_conflict)),
+    "network_failure_suspected": (
+        "1 while more than half of the engines are unreachable, so that none is removed from the log.",
+        lambda s: bool(s.bridge.suspicion),
+    ),
+    "unclaimed_engines": ("Engines in the log that no bridge claims.", lambda s: s.bridge.unclaimed),
+    "queue_limit_bytes": (
+        "Limit of the queued bytes of all partitions; above it the bridge stops reading.",
+        lambda s: s.max_queued_bytes,
+    ),
+    "discovery_faults": ("Current faults of discovery.", lambda s: s.faults),
+    "written_batches_total": ("Batches that the bridge wrote to the log.", lambda s: s.bridge.written),
+    "write_conflicts_total": ("Pages that the log refused because another bridge wrote first.", lambda s: s.bridge.conflicts),
+    "resyncs_total": ("Times that a stream started over because it no longer matched the log.", lambda s: s.bridge.resyncs),
+    "invalid_records_total": ("Records in the log that no bridge writes; stays at 0.", lambda s: s.bridge.invalid_records),
+    "partition_position": ("Number of the newest page that the bridge read.", _by_partition(lambda s: s.position)),
+    "partition_queued_records": ("Records that the log has not acknowledged yet.", _by_partition(lambda s: s.queued_records)),
+    "partition_queued_bytes": (
+        "Bytes of records that the log has not acknowledged yet.",
+        _by_partition(lambda s: s.queued_bytes),
+    ),
+    "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda s: bool(s.fault))),
+    "streams": (
+        "Followed streams by trust state.",
+        lambda s: by_label("state", {trust: s.streams.get(trust, 0) for trust in _TRUSTS}),
+    ),
+}

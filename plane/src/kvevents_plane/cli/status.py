@@ -1,0 +1,106 @@
+"""`kvevents plane status`: the state of a plane's log, its writers and its readers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import ArgumentParser, Namespace
+from typing import Final
+
+import msgspec
+
+from kvevents.cli.command import FAILED, OK
+from kvevents.cli.console import Console, Span
+from kvevents.cli.options import OBJECTS, add_output, write_object
+from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, SettingsValues
+from kvevents.errors import PlaneError
+from kvevents_plane.connection import open_client, require_jetstream
+from kvevents_plane.layout import find_plane
+from kvevents_plane.settings import PlaneSettings
+from kvevents_plane.snapshots import SnapshotInfo
+from kvevents_plane.status import PlaneView, format_partitions, inspect_plane
+
+DESCRIPTION: Final = (
+    "Read the state of a plane from its NATS servers: how far the log is, which bridges write it, which snapshots exist, which "
+    "replicas read it, and whether they agree. Exit code 1 means a fault, 4 that the servers did not answer."
+)
+EXAMPLES: Final = """\
+  kvevents plane status
+  kvevents plane status --nats nats://10.0.0.9:4222 --plane prod
+  kvevents plane status -o json | jq .faults
+"""
+
+MAX_SERVER_NAME: Final = 12
+"""Characters of a server's name. A server without one is named by its key of 56."""
+DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    settings = SettingsParser(
+        PlaneSettings, "plane", flags={"servers": "--nats"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane"
+    )
+    settings.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN_SETTINGS))
+    settings.add_rest(parser, "TOML file with a table [plane], such as that of a bridge or a service")
+    add_output(parser, "one object", OBJECTS)
+
+
+def run(args: Namespace) -> int:
+    """Print the state of the plane once. Return `FAILED` if it has a fault."""
+    given: SettingsValues[PlaneSettings] = args.settings.read(args)
+    view = asyncio.run(_read(given.settings()))
+    console = Console()
+    found = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
+    if not write_object(found, args.output, console):
+        _print(console, view)
+    return FAILED if view.faults else OK
+
+
+async def _read(settings: PlaneSettings) -> PlaneView:
+    async with open_client(settings, name="kvevents plane status") as client:
+        await require_jetstream(client)
+        layout = await find_plane(client.jetstream(), settings.name)
+        if layout is None:
+            raise PlaneError(
+                f"plane {settings.name!r} does not exist at {settings.server_list}; start a bridge, which creates it",
+                fault="missing",
+            )
+        return await inspect_plane(client.jetstream(), layout)
+
+
+def _print(console: Console, view: PlaneView) -> None:
+    now = time.time()
+    console.line(Span(f"plane {view.name}", "name"))
+    for partition in view.partitions:
+        stored = partition.last - partition.first + 1 - partition.missing if partition.last else 0
+        missing = f" ({partition.missing:,} missing)" if partition.missing else ""
+        ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
+        leader = f", led by {partition.leader[:MAX_SERVER_NAME]}" if partition.leader else ""
+        pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {_size(partition.bytes)}{leader}"
+        console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
+    _print_snapshots(console, view, now)
+    for each in view.replicas:
+        console.line(f"  replica   {each.name}: lacks {each.lag:,} pages")
+    console.line(f"  EXACT     is at most {view.exact_seconds:.1f} s old at replicas")
+    for fault in view.faults:
+        console.line(Span(f"  {fault}", "bad"))
+
+
+def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
+    """Print the newest snapshot of each partition, and the partitions without one if others have one."""
+    newest: dict[int, SnapshotInfo] = {}
+    for snapshot in view.snapshots:
+        newest.setdefault(snapshot.partition, snapshot)
+    for partition, snapshot in sorted(newest.items()):
+        age = f"{max(0.0, now - snapshot.taken_at):.0f} s ago by the clock of {snapshot.replica}"
+        console.line(
+            f"  snapshot  of partition {partition:>3}: {snapshot.blocks:,} blocks to page {snapshot.position:,}, "
+            f"{_size(snapshot.bytes)}, {age}"
+        )
+    without = [partition.partition for partition in view.partitions if partition.partition not in newest]
+    if newest and without:
+        console.line(Span(f"  snapshot  none of {format_partitions(without)}", "warn"))
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 20):,.1f} MiB"

@@ -1,0 +1,488 @@
+"""An index that is built from partitions of a plane's log, and the snapshots of its partitions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSourceError
+from kvevents.index import PrefixIndex
+from kvevents.service.fleet.follower import Follower, IndexSink
+from kvevents.stream import DegradedReason
+from kvevents_plane.digests import ReplicaDigests
+from kvevents_plane.layout import Layout, PartitionInfo, partition_info
+from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.partition_reader import DEFAULT_LIMITS, OnMessages, PartitionReader, ReadFailure
+from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
+from kvevents_plane.replica.consistency_check import ConsistencyCheck
+from kvevents_plane.settings import ReaderLimits
+from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
+
+if TYPE_CHECKING:
+    from kvevents_plane.nats_client import PlaneClient
+
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CHECK_SECONDS: Final = 0.05
+"""Pause between two checks of the readers."""
+MAX_QUEUED_BYTES: Final = 128 << 20
+"""Size of received pages that are not applied yet, above which a partition is not read further."""
+TAKE_SECONDS: Final = 60.0
+"""Longest time for the follower's thread to write a snapshot to the disk."""
+MAX_LOADS: Final = 4
+"""Snapshots that are loaded at the same time."""
+MISSING_PAGES_SECONDS: Final = 1.0
+"""Pause between two searches for a snapshot of the missing pages of a partition."""
+BLOCKED_SECONDS: Final = 5.0
+"""Seconds after which the other partitions are served without one that cannot be read."""
+
+
+class IndexBuild:
+    """An index of all partitions of a plane, each of which is read by itself, and again after it was damaged.
+
+    Use it in one event loop.
+    """
+
+    def __init__(
+        self,
+        client: PlaneClient,
+        layout: Layout,
+        snapshots: Snapshots,
+        index: PrefixIndex,
+        settled: Collection[int] = (),
+        limits: ReaderLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.index: Final = index
+        sink = IndexSink(index)
+        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink, limits)
+        self.follower: Final = Follower(self.subscriber, sink)
+        self.stream_ids: dict[int, str] = {}
+        """JetStream stream of each partition that was begun."""
+        self.loaded_snapshots: dict[int, str] = {}
+        """Snapshot with which each partition was begun."""
+        self.complete: Final = set[int]()
+        """Partitions that were read to their ends."""
+        self._served: Final = set[int]()
+        """Partitions that were complete at some time."""
+        self.newest: dict[int, SnapshotInfo] = {}
+        """Newest known snapshot of each partition."""
+        self.missing: Final = dict[int, int]()
+        """Partitions of which pages are missing that no readable snapshot contains, with the first page after them."""
+        self.rereads = 0
+        """Times that a partition could not be read on, and was begun again."""
+        self.rebuild_reason = ""
+        """Why this build must be replaced; empty if it need not be."""
+        self.settled: Final = set(settled)
+        """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
+        self._client: Final = client
+        self._limits: Final = limits
+        self._layout: Final = layout
+        self._snapshots: Final = snapshots
+        self._loads: Final = asyncio.Semaphore(MAX_LOADS)
+        self._tasks: Final = dict[int, asyncio.Task[None]]()
+        self._readers: Final = dict[int, PartitionReader]()
+        self._faults: Final = dict[int, str]()
+        """Why partitions cannot be begun."""
+        self._blocked_since: Final = dict[int, float]()
+        """Time from which on a partition has had a fault without being complete."""
+        self._first_pages: Final = dict[int, int]()
+        """First page after a hole (`PartitionReader`), by partition."""
+        self._listed: Final = dict[int, set[str]]()
+        """Names of the snapshots that there were when a partition was begun."""
+        self._unread: dict[int, dict[str, str]] = {}
+        """Unreadable snapshots of each partition that are newer than the one with which it was begun, and why."""
+        self._logged: Final = set[str]()
+        self.follower.start()
+
+    async def end(self) -> None:
+        """Stop reading and applying."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.to_thread(self.follower.stop)
+
+    def on_connected(self) -> None:
+        """Verify all partitions, because the servers can have lost pages."""
+        for reader in self._readers.values():
+            reader.request_check()
+
+    @property
+    def fault(self) -> str:
+        """Why a partition cannot be read at the moment; empty if all can."""
+        return next((fault for partition in range(self._layout.partitions) if (fault := self._fault_of(partition))), "")
+
+    def _fault_of(self, partition: int) -> str:
+        progress = self.subscriber.partitions.get(partition)
+        return self._faults.get(partition, "") or ("" if progress is None else progress.fault)
+
+    @property
+    def unreadable_snapshots(self) -> list[str]:
+        """Why the newest snapshots of a partition could not be read, until a newer one is found."""
+        return [next(iter(sentences.values())) for sentences in list(self._unread.values())]
+
+    # --- partitions
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all partitions were read to their ends."""
+        return len(self.complete) == self._layout.partitions
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether queries can be answered: partitions were read to their ends, and all others are blocked."""
+        late = time.monotonic() - BLOCKED_SECONDS
+        others = set(range(self._layout.partitions)) - self.complete
+        return bool(self.complete) and all(self._blocked_since.get(partition, late) < late for partition in others)
+
+    async def advance(self) -> None:
+        """Begin the partitions that are not begun, and note those that were read to their ends."""
+        for partition in range(self._layout.partitions):
+            task = self._tasks.get(partition)
+            if task is None:
+                self._tasks[partition] = asyncio.create_task(self._follow(partition))
+            elif task.done():
+                task.result()
+            is_complete = partition in self.complete or await self._order(
+                lambda partition=partition: self.subscriber.is_complete(partition)  # type: ignore[misc]
+            )
+            if is_complete:
+                self.complete.add(partition)
+                self._served.add(partition)
+            if is_complete or not self._fault_of(partition):
+                self._blocked_since.pop(partition, None)
+            else:
+                self._blocked_since.setdefault(partition, time.monotonic())
+
+    async def _follow(self, partition: int) -> None:
+        """Read one partition, and begin it again whenever it cannot be read on."""
+        while True:
+            try:
+                state = await self._begin(partition)
+                self._faults.pop(partition, None)
+                self.missing.pop(partition, None)
+                await self._read(partition, state.tail)
+            except PlaneError as error:
+                if self._faults.get(partition) != str(error):
+                    log.warning("%s", error)
+                self._faults[partition] = str(error)
+            await asyncio.sleep(self._limits.retry_seconds)
+
+    async def _begin(self, partition: int) -> PartitionState:
+        info = await partition_info(self._client.jetstream(), self._layout, partition)
+        info = info._replace(first=max(info.first, self._first_pages.get(partition, 0)))
+        async with self._loads:
+            await self._order(lambda: self._empty(partition))
+            state, degraded_reasons = await self._restore_partition(partition, info)
+        self.stream_ids[partition] = info.stream_id
+        if state.unknown_prefix:
+            await self._find_reset(partition, state, info)
+        await self._order(lambda: self.subscriber.add_partition(partition, state, degraded_reasons))
+        return state
+
+    async def _restore_partition(
+        self, partition: int, info: PartitionInfo
+    ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
+        """Load the newest readable snapshot of a partition into the index, and return the state of the partition."""
+        known: dict[int, Any]
+        for known in (self.loaded_snapshots, self.newest, self._unread):
+            known.pop(partition, None)
+        self._listed[partition] = await self._list_snapshots(partition)
+        for snapshot in await self._snapshots.matching(partition, info):
+            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+                try:
+                    state, degraded_reasons = await self._snapshots.load(snapshot, self.index, Path(folder))
+                except (SnapshotError, PlaneError) as error:
+                    if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
+                        raise
+                    self._record_unreadable(snapshot, str(error))
+                    continue
+            self.newest[partition] = snapshot
+            if not _are_pages_missing(state.position, info):
+                self.loaded_snapshots[partition] = snapshot.name
+                return state, degraded_reasons
+            await self._order(lambda state=state: self._forget(state.streams))  # type: ignore[misc]
+        if _are_pages_missing(0, info):
+            why = "; ".join(self._unread.get(partition, {}).values())
+            missing_pages = f"pages of partition {partition} are missing that no snapshot covers" + (why and f", and {why}")
+            return PartitionState.after_unknown_prefix(info.first - 1, missing_pages), {}
+        return PartitionState(), {}
+
+    async def _find_reset(self, partition: int, state: PartitionState, info: PartitionInfo) -> None:
+        """Read the pages after missing ones up to that at which all streams start over, and wait for it.
+
+        Raises `PlaneError` if another attempt to begin the partition can succeed, since a snapshot has been written.
+        """
+        reason = state.unknown_prefix
+
+        def apply(messages: list[ReceivedMessage]) -> None:
+            for message in messages:
+                page = message.page()
+                if not state.unknown_prefix:
+                    break
+                if page is None:
+                    state.skip(message.position, message.name, is_first=message.begins_history)
+                else:
+                    state.apply(message.position, page)
+
+        reader = self._create_reader(partition, state.tail, apply)
+        reading = asyncio.create_task(reader.run())
+        search_at = time.monotonic() + MISSING_PAGES_SECONDS
+        try:
+            while state.unknown_prefix and not reading.done():
+                await asyncio.sleep(CHECK_SECONDS)
+                if reader.caught_up.is_set() and state.unknown_prefix:
+                    self.missing[partition], self._faults[partition] = info.first, f"cannot complete the index: {reason}"
+                if time.monotonic() > search_at:
+                    search_at = time.monotonic() + MISSING_PAGES_SECONDS
+                    if await self._list_snapshots(partition) - self._listed[partition]:
+                        break
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+        if reading.done() and not reading.cancelled():
+            self._note_failure(partition, reading.result())
+        if state.unknown_prefix:
+            raise PlaneError(f"cannot complete the index: {reason}", fault="missing")
+
+    async def _list_snapshots(self, partition: int) -> set[str]:
+        return {snapshot.name for snapshot in await self._snapshots.list_valid(partition)}
+
+    def _record_unreadable(self, snapshot: SnapshotInfo, why: str) -> None:
+        self._unread.setdefault(snapshot.partition, {})[snapshot.name] = why
+        if why not in self._logged:  # a partition with missing pages is begun repeatedly
+            self._logged.add(why)
+            log.warning("%s", why)
+
+    def _empty(self, partition: int) -> None:
+        """Remove the blocks of a partition that is read again, and its engines too if it was never complete."""
+        if (state := self.subscriber.states.get(partition)) is None:
+            return
+        self._forget(state.streams)
+        if partition not in self._served:
+            fault = self._fault_of(partition)
+            self.subscriber.add_partition(partition, PartitionState(), {})
+            self.subscriber.mark_broken(partition, fault)
+
+    def _forget(self, keys: Iterable[StreamKey]) -> None:
+        for key in list(keys):
+            self.index.remove_worker(key)
+            self.index.readmit(key)
+
+    def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self.follower.submit(work))
+
+    def _create_reader(self, partition: int, tail: Tail, on_messages: OnMessages) -> PartitionReader:
+        stream_id = self.stream_ids[partition]
+        reader = PartitionReader(self._client, self._layout, partition, tail, stream_id, on_messages, limits=self._limits)
+        reader.resolves_disputes = partition in self.settled
+        self._readers[partition] = reader
+        return reader
+
+    async def _read(self, partition: int, tail: Tail) -> None:
+        """Read one partition until it breaks. Pause while too many received pages wait."""
+        subscriber = self.subscriber
+        while True:
+            reader = self._create_reader(partition, tail, lambda came: subscriber.put(partition, came))
+            reading = asyncio.create_task(reader.run())
+            try:
+                while subscriber.queued_bytes < MAX_QUEUED_BYTES:
+                    done, _ = await asyncio.wait({reading}, timeout=CHECK_SECONDS)
+                    subscriber.report_progress(partition, reader.lag, reader.fault)
+                    if done:
+                        self._note_failure(partition, reading.result())
+                        return
+            finally:
+                reading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reading
+            tail = reader.tail
+            while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
+                await asyncio.sleep(CHECK_SECONDS)
+
+    def _note_failure(self, partition: int, failure: ReadFailure) -> None:
+        """Note why a partition cannot be read on. Its streams are STALE until it was begun again."""
+        if failure.reason == "disputed":
+            self.settled.add(partition)
+        if failure.reason == "purged":
+            self._first_pages[partition] = failure.first
+        else:
+            self._first_pages.pop(partition, None)  # other messages can have the numbers
+        self.complete.discard(partition)
+        self.rereads += 1
+        fault = f"partition {partition} was {failure.reason}"
+        log.warning("%s; it is read again", fault)
+        self.subscriber.mark_broken(partition, fault)
+
+    # --- snapshots
+
+    def snapshot_ages(self) -> dict[int, float]:
+        """Return the seconds since this process found the newest snapshot, by partition."""
+        ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
+        return {partition: age for partition, age in ages.items() if age is not None}
+
+    def record(self, snapshot: SnapshotInfo) -> None:
+        """Record a readable snapshot of a partition."""
+        self.newest[snapshot.partition] = snapshot
+        if snapshot.name not in self._unread.get(snapshot.partition, ()):
+            self._unread.pop(snapshot.partition, None)
+
+    def digests(self) -> ReplicaDigests:
+        """Return what this replica publishes: digests of the complete partitions, and what is missing of others."""
+        known, progress = dict(self.subscriber.digests), self.subscriber.partitions
+        return ReplicaDigests.of(
+            {partition: known.get(partition, ()) for partition in self.complete},
+            self.missing,
+            {partition: progress[partition].position for partition in self.complete},
+        )
+
+    async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
+        """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
+
+        Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
+        """
+        order = self.follower.submit(lambda: self._take(partition, path))
+        async with asyncio.timeout(TAKE_SECONDS):
+            taken = await asyncio.wrap_future(order)
+        # Counted in another thread, since the follower's thread has no time to read every worker for each partition.
+        infos = await asyncio.to_thread(self.index.workers)
+        keys = {(source, rank) for source, rank, _ in taken.digests}
+        return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
+
+    def _take(self, partition: int, path: Path) -> SnapshotBody:
+        """Write a snapshot in the follower's thread, so that ledger and index have the same state."""
+        state = self.subscriber.states[partition]
+        return capture(partition, state, self.subscriber.degraded_reasons(), self.index, path)
+
+
+def _are_pages_missing(position: int, state: PartitionInfo) -> bool:
+    """Return whether pages after a position are missing from the log."""
+    return position + 1 < state.first and position < state.last
+
+
+def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
+    with suppress(UnknownSourceError):
+        return index.digest(key)
+    return None
+
+
+FRESH_FRACTION: Final = 0.8
+"""Fraction of the snapshot interval for which a snapshot of another replica is new enough after it was found."""
+CHECKS_PER_INTERVAL: Final = 50
+"""Number of checks in one snapshot interval."""
+MAX_CHECK_SECONDS: Final = 0.5
+"""Longest pause between two checks."""
+MISSED_TURN_SECONDS: Final = 2.0
+"""Time that a replica waits for the one before it to write a snapshot which another replica misses."""
+
+
+class Snapshotter:
+    """Writes snapshots of the partitions of one replica when it is this replica's turn.
+
+    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order, in which
+    all of them agree without a message. The first writes the partition's snapshots. Each of the following waits one interval
+    longer than the one before it, in case that one is alive but cannot write. Two replicas that know different names can both
+    write; then the second finds another list of snapshots than it has read, and discards its own.
+
+    If another replica misses pages that this one has, a snapshot is due at once.
+    """
+
+    def __init__(self, name: str, consistency: ConsistencyCheck, seconds: float) -> None:
+        self._name: Final = name
+        self._consistency: Final = consistency
+        self._seconds: Final = seconds
+        self._due: dict[int, float] = {}
+        self._since = 0.0
+        self._faults: dict[int, str] = {}
+
+    @property
+    def fault(self) -> str:
+        """Why the last due snapshot of a partition was not written; empty if all were."""
+        return next(iter(self._faults.values()), "")
+
+    async def run(self, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
+        """Write snapshots while `build` is the build that answers queries.
+
+        Partitions have different times, so that their snapshots do not coincide.
+        """
+        self._since = now = time.monotonic()
+        self._due = {partition: now + random.uniform(0.0, self._seconds) for partition in range(layout.partitions)}  # noqa: S311
+        self._faults = {}
+        while True:
+            await asyncio.sleep(min(self._seconds / CHECKS_PER_INTERVAL, MAX_CHECK_SECONDS))
+            for partition in self._due:
+                if self._is_missed(partition, build):
+                    wait = MISSED_TURN_SECONDS * turn(self._name, self._consistency.whole, partition)
+                    self._due[partition] = min(self._due[partition], time.monotonic() + wait)
+            for partition in sorted(self._due, key=self._due.__getitem__):
+                if self._due[partition] > time.monotonic():
+                    break
+                self._due[partition] = time.monotonic() + self._seconds
+                # If digests differ, this index may be the wrong one.
+                if not self._consistency.differs and partition in build.complete:
+                    await self._write_if_due(partition, snapshots, build)
+
+    def _is_missed(self, partition: int, build: IndexBuild) -> bool:
+        """Return whether another replica misses pages of a partition that this one has, and no known snapshot has them."""
+        newest = build.newest.get(partition)
+        return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
+
+    async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
+        """Write a snapshot if it is this replica's turn. An error is served in `fault`, and the next interval tries again."""
+        try:
+            if not await self._is_fresh(partition, snapshots, build):
+                if self._consistency.write_fault:  # a router, which cannot write snapshots either
+                    raise PlaneError(self._consistency.write_fault, fault="denied")
+                build.record(await self._write(partition, snapshots, build))
+        except (KVEventsError, OSError, TimeoutError) as error:
+            self._set_fault(partition, error)
+        else:
+            self._faults.pop(partition, None)
+
+    async def _is_fresh(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
+        """Return whether the newest valid snapshot of any replica is new enough for this replica's turn."""
+        valid = await snapshots.list_valid(partition)
+        if valid:
+            build.record(valid[0])
+        known_for = snapshots.newest_age(partition)
+        if self._is_missed(partition, build):
+            return False
+        intervals = turn(self._name, self._consistency.others, partition)
+        if known_for is None:
+            return time.monotonic() - self._since < self._seconds * intervals
+        return known_for < self._seconds * (FRESH_FRACTION + intervals)
+
+    def _set_fault(self, partition: int, error: Exception) -> None:
+        fault = f"partition {partition}: {str(error) or 'it was not written in time'}"
+        denied = isinstance(error, PlaneError) and error.fault == "denied"
+        # A replica without permission for one snapshot has permission for none.
+        if fault != self._faults.get(partition) and not (denied and self._faults):
+            log.warning("no snapshot was written: %s", fault)
+        self._faults[partition] = fault
+
+    async def _write(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
+        made = build.stream_ids[partition]
+        with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+            path = Path(folder, "index")
+            taken, blocks = await build.take(partition, path)
+            return await snapshots.save(taken, path, blocks, self._name, made)
+
+
+def turn(name: str, others: Collection[str], partition: int) -> int:
+    """Return how many of the other replicas write a partition's snapshots before the replica `name` does."""
+
+    def weight(each: str) -> bytes:
+        return sha256(f"{partition} {each}".encode()).digest()
+
+    return sum(weight(each) < weight(name) for each in others if each != name)

@@ -1,0 +1,282 @@
+"""A replica: it builds the index from a plane's log instead of following engines.
+
+Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
+thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
+Then the fleet answers from it. A build cannot continue if a partition was deleted or purged, or if its content differs from
+that of the other replicas or of an engine. Then another build runs beside it, and replaces it when it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvevents.errors import ConfigError, PlaneError, SnapshotError
+from kvevents.index import PrefixIndex
+from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.registration import Registration
+from kvevents.stream import Checkpoint
+from kvevents_plane.connection import open_client, require_jetstream
+from kvevents_plane.layout import Layout, find_plane
+from kvevents_plane.records import StreamKey, stream_text
+from kvevents_plane.replica.build import IndexBuild, Snapshotter
+from kvevents_plane.replica.consistency_check import ConsistencyCheck
+from kvevents_plane.replica.metrics import ReplicaStatus, collect
+from kvevents_plane.settings import PlaneSettings
+from kvevents_plane.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from kvevents_plane.nats_client import PlaneClient
+
+log = logging.getLogger(__name__)
+
+ORIGIN: Final = "plane"
+"""Origin of the members."""
+CHECK_SECONDS: Final = 0.05
+"""Pause between two checks of readers and members."""
+
+
+class Replica:
+    """Keeps a fleet's index equal to the log. `run` it until it is cancelled. All else may be used at any time."""
+
+    has_found_engines = True
+    registration_advice = "register the engine with the bridges of the plane that this replica reads"
+
+    def __init__(
+        self,
+        plane: PlaneSettings,
+        name: str,
+        fleet: Fleet,
+        *,
+        snapshot_seconds: float,
+        memory_limit: int | None,
+    ) -> None:
+        self.plane: Final = plane
+        self.name: Final = name
+        self.is_answering = False
+        """Whether queries are answered."""
+        self._former_builds = 0
+        """Builds before the current one, and partitions that they read again."""
+        self.fault = ""
+        """Why the log cannot be read; empty if it can."""
+        self._fleet: Final = fleet
+        self._memory_limit: Final = memory_limit
+        self._current: IndexBuild | None = None
+        self._applied: Mapping[StreamKey, bytes] | None = None
+        """Registrations with which the fleet was last updated."""
+        self._settled = set[int]()
+        """Partitions that were read again because of a dispute."""
+        self._built_at = float("-inf")
+        self._consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
+        self._snapshotter: Final = Snapshotter(name, self._consistency, snapshot_seconds)
+
+    # --- status
+
+    @property
+    def builds(self) -> int:
+        """Number of times that the index was built, or a partition of it was read again."""
+        return 0 if self._current is None else self._former_builds + 1 + self._current.rereads
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all partitions of the log were read to their ends."""
+        return self.is_answering and self._current is not None and self._current.is_complete
+
+    @property
+    def why_incomplete(self) -> str:
+        """Why engines can be missing; empty if all partitions of the log were read to their ends."""
+        return "" if self.is_complete else self.fault or "the log is being read"
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether queries are answered although a partition cannot be read."""
+        return self.is_answering and not self.is_complete
+
+    def warnings(self) -> list[str]:
+        """Return sentences about the log, and about snapshots that could not be written or read."""
+        unreadable = [] if self._current is None else self._current.unreadable_snapshots
+        return [fault for fault in (self.fault, self._snapshotter.fault, *unreadable) if fault]
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics of this replica."""
+        counts = self.is_complete, self.fault, self._snapshotter.fault, self.builds, self.disagreements
+        return collect(ReplicaStatus(*counts, self._current))
+
+    @property
+    def disagreements(self) -> int:
+        """Number of times that another replica had other contents at the same position."""
+        return self._consistency.disagreements
+
+    @property
+    def build(self) -> IndexBuild | None:
+        """The index build that queries are answered from."""
+        return self._current
+
+    # --- lifecycle
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        try:
+            while True:
+                try:
+                    name = f"kvevents replica {self.name}"
+                    async with open_client(self.plane, name=name, on_state=self._on_state) as client:
+                        await require_jetstream(client)
+                        await self._replicate(client)
+                except (PlaneError, SnapshotError, ConfigError) as error:  # ConfigError: credential files changed
+                    self._set_fault(str(error))
+                    await asyncio.sleep(self.plane.replicas.retry_seconds)
+        finally:
+            if self._current is not None:
+                await self._current.end()
+
+    def _on_state(self, state: str) -> None:
+        if state == "connected" and self._current is not None:
+            self._current.on_connected()
+
+    def _set_fault(self, fault: str) -> None:
+        if fault and fault != self.fault:
+            log.warning("%s", fault)
+        self.fault = fault
+
+    async def _replicate(self, client: PlaneClient) -> None:
+        js = client.jetstream()
+        while (layout := await find_plane(js, self.plane.name)) is None:
+            self._set_fault(f"plane {self.plane.name!r} does not exist yet: start a bridge, which creates it")
+            await asyncio.sleep(self.plane.replicas.retry_seconds)
+        snapshots = Snapshots(js, layout)
+        while True:
+            build = await self._complete_build(client, layout, snapshots)
+            await self._switch_to_build(build)
+            async with _concurrently(self._snapshotter.run(layout, snapshots, build)):
+                await self._keep(client, layout, build)
+
+    # --- index builds
+
+    async def _complete_build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
+        """Return an index build that has read the log to its end, except partitions that cannot be read."""
+        index = PrefixIndex(memory_limit=self._memory_limit)
+        build = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
+        compare_at = 0.0
+        try:
+            while not build.is_complete and not build.is_usable:
+                await build.advance()
+                self._set_fault(build.fault)
+                if build.missing and time.monotonic() >= compare_at:
+                    compare_at = time.monotonic() + self.plane.replicas.compare_seconds
+                    await self._consistency.compare(client, layout, build.digests(), self._built_at)
+                await asyncio.sleep(CHECK_SECONDS)
+        except BaseException:
+            await build.end()
+            raise
+        return build
+
+    async def _switch_to_build(self, build: IndexBuild) -> None:
+        """Make the fleet answer from a build."""
+        registrations = self._registrations(build)
+        before, self._current = self._current, build
+        former = self._fleet.replace_index(build.follower, build.index)
+        await self._register(build, registrations)
+        self._former_builds += 0 if before is None else 1 + before.rereads
+        self._built_at = time.monotonic()
+        self._consistency.forget()
+        self.is_answering = True
+        self._set_fault(build.fault)
+        whole = "complete" if build.is_complete else "used without the partitions that cannot be read"
+        log.info("the index is %s: %d streams, begun with %s", whole, len(registrations), _snapshots_text(build))
+        if before is not None:
+            await before.end()
+        else:
+            await asyncio.to_thread(former.stop)
+
+    # --- members
+
+    def _registrations(self, build: IndexBuild) -> list[Registration]:
+        """Return the registrations of the engines in the log."""
+        found = []
+        registrations_by_key = self._applied = build.subscriber.registrations
+        for key, encoded in registrations_by_key.items():
+            try:
+                registration = msgspec.json.decode(encoded, type=Registration)
+            except (msgspec.MsgspecError, ConfigError) as error:
+                log.warning(
+                    "%s is left out, since its registration in the plane cannot be decoded: %s", stream_text(key), error
+                )
+                continue
+            if registration.key == key:
+                build.index.set_model(key[0], registration.scope.name)
+                build.index.set_drafts(key[0], registration.drafts)
+                found.append(registration)
+        return found
+
+    async def _register(self, build: IndexBuild, registrations: list[Registration]) -> None:
+        known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
+        if any(known.get(each.key, each) != each for each in registrations):
+            # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
+            build.rebuild_reason = "the registration of an engine has changed"
+        for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
+            log.warning("%s", fault)
+        await asyncio.wrap_future(build.follower.submit(self._fleet.refresh))
+
+    # --- while a build is valid
+
+    async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
+        """Return when the index must be rebuilt."""
+        compare_at = 0.0
+        while not build.rebuild_reason:
+            await asyncio.sleep(CHECK_SECONDS)
+            await self._check(build)
+            now = time.monotonic()
+            if now >= compare_at:
+                compare_at = now + self.plane.replicas.compare_seconds
+                why = await self._consistency.compare(client, layout, build.digests(), self._built_at)
+                build.rebuild_reason = build.rebuild_reason or why
+        self._settled |= build.settled
+        log.warning("the index is rebuilt: %s", build.rebuild_reason)
+
+    async def _check(self, build: IndexBuild) -> None:
+        await build.advance()
+        if self._applied is not build.subscriber.registrations:
+            await self._register(build, self._registrations(build))
+        if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
+            build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
+        self._set_fault(build.fault)
+
+
+@asynccontextmanager
+async def _concurrently(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Return a context that runs `work` concurrently. An error of `work` is raised in the context."""
+    task, here = asyncio.create_task(work), asyncio.current_task()
+    failures: list[BaseException] = []
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and here is not None:
+            failures.append(error)
+            here.cancel()
+
+    task.add_done_callback(ended)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failures and here is not None and not here.uncancel():
+            raise failures[0] from None
+        raise
+    finally:
+        task.remove_done_callback(ended)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _snapshots_text(build: IndexBuild) -> str:
+    names = list(build.loaded_snapshots.values())
+    if not names:
+        return "the log alone"
+    return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} partitions"

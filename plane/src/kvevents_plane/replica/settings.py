@@ -1,0 +1,58 @@
+"""Settings of a service that can build its index from the log of a plane."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from typing import Final
+
+from kvevents.errors import ConfigError
+from kvevents.service.index_source import OpenIndexSource
+from kvevents.service.settings import ServiceSettings
+from kvevents.settings import Name, build_decoder_now
+from kvevents_plane.connection import check_connection
+from kvevents_plane.replica.replica import Replica
+from kvevents_plane.settings import PlaneSettings
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@build_decoder_now
+class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of `kvevents serve` where the plane is installed."""
+
+    plane: PlaneSettings | None = None
+    """Build the index from the log of this plane instead of following engines."""
+    replica: Name | None = None
+    """Name of this replica, unique in its plane (default: derived from the host's name)."""
+
+    def __post_init__(self) -> None:
+        ServiceSettings.__post_init__(self)
+        if self.plane is None:
+            if self.replica is not None:
+                raise ConfigError("replica needs a plane: set `plane` or --nats")
+            return
+        if self.names_engines:
+            raise ConfigError(
+                "a replica follows no engines, since its plane's bridges do: remove sources, source_files, dns and kubernetes"
+            )
+        if self.state_dir is not None:
+            raise ConfigError("a replica stores nothing on the disk, since its plane does: remove state_dir")
+        if self.replica is not None and not _NAME.fullmatch(self.replica):
+            raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
+
+
+def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
+    """Return what opens the replica that the settings describe; None if the service follows engines.
+
+    Raises `ConfigError` and `MissingDependencyError` for a connection that cannot be made from here.
+    """
+    plane = config.plane
+    if plane is None:
+        return None
+    check_connection(plane)
+    # Each process has its own name, because several can run on one host.
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
+    name = config.replica or f"{host}-{secrets.token_hex(3)}"
+    return lambda fleet: Replica(plane, name, fleet, snapshot_seconds=config.snapshot_seconds, memory_limit=config.memory_limit)

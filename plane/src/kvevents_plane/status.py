@@ -1,0 +1,269 @@
+"""Status of a plane for operators, queried from the NATS servers alone: no bridge or replica needs to be reachable."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvevents.errors import PlaneError
+from kvevents.stream import printable
+from kvevents_plane.digests import ReplicaDigests, read_digests
+from kvevents_plane.layout import Layout, fetch_message, fetch_next_message, partition_info
+from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name, decode_page
+from kvevents_plane.snapshots import SnapshotInfo, Snapshots
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+
+BRIDGE_SCAN_PAGES: Final = 32
+"""Pages at the end of a partition in which the status looks for bridges."""
+DEFAULT_ALIVE_SECONDS: Final = 1.5
+"""Seconds within which a bridge writes whose heartbeats are not among these pages: three heartbeats with default settings."""
+TRUST_SECONDS: Final = 0.5
+"""Seconds that a replica needs besides to call nothing EXACT any more that a bridge has vouched for."""
+OLD_SNAPSHOT_SECONDS: Final = 900.0
+"""Age of the oldest page that no snapshot contains, from which on it is a fault."""
+OLD_PAGE_SECONDS: Final = 15.0
+"""Age of the oldest page that a replica lacks, from which on it is a fault."""
+POLL_SECONDS: Final = 0.25
+"""Pause between two looks for newer pages."""
+MAX_REQUESTS: Final = 16
+"""Partitions that are inspected at the same time."""
+
+
+class PartitionView(msgspec.Struct, frozen=True):
+    """One partition."""
+
+    partition: int
+    first: int
+    last: int
+    bytes: int
+    leader: str | None
+    bridges: dict[str, float]
+    """Bridges that wrote the last pages, with the time of their last page or heartbeat by their clocks."""
+    alive_seconds: float = 0.0
+    """Seconds within which each of these bridges writes again, as their heartbeats say."""
+    silent: list[str] = []
+    """Bridges that did not write within that time while the status was read."""
+    fault: str = ""
+    shared: list[str] = []
+    """Names of bridges under which several processes write alternately."""
+    missing: int = 0
+    """Number of messages that are gone between the first and the last page."""
+    conflicts: list[str] = []
+    """Which engines have a name that another bridge uses for another engine, as bridges say in their heartbeats."""
+    unsaved_seconds: float = 0.0
+    """Age of the oldest page that no snapshot contains, compared with the newest page; by the clocks of bridges."""
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the partition, as sentences."""
+        if self.fault:
+            return [self.fault]
+        found = [] if self.bridges else ["no bridge writes"]
+        check = f"for {self.alive_seconds:g} s; check that the bridges run"
+        if self.bridges and len(self.silent) == len(self.bridges):
+            found.append(f"no bridge has written {check}")
+        else:
+            found += [f"bridge {name} has not written {check.replace('the bridges run', 'it runs')}" for name in self.silent]
+        if self.unsaved_seconds > OLD_SNAPSHOT_SECONDS:
+            found.append(
+                f"the oldest page that no snapshot contains is {self.unsaved_seconds / 60:.0f} min old; "
+                "check that a replica may write snapshots"
+            )
+        return [*found, *self.conflicts]
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """One replica that has published digests recently."""
+
+    name: str
+    lag: int
+    """Pages that the replica lacks, over all partitions."""
+    differs: list[str]
+    """Replicas whose digests differ at the same position."""
+    missing: dict[str, int] = {}
+    """Partitions that it cannot read, with the first page after those that are missing."""
+    lag_seconds: float = 0.0
+    """Age of the oldest page that it lacks, compared with the newest page of the partition; by the clocks of bridges."""
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the replica, as sentences."""
+        found = [f"holds another index than {', '.join(self.differs)}"] if self.differs else []
+        found += [
+            f"cannot read partition {partition}: pages before {first} are missing; the runbook has what to do"
+            for partition, first in sorted(self.missing.items())
+        ]
+        if self.lag_seconds > OLD_PAGE_SECONDS:
+            found.append(f"lacks pages that are {self.lag_seconds:.0f} s old; check its CPU and its network")
+        return found
+
+
+class PlaneView(msgspec.Struct, frozen=True):
+    """The status of a plane."""
+
+    name: str
+    partitions: list[PartitionView]
+    snapshots: list[SnapshotInfo]
+    replicas: list[ReplicaView]
+
+    @property
+    def exact_seconds(self) -> float:
+        """Greatest age of what replicas call EXACT."""
+        return max((each.alive_seconds for each in self.partitions), default=0.0) + TRUST_SECONDS
+
+    @property
+    def faults(self) -> list[str]:
+        """All faults, as sentences."""
+        found = [f"partition {each.partition}: {fault}" for each in self.partitions for fault in each.faults]
+        found += [f"replica {each.name} {fault}" for each in self.replicas for fault in each.faults]
+        found += [
+            f"several processes use the bridge name {name}; give each its own name with --bridge-name"
+            for name in sorted({name for each in self.partitions for name in each.shared})
+        ]
+        return found
+
+
+def format_partitions(partitions: Collection[int]) -> str:
+    """Return `partition 3` or `partitions 0-3, 7`."""
+    runs: list[list[int]] = []
+    for partition in sorted(partitions):
+        if runs and partition == runs[-1][-1] + 1:
+            runs[-1].append(partition)
+        else:
+            runs.append([partition])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"partition {text}" if len(partitions) == 1 else f"partitions {text}"
+
+
+async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
+    """Query the status of a plane. Raises `PlaneError` if the servers do not answer.
+
+    It takes until each bridge has written another page to each partition, which is its next heartbeat at the latest. The pages
+    alone do not show how old they are, and clocks can differ.
+    """
+    snapshots = Snapshots(js, layout)
+    valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
+    limit = asyncio.Semaphore(MAX_REQUESTS)
+
+    async def inspect(partition: int) -> PartitionView:
+        async with limit:
+            newest = next((each.position for each in valid if each.partition == partition), 0)
+            return await _inspect_partition(js, layout, partition, newest)
+
+    partitions = await asyncio.gather(*map(inspect, range(layout.partitions)))
+    digests: dict[str, ReplicaDigests] = {}
+    try:
+        digests = await read_digests(js, layout)
+    except PlaneError as error:
+        if error.fault != "missing":  # a bridge that was killed early has created the partitions alone
+            raise
+    replicas = [await _replica_view(js, layout, name, digests, partitions) for name in sorted(digests)]
+    return PlaneView(layout.name, partitions, valid, replicas)
+
+
+class _Scan:
+    """What the pages at the end of a partition say of their bridges."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float]] = []
+        """Bridge and time of each page and heartbeat, in order."""
+        self.alive_seconds = DEFAULT_ALIVE_SECONDS
+        self.conflicts: dict[str, str] = {}
+        """By bridge."""
+        self.newest_at = 0.0
+
+    def add(self, message: ReceivedMessage | None) -> set[str]:
+        """Add the next page, and return the names of the bridges that wrote it."""
+        page = None if message is None else decode_page(message.data)
+        if page is None:
+            return set()
+        heartbeats = [each for each in page.records if isinstance(each, HeartbeatRecord)]
+        self.alive_seconds = max([self.alive_seconds, *(each.alive_seconds for each in heartbeats)])
+        # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
+        self.written += [(page.bridge, page.written_at), *((each.bridge, each.sent_at) for each in heartbeats)]
+        self.conflicts |= {each.bridge: printable(each.conflict) for each in heartbeats}
+        self.newest_at = page.written_at
+        return {bridge_name(page.bridge)}
+
+
+async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: int, saved: int) -> PartitionView:
+    """Return the state of a partition of which a snapshot contains the pages up to `saved`."""
+    scan = _Scan()
+    try:
+        info = await partition_info(js, layout, partition)
+        for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
+            scan.add(await fetch_message(js, layout, partition, position))
+        silent = await _find_silent(js, layout, partition, info.last, scan)
+        oldest = await _written_at(js, layout, partition, saved + 1)
+    except PlaneError as error:
+        return PartitionView(partition, 0, 0, 0, None, {}, fault=str(error))
+    return PartitionView(
+        partition,
+        info.first,
+        info.last,
+        info.bytes,
+        info.leader,
+        {bridge_name(bridge): at for bridge, at in scan.written},
+        scan.alive_seconds,
+        silent,
+        shared=_shared_names(bridge for bridge, _ in scan.written),
+        missing=info.missing,
+        conflicts=sorted({each for each in scan.conflicts.values() if each}),
+        unsaved_seconds=0.0 if oldest is None else max(0.0, scan.newest_at - oldest),
+    )
+
+
+async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _Scan) -> list[str]:
+    """Wait until the bridges in `scan` have written after `position`, and return those that have not in time."""
+    waiting = {bridge_name(bridge) for bridge, _ in scan.written}
+    began = time.monotonic()
+    while waiting:
+        waited = time.monotonic() - began
+        while (message := await fetch_next_message(js, layout, partition, position + 1)) is not None:
+            position = message.position
+            waiting -= scan.add(message)
+        if waited >= scan.alive_seconds:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    return sorted(waiting)
+
+
+async def _written_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
+    """Return when the first page at `position` or later was written; None without one."""
+    message = await fetch_next_message(js, layout, partition, max(1, position))
+    page = None if message is None else decode_page(message.data)
+    return None if page is None else page.written_at
+
+
+def _shared_names(bridges: Iterable[str]) -> list[str]:
+    """Return the names under which a process writes again after another process of that name."""
+    last: dict[str, str] = {}
+    before: set[str] = set()
+    found: set[str] = set()
+    for bridge in bridges:
+        name = bridge_name(bridge)
+        if bridge in before and last[name] != bridge:
+            found.add(name)
+        before.add(bridge)
+        last[name] = bridge
+    return sorted(found)
+
+
+async def _replica_view(
+    js: JetStreamContext, layout: Layout, name: str, digests: Mapping[str, ReplicaDigests], partitions: Sequence[PartitionView]
+) -> ReplicaView:
+    own = digests[name]
+    lags = [(each, each.last - own.positions[key]) for each in partitions if (key := str(each.partition)) in own.positions]
+    seconds = 0.0
+    for partition, lag in lags:
+        if lag > 0 and partition.bridges:
+            oldest = await _written_at(js, layout, partition.partition, partition.last - lag + 1)
+            seconds = max(seconds, max(partition.bridges.values()) - (oldest or float("inf")))
+    differs = [other for other, found in digests.items() if own.agrees(found) is False]
+    return ReplicaView(name, sum(max(0, lag) for _, lag in lags), sorted(differs), own.missing, seconds)
