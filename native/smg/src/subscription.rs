@@ -1,0 +1,289 @@
+//! A subscription to one worker: a task that calls it, and a queue of what has arrived.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::runtime::Runtime;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::JoinHandle;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+use tonic_prost::ProstCodec;
+
+use crate::messages;
+use crate::numbers::Numbers;
+use crate::payload;
+
+/// The services that have the call, one for each engine.
+const METHODS: [&str; 4] = [
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
+    "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
+    "/tokenspeed.grpc.scheduler.TokenSpeedScheduler/SubscribeKvEvents",
+    "/trtllm.TrtllmService/SubscribeKvEvents",
+];
+/// Batches that wait for the application. Beyond them nothing is read, and HTTP/2 holds the servicer back.
+const MAX_WAITING: usize = 1_024;
+/// Bytes of their payloads, for the same reason; a larger payload waits until it is the only one.
+const MAX_WAITING_BYTES: u32 = 64 << 20;
+/// Longest message: SMG's own limit.
+const MAX_MESSAGE_BYTES: usize = 64 << 20;
+const CONNECT_TIME: Duration = Duration::from_secs(5);
+/// Time after which a quiet connection is checked, and that for the answer: a worker that was frozen or cut off is noticed.
+const CHECK_AFTER: Duration = Duration::from_secs(2);
+const CHECK_TIME: Duration = Duration::from_secs(3);
+const MIN_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+/// What has arrived, in its order.
+#[derive(Debug, PartialEq)]
+pub enum Arrival {
+    /// A call has begun: its batches begin with the first one.
+    Connected,
+    /// The number in this call, and the payload as vLLM encodes it.
+    Batch(u64, Vec<u8>),
+    /// The call has ended, or none could begin, for this reason.
+    Disconnected(String),
+}
+
+/// A subscription to the events of one worker. It is ended when it is dropped.
+pub struct Subscription {
+    arrivals: Mutex<mpsc::Receiver<Waiting>>,
+    endpoint: Endpoint,
+    outlet: Outlet,
+    /// Follows the worker.
+    task: Mutex<JoinHandle<()>>,
+}
+
+/// An arrival with the room that it takes until it is taken.
+type Waiting = (Arrival, Option<OwnedSemaphorePermit>);
+
+/// Where arrivals are queued.
+#[derive(Clone)]
+struct Outlet {
+    sender: mpsc::Sender<Waiting>,
+    room: Arc<Semaphore>,
+    waker: Arc<Waker>,
+}
+
+/// A socket whose other end is readable while something waits.
+struct Waker {
+    socket: UnixStream,
+    is_awake: AtomicBool,
+}
+
+fn runtime() -> Result<&'static Runtime, String> {
+    static RUNTIME: OnceLock<Result<Runtime, String>> = OnceLock::new();
+    let start = || {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(1).thread_name("kvevents-smg").enable_all();
+        builder.build().map_err(|error| error.to_string())
+    };
+    RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
+}
+
+impl Subscription {
+    /// Begins to call the worker at `host:port`. `waker` becomes readable at its other end when something arrives.
+    pub fn open(address: &str, waker: UnixStream) -> Result<Self, String> {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| error.to_string())?;
+        let endpoint = endpoint
+            .connect_timeout(CONNECT_TIME)
+            .http2_keep_alive_interval(CHECK_AFTER)
+            .keep_alive_timeout(CHECK_TIME)
+            .keep_alive_while_idle(true);
+        waker.set_nonblocking(true).map_err(|error| error.to_string())?;
+        let (sender, arrivals) = mpsc::channel(MAX_WAITING);
+        let waker = Arc::new(Waker {
+            socket: waker,
+            is_awake: AtomicBool::new(false),
+        });
+        let room = Arc::new(Semaphore::new(MAX_WAITING_BYTES as usize));
+        let outlet = Outlet { sender, room, waker };
+        let task = runtime()?.spawn(follow(endpoint.clone(), outlet.clone()));
+        Ok(Self {
+            arrivals: Mutex::new(arrivals),
+            endpoint,
+            outlet,
+            task: Mutex::new(task),
+        })
+    }
+
+    /// Returns up to `limit` arrivals. Empty the other end of the waker before.
+    pub fn take(&self, limit: usize) -> Vec<Arrival> {
+        let mut arrivals = self.arrivals.lock();
+        // Before the queue is read: what comes afterwards wakes again.
+        self.outlet.waker.is_awake.store(false, Ordering::SeqCst);
+        let mut taken = Vec::new();
+        while taken.len() < limit {
+            match arrivals.try_recv() {
+                Ok((arrival, _)) => taken.push(arrival),
+                Err(_) => return taken,
+            }
+        }
+        self.outlet.waker.wake();
+        taken
+    }
+
+    /// Ends the call and begins another one, which brings everything again.
+    pub fn restart(&self) {
+        let mut task = self.task.lock();
+        task.abort();
+        let (endpoint, outlet) = (self.endpoint.clone(), self.outlet.clone());
+        if let Ok(runtime) = runtime() {
+            *task = runtime.spawn(async move {
+                outlet
+                    .put(Arrival::Disconnected("everything is requested again".to_owned()))
+                    .await;
+                follow(endpoint, outlet).await;
+            });
+        }
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.task.get_mut().abort();
+    }
+}
+
+impl Waker {
+    fn wake(&self) {
+        if !self.is_awake.swap(true, Ordering::SeqCst) {
+            // A full buffer is readable too, and an error means that the other end is closed.
+            let _ = (&self.socket).write(&[0]);
+        }
+    }
+}
+
+impl Outlet {
+    /// Queues an arrival, when there is room. Without a receiver the task is about to be ended.
+    async fn put(&self, arrival: Arrival) {
+        let bytes = match &arrival {
+            Arrival::Batch(_, payload) => u32::try_from(payload.len()).unwrap_or(u32::MAX),
+            _ => 0,
+        };
+        let room = Arc::clone(&self.room).acquire_many_owned(bytes.min(MAX_WAITING_BYTES));
+        let _ = self.sender.send((arrival, room.await.ok())).await;
+        self.waker.wake();
+    }
+}
+
+/// Calls the worker until the task is ended.
+async fn follow(endpoint: Endpoint, outlet: Outlet) {
+    let mut pause = MIN_PAUSE;
+    loop {
+        let mut has_begun = false;
+        let ended = call(&endpoint, &outlet, &mut has_begun).await;
+        outlet.put(Arrival::Disconnected(ended)).await;
+        pause = if has_begun { MIN_PAUSE } else { MAX_PAUSE.min(pause * 2) };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Makes one call, and returns why it has ended.
+async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> String {
+    let channel = match endpoint.connect().await {
+        Ok(channel) => channel,
+        Err(error) => return causes(&error),
+    };
+    let mut batches = match subscribe(channel).await {
+        Ok(batches) => batches,
+        Err(status) => return sentence(&status),
+    };
+    outlet.put(Arrival::Connected).await;
+    *has_begun = true;
+    let mut numbers = Numbers::default();
+    loop {
+        match batches.message().await {
+            Ok(None) => return "the worker has ended the stream".to_owned(),
+            Err(status) => return sentence(&status),
+            Ok(Some(batch)) => {
+                if batch.load.as_ref().is_some_and(|load| load.load_only) {
+                    continue;
+                }
+                let Some(number) = numbers.number(&batch) else {
+                    continue;
+                };
+                // The number of a batch that cannot be used is missing, which the stream reports as a loss.
+                if let Some(payload) = payload::encode(&batch) {
+                    outlet.put(Arrival::Batch(number, payload)).await;
+                }
+            }
+        }
+    }
+}
+
+/// Calls the first service that the worker has.
+async fn subscribe(channel: Channel) -> Result<tonic::Streaming<messages::Batch>, Status> {
+    let mut client = tonic::client::Grpc::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let mut refused = Status::unimplemented("");
+    for method in METHODS {
+        client.ready().await.map_err(|error| Status::unavailable(causes(&error)))?;
+        let request = Request::new(messages::Request {
+            start_sequence_number: 0,
+            load_records_before_first_batch: true,
+        });
+        let codec = ProstCodec::<messages::Request, messages::Batch>::default();
+        let path = PathAndQuery::from_static(method);
+        match client.server_streaming(request, path, codec).await {
+            Ok(answer) => return Ok(answer.into_inner()),
+            Err(status) if status.code() == Code::Unimplemented => refused = status,
+            Err(status) => return Err(status),
+        }
+    }
+    Err(refused)
+}
+
+fn sentence(status: &Status) -> String {
+    if status.code() == Code::Unimplemented {
+        return "the worker has no stream of KV cache events: start its engine with events (vLLM: --kv-events-config)"
+            .to_owned();
+    }
+    format!("{:?}: {}", status.code(), status.message())
+}
+
+/// Returns the message of an error with those of its causes.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn payloads_wait_for_room() {
+        let (sender, mut arrivals) = mpsc::channel(MAX_WAITING);
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let waker = Arc::new(Waker {
+            socket,
+            is_awake: AtomicBool::new(false),
+        });
+        let room = Arc::new(Semaphore::new(MAX_WAITING_BYTES as usize));
+        let outlet = Outlet { sender, room, waker };
+        let put = |bytes: u32| outlet.put(Arrival::Batch(0, vec![0; bytes as usize]));
+        runtime().unwrap().block_on(async {
+            put(MAX_WAITING_BYTES).await;
+            let soon = Duration::from_millis(20);
+            assert!(tokio::time::timeout(soon, put(1)).await.is_err());
+            drop(arrivals.recv().await);
+            put(1).await;
+            drop(arrivals.recv().await);
+            put(MAX_WAITING_BYTES + 1).await;
+            assert!(arrivals.try_recv().is_ok());
+        });
+    }
+}
