@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from discovery_cases import ManualClock, await_in_time, start_next
 from discovery_fetch_cases import Engine
 from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider
+from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider, is_same_host
 from kvevents.service.discovery.provider import Adapter, Finding, SourceTable, Template
 from kvevents.service.fleet.registration import Scope
 
@@ -60,7 +61,8 @@ def engine() -> Iterator[Engine]:
 
 
 async def query_engine(engine: Engine, template: Template | None = None, instance: str | None = "e") -> Finding:
-    provider = EngineProvider(engine.url, template or Template(), instance)
+    """Ask an engine that may name other hosts, as one with ranks on several nodes does."""
+    provider = EngineProvider(engine.url, replace(template or Template(), other_hosts=True), instance)
     found = provider.watch()
     first = await await_in_time(start_next(found))
     await found.aclose()
@@ -306,3 +308,47 @@ def test_the_name_of_a_provider_contains_its_url() -> None:
     assert EngineProvider("http://h:8000").name == "engine http://h:8000"
     with pytest.raises(ConfigError):
         EngineProvider("h:8000")
+
+
+# --- endpoints of other hosts
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay"),
+    [
+        ("tcp://169.254.169.254:80", None),
+        ("tcp://127.0.0.1:5557", "tcp://169.254.169.254:80"),
+        ("tcp://no-such-host.invalid:5557", None),
+        ("ipc:///tmp/engine.sock", None),
+    ],
+)
+async def test_endpoints_of_other_hosts_need_a_setting(engine: Engine, endpoint: str, replay: str | None) -> None:
+    """An engine must not make the service connect to any address. Its other ranks are followed."""
+    engine.pages["/kv_event_sources"] = {"0": vllm_rank(endpoint, replay), "1": vllm_rank("tcp://*:5559", "tcp://*:5560")}
+    watching = EngineProvider(engine.url, Template(model="m"), "e").watch()
+    found = await await_in_time(start_next(watching))
+    await watching.aclose()
+    assert list_streams(found) == [("e rank 1", "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5560")]
+    (sentence,) = list_sentences(found)
+    assert sentence.startswith(f"rank 0 of e cannot be followed: {replay or endpoint} is not at 127.0.0.1, which named it;")
+    assert [each.label for each in (await query_engine(engine, Template(model="m"))).registrations] == ["e rank 0", "e rank 1"]
+
+
+async def test_endpoints_that_the_configuration_names_may_be_anywhere(engine: Engine) -> None:
+    engine.pages["/kv_event_sources"] = {"0": vllm_rank("tcp://*:5557", "tcp://169.254.169.254:80")}
+    template = Template(model="m", replay_endpoint="tcp://10.0.0.9:5558", load="tcp://10.0.0.9:5559")
+    watching = EngineProvider(engine.url, template, "e").watch()
+    found = await await_in_time(start_next(watching))
+    await watching.aclose()
+    assert list_streams(found) == [("e rank 0", "tcp://127.0.0.1:5557", "tcp://10.0.0.9:5558")]
+    assert found.registrations[0].load == "tcp://10.0.0.9:5559"
+
+
+async def test_names_and_addresses_of_one_host_are_equal() -> None:
+    """An engine that is asked at loopback may name another address of this machine."""
+    assert await is_same_host("127.0.0.1", "localhost")
+    assert await is_same_host("localhost", "localhost")
+    assert await is_same_host("127.0.0.2", "127.0.0.1"), "it is an address of this machine"
+    assert not await is_same_host("127.0.0.1", "10.254.254.1")
+    assert not await is_same_host("10.254.254.1", "127.0.0.1")
+    assert not await is_same_host("no-such-host.invalid", "127.0.0.1")

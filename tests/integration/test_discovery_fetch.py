@@ -116,13 +116,25 @@ async def test_redirects_stay_on_the_host(engine: Engine) -> None:
     assert await get(engine, "/a") == (200, b"7")
     engine.pages |= {
         "/x": redirect_to("http://169.254.169.254/"),
+        "/port": redirect_to(f"http://127.0.0.1:{engine.port + 1}/"),
         "/y": redirect_to("file:///etc/passwd"),
         "/z": redirect_to("//[bad"),
     }
-    for path in ("/x", "/y"):
+    for path in ("/x", "/y", "/port"):
         assert "another server" in await get_error(engine, path)
     assert "not a valid URL" in await get_error(engine, "/z")
     assert "more than 3 times" in await get_error(engine, "/round")
+    assert BaseUrl.parse("http://h/x").redirected("https://h/x") == BaseUrl.parse("https://h/x")
+
+
+async def test_redirects_to_another_server_need_a_setting(engine: Engine) -> None:
+    """It never makes a connection unencrypted."""
+    with Engine({"/there": 7}) as other:
+        engine.pages["/here"] = redirect_to(f"{other.url}/there")
+        answer = await await_in_time(EngineHttpClient().get(BaseUrl.parse(engine.url).join("/here"), other_hosts=True))
+        assert answer.body == b"7"
+        with pytest.raises(EngineQueryError, match="another server"):
+            BaseUrl.parse("https://h").redirected("http://h", other_hosts=True)
 
 
 async def test_the_number_of_connections_is_bounded(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +113,7 @@ class Target:
     """What discovery has registered and noted."""
 
     adapters: frozenset[Scope] = frozenset()
+    unready: Mapping[str, str] = field(default_factory=dict)
     follow_errors: dict[Key, str] = field(default_factory=dict)
     replaced: list[tuple[str, str]] = field(default_factory=list)
 

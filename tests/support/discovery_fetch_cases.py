@@ -14,20 +14,20 @@ from discovery_cases import DEADLINE
 class Engine:
     """Serves `pages` by path: JSON with `status`, raw bytes without HTTP, or what a function writes; 404 for other paths."""
 
-    def __init__(self, pages: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, pages: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> None:
         self.pages = pages if pages is not None else {}
         self.status = 200
         self.requested_paths: list[str] = []
         self.hosts: list[str | None] = []
         self.hold = threading.Event()
         self.reached = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._server.daemon_threads = True
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

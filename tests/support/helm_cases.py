@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,16 +13,7 @@ import jsonschema_rs
 import pytest
 import yaml
 
-import paths
-
-ROOT: Final = paths.ROOT
-
-
-CHART: Final = ROOT / "deploy" / "helm" / "kvevents"
-
-
-HELM: Final = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm") or ""
-
+from tools.chart import CHART, HELM, render
 
 needs_helm = pytest.mark.skipif(not HELM, reason="no helm is installed; `tools/setup` installs it on x86-64 only")
 
@@ -39,30 +28,51 @@ SCHEMAS: Final = Path((_VALIDATE and _VALIDATE.origin) or "/nowhere/x").parent /
 needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="no schemas of Kubernetes: pip install kubernetes-validate")
 
 
-SECONDS: Final = 60.0
+VERSIONS: Final = ("1.29", "1.37")
 
 
-VERSIONS: Final = ("1.25", "1.37")
+SELECTOR: Final = "engines.selector.matchLabels.app=vllm"
 
 
-OPEN: Final = "replica.insecure=true"
-"""The setting that allows replicas without a Secret of tokens."""
+OPEN: Final = "access.insecure=true"
+"""The setting that allows requests without a token."""
 
 
 Object = dict[str, Any]
 
 
-def run_helm(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HELM, *map(str, args)], capture_output=True, text=True, timeout=SECONDS, check=False)
-
-
 @cache
-def render_chart(*settings: str, chart: Path = CHART, version: str = "1.30") -> list[Object]:
-    has_tokens = any(setting.startswith("replica.config.secretName=") for setting in settings)
-    flags = [part for setting in (*settings, *(() if has_tokens else (OPEN,))) for part in ("--set", setting)]
-    done = run_helm("template", "plane", chart, "--namespace", "kv", "--kube-version", version, *flags)
-    assert done.returncode == 0, done.stderr
-    return [found for found in yaml.safe_load_all(done.stdout) if found]
+def render_chart(*settings: str, chart: Path = CHART, values: Path | None = None, version: str = "1.30") -> list[Object]:
+    """Return the objects of a release `kv` in the namespace `prod`, from a file of values, or from a selector and settings."""
+    flags: list[object] = ["--set", f"{SELECTOR},access.secretName=tokens"] if values is None else ["--values", values]
+    flags += [part for setting in settings for part in ("--set", setting)]
+    return [found for found in yaml.safe_load_all(render("kv", "prod", *flags, chart=chart, version=version)) if found]
+
+
+def render_sidecars(folder: Path, *settings: str) -> Object:
+    """Return the specification of an engine's pod, from a chart that depends on this one."""
+    chart = folder / "engines"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
+    shutil.copytree(CHART, chart / "charts" / "kvevents")
+    (chart / "templates" / "engine.yaml").write_text(_ENGINE)
+    objects = render_chart(*(f"kvevents.{setting}" for setting in (SELECTOR, *settings)), chart=chart)
+    [spec] = [each["spec"]["template"]["spec"] for each in objects if each["metadata"]["name"] == "engine"]
+    return spec  # type: ignore[no-any-return]
+
+
+_ENGINE: Final = """\
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: engine}
+spec:
+  template:
+    spec:
+      initContainers:
+        {{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}
+      volumes:
+        {{- include "kvevents.relay.volume" (dict "root" .Subcharts.kvevents) | nindent 8 }}
+"""
 
 
 def faults_of(each: Object, version: str) -> list[str]:

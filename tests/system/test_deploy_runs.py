@@ -6,13 +6,15 @@ shifted by the same number.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
+import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -23,11 +25,15 @@ from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by nam
     cluster_fixture,
     poll_for,
 )
-from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart
+from discovery_fetch_cases import Engine as HttpEngine
+from helm_cases import OPEN, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart, render_sidecars
+from kubernetes_cases import ready, write_kubeconfig
+from kubernetes_stream_cases import run_stream_server
 from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
 from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
 from kvevents.publisher import EventPublisher
 from nats_cases import needs_nats
+from tools.chart import CHART, ROOT
 from tools.nats_servers import nats_server
 
 DEPLOY: Final = ROOT / "deploy"
@@ -41,7 +47,9 @@ def read_documents(path: Path) -> list[Object]:
 
 
 def containers_by_name(each: Object) -> dict[str, Object]:
-    return {container["name"]: container for container in each["spec"]["template"]["spec"]["containers"]}
+    """Return the containers of a pod, with its sidecars."""
+    spec = each["spec"]["template"]["spec"]
+    return {container["name"]: container for kind in ("initContainers", "containers") for container in spec.get(kind, [])}
 
 
 @contextmanager
@@ -103,70 +111,100 @@ def test_the_relay_of_the_example_forwards_the_events_of_the_engine_beside_it(cl
 @needs_helm
 @needs_nats
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: Cluster, ranks: int) -> None:
+async def test_the_chart_carries_events_from_relays_to_clients_of_replicas(cluster: Cluster, ranks: int) -> None:
     """The relays, the bridge and the replica run with the arguments that the chart renders; each rank is a worker."""
-    settings = ["engines.model=llama", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB", OPEN]
+    settings = ["mode=plane", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB"]
+    with nats_server(cluster.folder / "nats") as nats:
+        await run_chart(cluster, settings, ranks, **{"nats://nats:4222": nats.url})
+
+
+@needs_helm
+async def test_the_chart_carries_events_from_relays_to_clients_of_a_service(cluster: Cluster) -> None:
+    """A service follows the relays without NATS."""
+    await run_chart(cluster, [], 1)
+
+
+async def run_chart(cluster: Cluster, settings: Sequence[str], ranks: int, **names: str) -> None:
+    """Run the containers of the chart, and relays beside an engine of these ranks, until clients find each rank EXACT."""
+    settings = [*settings, OPEN]
     if ranks > 1:
-        settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
+        settings += [f"relay.ranks={ranks}", "relay.replayPort=6567", "relay.engineReplayPort=5567"]
     objects = render_chart(*settings)
-    relays = render_relays(settings, cluster.folder)
-    bridge = containers_of_workload(objects, "plane-kvevents-bridge")["bridge"]
-    replica = containers_of_workload(objects, "plane-kvevents-replica")["replica"]
-    [config] = [each["data"]["bridge.toml"] for each in objects if each["kind"] == "ConfigMap"]
-    cluster.write("/etc/kvevents/config/bridge.toml", config)
+    for each in objects:
+        if each["kind"] == "ConfigMap":
+            for file, text in each["data"].items():
+                cluster.write(f"/etc/kvevents/config/{file}", text)
+    relays = render_sidecars(cluster.folder, *settings)["initContainers"]
+    containers = [found for each in objects if each["kind"] == "Deployment" for found in containers_by_name(each).values()]
     replay = 5558 if ranks == 1 else 5567
     kv_events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": f"tcp://*:{replay}"}
     engine = {"args": [f"--kv-events-config={json.dumps(kv_events)}"]}
-    with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
-        publishers = [stack.enter_context(run_vllm_publisher(cluster, engine, rank)) for rank in range(ranks)]
-        names = {"nats://nats:4222": nats.url}
-        programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*relays, bridge, replica)]
-        poll_for(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
-        for rank, publisher in enumerate(publishers):
-            publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what was replayed
-        check_probes(cluster, replica, *programs)
-        check_probes(cluster, bridge, *programs)
-        assert sorted(name.rpartition("/")[2] for name in find_workers(cluster, "llama")) == [
-            str(rank) for rank in range(ranks)
-        ]
+
+    def run() -> None:
+        with ExitStack() as stack:
+            publishers = [stack.enter_context(run_vllm_publisher(cluster, engine, rank)) for rank in range(ranks)]
+            programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*containers, *relays)]
+            poll_for(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
+            for rank, publisher in enumerate(publishers):
+                publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what was replayed
+            for each in (*containers, *relays):
+                check_probes(cluster, each, *programs)
+            poll_for(lambda: cluster.get(8090, "/v1/sources")[1].count(b'"state":"EXACT"') == ranks, *programs)
+            assert sorted(find_workers(cluster, "llama")) == [f"llama-0/{rank}" for rank in range(ranks)]
+
+    source = json.loads(cluster.localize(json.dumps(kv_events)))
+    async with run_pod(cluster, "llama-0", {"initContainers": relays, "containers": []}, source, "llama"):
+        await asyncio.to_thread(run)
 
 
-def render_relays(settings: Sequence[str], folder: Path) -> list[Object]:
-    """Return the containers that the named template renders in a chart that depends on this one."""
-    chart = folder / "engines"
-    (chart / "templates").mkdir(parents=True)
-    (chart / "Chart.yaml").write_text("apiVersion: v1\nname: engines\nversion: 1.0.0\n")
-    shutil.copytree(CHART, chart / "charts" / "kvevents")
-    (chart / "templates" / "engine.yaml").write_text(
-        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
-        '        {{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}\n'
-    )
-    objects = render_chart(*(f"kvevents.{setting}" for setting in settings), chart=chart)
-    return list(containers_of_workload(objects, "engine").values())
+@asynccontextmanager
+async def run_pod(cluster: Cluster, name: str, spec: Object, source: dict[str, Any], model: str) -> AsyncGenerator[None, None]:
+    """Run an API server that knows one pod, and the HTTP server of its engine, which says where its first rank publishes."""
+    pages = {"/kv_event_sources": {"0": source}, "/v1/models": {"data": [{"id": model}]}, "/metrics": b""}
+    spec = json.loads(json.dumps(spec))
+    for container in (*spec.get("initContainers", []), *spec["containers"]):
+        for port in container.get("ports", []):
+            port["containerPort"] = cluster.port(port["containerPort"])
+    async with run_stream_server() as server:
+        with HttpEngine(pages) as engine:
+            metadata = {"name": name, "labels": {"app": "vllm"}, "annotations": {"kvevents/http-port": str(engine.port)}}
+            pod = {"metadata": metadata, "spec": spec, "status": ready("127.0.0.1")}
+            server.lists["pods"] = {"metadata": {"resourceVersion": "1"}, "items": [pod]}
+            config = write_kubeconfig(cluster.folder / "kubeconfig", server.url)
+            cluster.variables["KUBECONFIG"] = str(config)
+            yield
 
 
-def containers_of_workload(objects: list[Object], name: str) -> dict[str, Object]:
-    [found] = [each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"] == name]
-    return containers_by_name(found)
-
-
-def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluster) -> None:
-    """deploy/kubernetes needs no NATS and no relay: the service finds the engine's blocks, and its stream is EXACT."""
+@needs_helm
+async def test_the_chart_serves_engines_that_it_finds_by_label(cluster: Cluster) -> None:
+    """The service of deploy/kubernetes finds the pod of engine.yaml, asks its engine, and answers only with the token."""
+    config, deployment = (find_document(PLAIN / "serve.yaml", kind) for kind in ("ConfigMap", "Deployment"))
     [engine] = read_documents(PLAIN / "engine.yaml")
-    config, headless, service, deployment = read_documents(PLAIN / "serve.yaml")
-    serve = containers_by_name(deployment)["serve"]
-    cluster.write("/etc/kvevents/kvevents.toml", config["data"]["kvevents.toml"])
-    labels = engine["spec"]["template"]["metadata"]["labels"]
-    assert headless["spec"]["selector"].items() <= labels.items()
-    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    ports = {port["containerPort"] for port in containers_by_name(engine)["engine"]["ports"]}
-    assert {port["port"] for port in headless["spec"]["ports"]} <= ports
-    [model] = [arg.partition("=")[2] for arg in containers_by_name(engine)["engine"]["args"] if arg.startswith("--model=")]
-    with run_vllm_publisher(cluster, containers_by_name(engine)["engine"]) as publisher, cluster.run(serve["args"]) as program:
-        poll_for(lambda: find_workers(cluster, model), program)
-        publisher.publish(KVEventBatch(time.time(), [BlockStored([7], None, [7] * 16, 16, medium="GPU")], 0))
-        poll_for(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
-        check_probes(cluster, serve, program)
+    serve, template = containers_by_name(deployment)["serve"], engine["spec"]["template"]
+    assert "--kubernetes-selector=app=vllm" in serve["args"]
+    assert template["metadata"]["labels"]["app"] == "vllm"
+    cluster.write("/etc/kvevents/config/serve.toml", config["data"]["serve.toml"])
+    token = secrets.token_hex(16)
+    cluster.write("/etc/kvevents/tokens/read", token)
+    [container] = template["spec"]["containers"]
+    options = dict(arg.split("=", 1) for arg in container["args"])
+
+    def run() -> None:
+        with run_vllm_publisher(cluster, container), cluster.run(serve["args"]) as program:
+            check_probes(cluster, serve, program)
+            assert cluster.get(8090, "/v1/sources")[0] == 401
+            answer = partial(cluster.get, 8090, "/v1/sources", token=token)
+            poll_for(lambda: b'"state":"EXACT"' in answer()[1], program)
+            [found] = json.loads(answer()[1])["sources"]
+            assert (found["model"], found["instance"]) == (options["--model"], "qwen3-8b-0")
+
+    source = json.loads(cluster.localize(options["--kv-events-config"]))
+    async with run_pod(cluster, "qwen3-8b-0", template["spec"], source, options["--model"]):
+        await asyncio.to_thread(run)
+
+
+def find_document(path: Path, kind: str) -> Object:
+    return next(each for each in read_documents(path) if each["kind"] == kind)
 
 
 @needs_schemas

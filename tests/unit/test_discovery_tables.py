@@ -28,6 +28,7 @@ def test_every_field_of_a_table_is_in_the_registration() -> None:
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
         "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
         "stores_only": ("cpu", "disk"), "drafts": (3,), "load": "tcp://h:3",
+        "url": "http://h:8000", "labels": {"role": "decode"},
     }  # fmt: skip
     (found,) = parse_table(1, fields).static_registrations()
     assert msgspec.to_builtins(found) == fields | {"replay_is_proven": False}, "only an engine's own answer proves replay"
@@ -36,6 +37,11 @@ def test_every_field_of_a_table_is_in_the_registration() -> None:
 def test_an_engine_without_a_name_is_named_by_its_address() -> None:
     """The name is the endpoint without its transport, as in the command line."""
     assert SourceTable(endpoint="tcp://10.0.0.7:5557", model="m").static_registrations()[0].instance == "10.0.0.7:5557"
+
+
+def test_a_wildcard_host_of_a_url_is_replaced_by_the_host_of_the_engine() -> None:
+    (found,) = Template(model="m", url="http://*:8000").registrations("a", "tcp://10.0.0.7:5557")
+    assert found.url == "http://10.0.0.7:8000"
 
 
 def test_a_wildcard_replay_host_is_replaced_by_the_host_of_the_engine() -> None:
@@ -65,6 +71,11 @@ def test_a_wildcard_replay_host_is_replaced_by_the_host_of_the_engine() -> None:
         ({"model": "m", "endpoint": "tcp://h:1", "block_size": 0}, ["block_size is 0"]),
         ({"model": "m", "endpoint": "tcp://h:1", "curve": {"public_key": "x"}}, ["curve"]),
         ({"model": "m", "base_url": "h:8000"}, ["base_url", "http://HOST:PORT"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "url": "h:8000"}, ["url", "http://HOST:PORT"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "url": "http://u@h"}, ["url", "http://HOST:PORT"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "labels": {"role": ""}}, ["label ''"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "labels": {str(n): "x" for n in range(33)}}, ["33 labels"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "labels": {str(n): "x" * 500 for n in range(5)}}, ["2505 bytes", "2048"]),
         ({"model": "m", "base_url": "http://user:pass@h"}, ["base_url", "http://HOST:PORT"]),
         ({"model": "m", "base_url": "http://h:99999"}, ["base_url", "ort"]),
         ({"model": "m", "base_url": "http://h/a b"}, ["escaped"]),

@@ -25,61 +25,87 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{/* How to log in at the plane, as arguments: (dict "root" . "login" .Values.bridge.login). */}}
-{{- define "kvevents.login.args" -}}
-{{- if .login.secretName }}
-{{- if and .login.credentials .login.nkey }}{{ fail "a login has credentials or nkey, not both" }}{{ end }}
-{{- if not (or .login.credentials .login.nkey) }}{{ fail "a login has a secretName; name the key in it as well: credentials, or nkey" }}{{ end }}
-{{- if .login.credentials }}
-- --creds=/etc/kvevents/login/{{ .login.credentials }}
-{{- else }}
-- --nkey=/etc/kvevents/login/{{ .login.nkey }}
-{{- end }}
-{{- end }}
-{{- with .login.inboxPrefix }}
-- --inbox-prefix={{ . }}
-{{- end }}
-{{- with .root.Values.plane.tls }}
-{{- if .secretName }}
-- --tls-ca=/etc/kvevents/tls/{{ .ca }}
-{{- if and .certificate .key }}
-- --tls-cert=/etc/kvevents/tls/{{ .certificate }}
-- --tls-key=/etc/kvevents/tls/{{ .key }}
-{{- end }}
-{{- end }}
-{{- end }}
+{{/* The component that follows engines. */}}
+{{- define "kvevents.follower" -}}
+{{ ternary "serve" "bridge" (eq .Values.mode "serve") }}
 {{- end -}}
 
-{{- define "kvevents.login.mounts" -}}
-{{- if .login.secretName }}
-- {name: login, mountPath: /etc/kvevents/login, readOnly: true}
-{{- end }}
-{{- if .root.Values.plane.tls.secretName }}
-- {name: tls, mountPath: /etc/kvevents/tls, readOnly: true}
-{{- end }}
+{{- define "kvevents.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "kvevents.fullname" .) }}
 {{- end -}}
 
-{{- define "kvevents.login.volumes" -}}
-{{- if .login.secretName }}
-- name: login
-  secret: {secretName: {{ .login.secretName | quote }}, defaultMode: 0440}
-{{- end }}
-{{- if .root.Values.plane.tls.secretName }}
-- name: tls
-  secret: {secretName: {{ .root.Values.plane.tls.secretName | quote }}, defaultMode: 0440}
-{{- end }}
+{{/* Name of the Secret with tokens. */}}
+{{- define "kvevents.tokens" -}}
+{{ .Values.access.secretName | default (printf "%s-tokens" (include "kvevents.fullname" .)) }}
 {{- end -}}
 
-{{/* Fails unless the ports of all ranks differ: (dict "ranks" 4 "name" "engines.port" "port" 6557 "replayName" .. "replayPort" 6567). */}}
-{{- define "kvevents.apart" -}}
-{{- $distance := max (sub .port .replayPort) (sub .replayPort .port) -}}
-{{- if lt $distance (int .ranks) -}}
-{{- fail (printf "engines.ranks is %d, so %s and %s must be %d or more apart: they are %d and %d, and the ports of ranks are counted up from both" (int .ranks) .name .replayName (int .ranks) (int .port) (int .replayPort)) -}}
-{{- end -}}
+{{/* Namespaces of the engines, as a JSON array. */}}
+{{- define "kvevents.namespaces" -}}
+{{ .Values.engines.namespaces | default (list .Release.Namespace) | toJson }}
 {{- end -}}
 
-{{/* Name of the pod, as the name of a bridge or replica. */}}
-{{- define "kvevents.env" -}}
-- name: POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{/* A label selector, as text that `kubectl --selector` takes. */}}
+{{- define "kvevents.selectorText" -}}
+{{- $parts := list -}}
+{{- range $key, $value := .matchLabels }}{{ $parts = append $parts (printf "%s=%s" $key $value) }}{{ end -}}
+{{- range .matchExpressions -}}
+{{- if eq .operator "Exists" }}{{ $parts = append $parts .key }}
+{{- else if eq .operator "DoesNotExist" }}{{ $parts = append $parts (printf "!%s" .key) }}
+{{- else }}{{ $parts = append $parts (printf "%s %s (%s)" .key (lower .operator) (join "," .values)) }}
+{{- end -}}
+{{- end -}}
+{{- join "," $parts -}}
+{{- end -}}
+
+{{/* What the component that follows engines needs for it: a JSON object of arguments, mounts and volumes. */}}
+{{- define "kvevents.engines" -}}
+{{- $args := list -}}
+{{- with .Values.engines -}}
+{{- $selector := include "kvevents.selectorText" .selector -}}
+{{- if $selector }}{{ $args = append $args (printf "--kubernetes-selector=%s" $selector) }}
+{{- else if not .pools }}{{ fail "engines.selector: which pods are engines, such as --set engines.selector.matchLabels.app=vllm" }}
+{{- end -}}
+{{- range .namespaces }}{{ $args = append $args (printf "--kubernetes-namespace=%s" .) }}{{ end -}}
+{{- range .pools }}{{ $args = append $args (printf "--kubernetes-pool=%s" .) }}{{ end -}}
+{{- end -}}
+{{- $mounts := list -}}
+{{- $volumes := list -}}
+{{- with .Values.engines.curve -}}
+{{- if .secretName -}}
+{{- $args = concat $args (list (printf "--curve-key=/etc/kvevents/curve/%s" .key) (printf "--curve-server-key=/etc/kvevents/curve/%s" .serverKey)) -}}
+{{- $mounts = list (dict "name" "curve" "mountPath" "/etc/kvevents/curve" "readOnly" true) -}}
+{{- $volumes = list (dict "name" "curve" "secret" (dict "secretName" .secretName "defaultMode" 0440)) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "args" $args "mounts" $mounts "volumes" $volumes | toJson -}}
+{{- end -}}
+
+{{/* How to reach the plane, as a JSON object of arguments, mounts and volumes: (dict "root" . "login" .Values.bridge.login). */}}
+{{- define "kvevents.plane" -}}
+{{- $plane := .root.Values.plane -}}
+{{- $args := list (printf "--plane=%s" $plane.name) -}}
+{{- range $plane.servers }}{{ $args = append $args (printf "--nats=%s" .) }}{{ end -}}
+{{- $mounts := list -}}
+{{- $volumes := list -}}
+{{- with .login -}}
+{{- if .secretName -}}
+{{- if and .credentials .nkey }}{{ fail "a login has credentials or nkey, not both" }}{{ end -}}
+{{- if not (or .credentials .nkey) }}{{ fail "a login has a secretName; name the key in it as well: credentials, or nkey" }}{{ end -}}
+{{- $args = append $args (ternary (printf "--creds=/etc/kvevents/login/%s" .credentials) (printf "--nkey=/etc/kvevents/login/%s" .nkey) (ne .credentials "")) -}}
+{{- $mounts = append $mounts (dict "name" "login" "mountPath" "/etc/kvevents/login" "readOnly" true) -}}
+{{- $volumes = append $volumes (dict "name" "login" "secret" (dict "secretName" .secretName "defaultMode" 0440)) -}}
+{{- end -}}
+{{- with .inboxPrefix }}{{ $args = append $args (printf "--inbox-prefix=%s" .) }}{{ end -}}
+{{- end -}}
+{{- with $plane.tls -}}
+{{- if .secretName -}}
+{{- $args = append $args (printf "--tls-ca=/etc/kvevents/tls/%s" .ca) -}}
+{{- if and .certificate .key -}}
+{{- $args = concat $args (list (printf "--tls-cert=/etc/kvevents/tls/%s" .certificate) (printf "--tls-key=/etc/kvevents/tls/%s" .key)) -}}
+{{- end -}}
+{{- $mounts = append $mounts (dict "name" "tls" "mountPath" "/etc/kvevents/tls" "readOnly" true) -}}
+{{- $volumes = append $volumes (dict "name" "tls" "secret" (dict "secretName" .secretName "defaultMode" 0440)) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "args" $args "mounts" $mounts "volumes" $volumes | toJson -}}
 {{- end -}}

@@ -79,7 +79,7 @@ class DnsResolver:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("dns") is None:
-            raise MissingDependencyError("discovery by DNS needs dnspython: pip install 'kvevents[service]'")
+            raise MissingDependencyError("discovery by DNS needs dnspython", "service")
 
     async def addresses(self, name: str) -> Resolved:
         """Return IPv4 addresses, or IPv6 addresses if there are no others. A host that has both is one engine."""

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -35,8 +37,8 @@ from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
-from kvevents.routing.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import METRICS_PATH
+from kvevents.service.access import is_loopback
 from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,
     MAX_RANKS,
@@ -53,6 +55,9 @@ from kvevents.service.discovery.provider import (
 )
 from kvevents.service.fleet.registration import Scope
 from kvevents.settings import build_decoder_now
+
+if TYPE_CHECKING:
+    from kvevents.routing.http_client import Answer, HttpError
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
 """Settings with which an engine publishes events and answers replay requests."""
@@ -240,6 +245,8 @@ class ServedModels(NamedTuple):
     """Name of the base model; None if the engine lists none."""
     adapters: tuple[tuple[str, str | None], ...] = ()
     """Names of the LoRA adapters, which requests name as their model, each with the path of its weights."""
+    names: frozenset[str] = frozenset()
+    """All names."""
 
 
 def parse_models(answer: Any) -> ServedModels:
@@ -253,7 +260,7 @@ def parse_models(answer: Any) -> ServedModels:
         raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
     base = next((model.id for model in models if model.parent is None and model.id), None)
     adapters = (model for model in models if model.parent is not None and model.parent == base and model.id)
-    return ServedModels(base, tuple((model.id, model.root) for model in adapters))
+    return ServedModels(base, tuple((model.id, model.root) for model in adapters), frozenset(model.id for model in models))
 
 
 class InfoPath(NamedTuple):
@@ -275,6 +282,8 @@ QUERY_SECONDS: Final = 15.0
 """Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
 RETRY_SECONDS: Final = 2.0
 """Longest pause between two queries to an engine that does not answer: within it an engine that has started is found."""
+RESOLVE_SECONDS: Final = 2.0
+"""Longest time to resolve the name of a host."""
 MAX_REDIRECTS: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NOT_FOUND: Final = frozenset({404, 405})
@@ -293,24 +302,27 @@ class EngineHttpClient:
     max_bytes: int = 1 << 20
     """Largest body of an answer. The largest that is requested, SGLang's `/server_info`, has some tens of kB."""
     max_connections: int = 256
-    """Most connections at one time of all clients in one event loop; the first client in the loop sets it. More connections
-    would need many file descriptors and measure the loop instead of the engines. Of 4,096 dead engines each is queried every
-    32 s."""
+    """Maximum number of open connections of all clients in one event loop; the first client in the loop sets it. More
+    connections would need many file descriptors and measure the loop instead of the engines. Of 4,096 dead engines each is
+    queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""
     server_name: str | None = None
     """Name that the certificate must have; by default the URL's host."""
 
-    async def get(self, url: BaseUrl) -> Answer:
-        """Return the answer after redirects on the same host. Raises `EngineQueryError` without an answer."""
+    async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> Answer:
+        """Return the answer after redirects on the same host and port, or also to others. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in _REDIRECTS or not answer.location:
                 return answer
-            url = url.redirected(answer.location)
+            url = url.redirected(answer.location, other_hosts=other_hosts)
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> Answer:
+        # aiohttp is a third of what a service imports; one whose engines are registered needs it never.
+        from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
+
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
         host = bracket_host(self.server_name or url.host)
         headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
@@ -343,6 +355,70 @@ def _default_tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+async def is_same_host(host: str, other: str) -> bool:
+    """Whether all addresses of a host are addresses of another one, which has those of this machine if it is loopback."""
+    try:
+        addresses, others = await _resolve(host), await _resolve(other)
+    except (OSError, UnicodeError):
+        return False
+    is_here = any(is_loopback(address) for address in others)
+    return all(address in others or (is_here and _is_own_address(address)) for address in addresses)
+
+
+async def _resolve(host: str) -> set[str]:
+    async with asyncio.timeout(RESOLVE_SECONDS):
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[4][0]) for address in found}
+
+
+def _is_own_address(address: str) -> bool:
+    """Whether an address belongs to this machine: only to such a socket can be bound."""
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What is said of an engine elsewhere, such as by labels of its pod. What the engine itself says takes precedence."""
+
+    model: str | None = None
+    names_model: bool = False
+    """Whether `model` is a name that the engine must serve, and not a nickname."""
+    events_port: int = 5557
+    """Port of the first rank's events."""
+    states_events_port: bool = False
+    """Whether that port was stated, and not assumed."""
+    replay_port: int | None = None
+    states_replay_port: bool = False
+    """Whether that port was stated, and not assumed."""
+    is_relay: bool = False
+    """Whether the ports are those of relays beside the engine, which are followed in its place."""
+
+    def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
+        """Return the endpoints of all ranks of an engine at `host` that does not name them."""
+        replay = self.replay_port
+        return [
+            RankEndpoint(
+                template.rank + index,
+                f"tcp://{host}:{self.events_port + index}",
+                None if replay is None else f"tcp://{host}:{replay + index}",
+            )
+            for index in range(template.ranks)
+        ]
+
+    def contradictions(self, first: RankEndpoint, models: frozenset[str]) -> Iterator[str]:
+        """Yield what the engine says otherwise, each as a sentence. `first` is its first rank, not always 0."""
+        if self.names_model and models and self.model not in models:
+            yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
+        ports = [("events", self.events_port if self.states_events_port else None, first.endpoint)]
+        ports += [("replay", self.replay_port if self.states_replay_port else None, first.replay_endpoint or "no endpoint")]
+        for name, port, endpoint in ports:
+            if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + first.rank:
+                yield f"its {name} port is declared as {port + first.rank}, and it names {endpoint}"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProvider:
     """Finds the ranks of one engine by the URL of its HTTP server. All ranks have the same `instance`.
@@ -357,6 +433,8 @@ class EngineProvider:
     interval: float = QUERY_SECONDS
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
+    declared: Declaration | None = None
+    """What counts if the engine does not describe itself, or requires a key."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -377,7 +455,7 @@ class EngineProvider:
         yielded, last = None, Finding()
         while True:
             try:
-                found = last = await self._query()
+                found = last = await self.query()
             except EngineQueryError as error:
                 found = replace(last, faults=(DiscoveryFault(self.label, str(error)),))
                 pause = backoff.next_delay()
@@ -389,20 +467,24 @@ class EngineProvider:
             yielded = found
             await self.clock.sleep(pause)
 
-    async def _query(self) -> Finding:
+    async def query(self) -> Finding:
+        """Return what the engine reports now. Raises `EngineQueryError`."""
         url = BaseUrl.parse(self.base_url)
         for info_path in INFO_PATHS:
             answer = await self._get(url.join(info_path.path))
             if answer is not None:
                 return await self._finding(url, info_path.parse(answer, url.host))
+        if self.declared is not None:
+            ranks = self.declared.endpoints(bracket_host(url.host), self.template)
+            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31 has
         raise EngineQueryError(
             f"{url} has neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang): name its endpoint instead"
         )
 
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
-        answer = await self.http.get(url)
-        if answer.status in _NOT_FOUND:
+        answer = await self.http.get(url, other_hosts=self.template.other_hosts)
+        if answer.status in _NOT_FOUND or (answer.status in _UNAUTHORIZED and self.declared is not None):
             return None
         if answer.status in _UNAUTHORIZED:
             raise EngineQueryError(
@@ -418,25 +500,67 @@ class EngineProvider:
     async def _finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
         if info.off_reason is not None:
             return Finding(faults=(DiscoveryFault(self.label, f"{self.label} {info.off_reason}"),))
-        models = await self._models(url, is_needed=not (self.template.model or info.model))
-        model = self.template.model or info.model or models.base
+        declared = self.declared or Declaration()
+        if declared.is_relay:
+            self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
+        models = await self._models(url, is_needed=not (self.template.model or info.model or declared.model))
+        model = self.template.model or info.model or models.base or declared.model
         if model is None:
-            raise EngineQueryError(f"{url.join('/v1/models')} lists no model: set model in the source's table")
+            raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {self._where_to_name_model}")
+        wrong = declared.contradictions(info.endpoints[0], models.names | {model}) if info.endpoints else iter(())
+        faults = [DiscoveryFault(self.label, f"{self.label}: {each}; what it says takes effect") for each in wrong]
         self._add_configured_ranks(info)
+        if not self.template.other_hosts:
+            await self._drop_foreign_endpoints(url, info)
         registrations = []
         for each in info.endpoints:
-            found = replace(self._with_replay_endpoint(each), load=self._load_of(url, info, each))
+            found = replace(self._with_replay_endpoint(each), load=self._load_of(url, info, each), url=str(url))
             try:
                 registrations.append(self.template.registration(self.label, model, found))
             except ConfigError as error:
                 info.missing[found.rank] = f"cannot be followed: {error}"
         scope = Scope(model, self.template.tenant, self.template.group)
         adapters = [Adapter(scope._replace(lora=name), path) for name, path in models.adapters]
-        faults = tuple(
+        faults += [
             DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
             for rank, reason in sorted(info.missing.items())
-        )
-        return Finding(tuple(registrations), faults, adapters=tuple(adapters))
+        ]
+        return Finding(tuple(registrations), tuple(faults), adapters=tuple(adapters))
+
+    @staticmethod
+    def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
+        """Put the endpoints of relays in the place of the engine's, which needs to be reachable for its relays only."""
+        known = {each.rank: each for each in info.endpoints}
+        info.endpoints = [
+            replace(known[relay.rank], endpoint=relay.endpoint, replay_endpoint=relay.replay_endpoint, replay_is_proven=False)
+            if relay.rank in known
+            else relay
+            for relay in relays
+        ]
+        info.missing = {}
+
+    @property
+    def _where_to_name_model(self) -> str:
+        return "set model in the source's table" if self.declared is None else "set the annotation kvevents/model of its pod"
+
+    async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
+        """Move the ranks whose endpoints are not at the queried host to the missing ones."""
+        hosts: dict[str, bool] = {url.host: True}
+        for rank in list(info.endpoints):
+            named = [rank.endpoint]
+            named += [rank.replay_endpoint] if rank.replay_endpoint and self.template.replay_endpoint is None else []
+            named += [rank.load] if rank.load and self.template.load is None else []
+            for endpoint in named:
+                host = (split_tcp(endpoint) or ("",))[0].strip("[]")
+                if host not in hosts:
+                    hosts[host] = bool(host) and await is_same_host(host, url.host)
+                if not hosts[host]:
+                    info.endpoints.remove(rank)
+                    info.missing[rank.rank] = (
+                        f"cannot be followed: {endpoint} is not at {url.host}, which named it; "
+                        "if that is meant, set other_hosts = true in the engine's table"
+                    )
+                    break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> ServedModels:
         """Return the models that the engine lists. Raises `EngineQueryError` only if the list is needed."""

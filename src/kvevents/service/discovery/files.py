@@ -20,7 +20,7 @@ symlinks of a Kubernetes ConfigMap."""
 MAX_FILE_BYTES: Final = 8 << 20
 """Several times the size of 4,096 full tables."""
 MAX_FAULTS: Final = 16
-"""Most invalid tables of one file that are reported one by one."""
+"""Maximum number of invalid tables of one file that are reported one by one."""
 
 _Stamp: TypeAlias = tuple[int, ...] | None
 """What `stat` returns for a file: another value after each change and after each replacement. None if `stat` fails."""

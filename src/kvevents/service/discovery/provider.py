@@ -1,6 +1,6 @@
 """What discovery providers have in common: their interface, and the settings of the engines that they find.
 
-A provider is one way to find engines. A new provider, such as one for Kubernetes EndpointSlices, is one more module with one
+A provider is one way to find engines. A new provider is one more module with one
 class. The class has a name and a `watch()` that yields findings. A finding contains registrations (`Template.registrations`
 makes those of all ranks of an engine). It can also contain further providers, such as an `EngineProvider` for each address;
 `ProviderRunner` runs those too.
@@ -10,16 +10,16 @@ The settings are `[[sources]]` tables, the template for engines found by one nam
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from kvevents.client.schemas import DEFAULT_GROUP
-from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
+from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp, tcp_of
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.routing.load_readings import check_load_url, is_load_url
-from kvevents.service.fleet.registration import Registration, Scope, check_drafts
+from kvevents.service.fleet.registration import Registration, Scope, check_drafts, check_labels, check_serving_url
 from kvevents.settings import Range, Settings, build_decoder_now, convert
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve
@@ -54,6 +54,8 @@ class Finding:
     """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
     adapters: tuple[Adapter, ...] = ()
     """LoRA adapters of the engine of the registrations."""
+    unready: tuple[tuple[str, str], ...] = ()
+    """Names of sources that should get no requests, each with the reason."""
 
 
 class Provider(Protocol):
@@ -78,7 +80,7 @@ class Provider(Protocol):
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
 """Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
 MAX_RANKS: Final = 1_024
-"""Most data-parallel ranks of one engine. The largest known deployments have a few hundred."""
+"""Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""
 NO_LOAD: Final = "none"
 """Value of the setting `load` of an engine whose load is not to be read."""
 _ANY_HOST: Final = "tcp://0:1"
@@ -101,6 +103,8 @@ class RankEndpoint:
     load: str | None = None
     replay_is_proven: bool = False
     """Whether the engine itself has named both endpoints."""
+    url: str | None = None
+    """Where the engine takes requests."""
 
 
 def bracket_host(host: str) -> str:
@@ -118,12 +122,12 @@ def replace_wildcard_host(endpoint: str, host: str) -> str:
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
     """Raise `ConfigError`, which names `field`, for an endpoint that cannot be connected to, or bound with `bind`."""
-    transport, separator, address = endpoint.partition("://")
+    transport, separator, address = tcp_of(endpoint).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
     if transport != "tcp":
         return
-    found = split_tcp(endpoint)
+    found = split_tcp(tcp_of(endpoint))
     if found is None or not 0 < found[1] <= MAX_PORT:
         raise ConfigError(f"invalid {field} {endpoint!r}: it needs a port from 1 to {MAX_PORT}")
     if found[0] in WILDCARDS and not bind:
@@ -157,7 +161,7 @@ class BaseUrl:
 
     scheme: str
     host: str
-    """Without brackets."""
+    """An address or a name; an IPv6 address has no brackets."""
     port: int
     path: str = ""
     """Prefix of every path, without a slash at its end."""
@@ -194,14 +198,20 @@ class BaseUrl:
         """Return the URL of `path` below this one."""
         return replace(self, path=self.path + path)
 
-    def redirected(self, location: str) -> Self:
-        """Return the target of a redirect. Raises `EngineQueryError` if it is another host, or no longer encrypted."""
+    def redirected(self, location: str, *, other_hosts: bool = False) -> Self:
+        """Return the target of a redirect.
+
+        Raises `EngineQueryError` if it is no longer encrypted, or another host or port without `other_hosts`. The ports of
+        HTTP and of HTTPS count as one.
+        """
         try:
             parts = urlsplit(urljoin(str(self), location))
             found = self._of(parts, parts.port)
         except ValueError as error:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is not a valid URL") from error
-        if found.host != self.host or found.scheme not in {self.scheme, "https"}:
+        is_upgrade = (self.port, found.port) == (_PORTS["http"], _PORTS["https"]) and found.scheme == "https"
+        is_same = found.host == self.host and (found.port == self.port or is_upgrade)
+        if not (is_same or other_hosts) or found.scheme not in {self.scheme, "https"}:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
         return found
 
@@ -240,19 +250,33 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
     `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
     engine's own host. A queried engine names it; `none` does not read it."""
+    other_hosts: bool = False
+    """Whether a queried engine may name endpoints at other hosts than its own, and `ipc` endpoints, and redirect queries to
+    another server."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
     is not EXACT."""
     drafts: tuple[int, ...] | None = None
     """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
     list means all groups. None, the default, means no draft model: events do not say whether there is one."""
+    url: str | None = None
+    """Where the engine takes requests, such as `http://10.0.0.7:8000`, which answers return. A wildcard host, as in
+    `http://*:8000`, means the engine's own host. That of a queried engine is its base URL."""
+    labels: Mapping[str, str] = {}
+    """Labels by name, such as `role = "decode"`, which answers return and by which `/v1/select` filters."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
+        check_serving_url(self.url)
+        check_labels(self.labels)
         check_stores_only(self.stores_only)
         check_drafts(self.drafts)
         if self.load not in {None, NO_LOAD}:
             check_load(self._load_of(0, _ANY_HOST) or "")
+
+    def __hash__(self) -> int:
+        # The one of msgspec has all fields, of which `labels` has none.
+        return hash((self.model, self.tenant, self.group, self.rank, self.url))
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
         """Return the registrations of all ranks of an engine whose first rank publishes at `endpoint`.
@@ -295,6 +319,8 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             stores_only=self.stores_only,
             drafts=self.drafts,
             load=load,
+            url=found.url if self.url is None else _on_host_of(self.url, found.endpoint),
+            labels=self.labels,
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
@@ -311,15 +337,18 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not is_load_url(self.load):
             load = offset_endpoint_port(self.load, index) or self.load
             return load if found is None else replace_wildcard_host(load, found[0])
-        scheme, _, rest = self.load.partition("://")
-        if found is not None and rest.startswith("*"):
-            return f"{scheme}://{bracket_host(found[0])}{rest.removeprefix('*')}"
-        return self.load
+        return _on_host_of(self.load, endpoint)
 
     def _rank_endpoints(self, endpoint: str) -> Iterator[RankEndpoint]:
         for index in range(self.ranks):
             own = offset_endpoint_port(endpoint, index) or endpoint
             yield RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
+
+
+def _on_host_of(url: str, endpoint: str) -> str:
+    """Return a URL with the host of a TCP endpoint in place of the wildcard `*`."""
+    address, (scheme, _, rest) = split_tcp(endpoint), url.partition("://")
+    return url if address is None or not rest.startswith("*") else f"{scheme}://{bracket_host(address[0])}{rest[1:]}"
 
 
 DEFAULT_TEMPLATE: Final = Template()

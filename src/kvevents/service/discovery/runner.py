@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
+from kvevents.service.discovery.kubernetes import KubernetesProvider
 from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable, Template
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
@@ -27,7 +28,9 @@ DISCOVERED: Final = "discovery"
 FLEET: Final = "fleet"
 """Name under which engines that were found but cannot be followed are reported."""
 MAX_SOURCES: Final = 4_096
-"""Most registered ranks, and most running providers. It bounds a wrong answer of a DNS server or an engine."""
+"""Maximum number of registered ranks, and of running providers. It bounds a wrong answer of a DNS server or an engine."""
+RECONCILE_SECONDS: Final = 2.0
+"""Pause after which what was found is compared with what is followed, although nothing was found since."""
 SETTLE_SECONDS: Final = 0.05
 """Delay after a change, so that the answers of a thousand engines are reported together."""
 
@@ -46,8 +49,12 @@ class MergedFindings:
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests name as their model."""
+    origins: dict[Key, str] = field(default_factory=dict)
+    """Names of the providers of the registrations."""
     adapter_paths: dict[tuple[str, str], str] = field(default_factory=dict)
     """Paths of adapters by the name of the engine and that of the adapter."""
+    unready: dict[str, str] = field(default_factory=dict)
+    """Why sources should get no requests, by their names."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
@@ -61,10 +68,12 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
     waiting: list[str] = []
     adapters: set[Scope] = set()
     paths: dict[tuple[str, str], str] = {}
+    unready: dict[str, str] = {}
     for name, finding in findings:
         if finding is None:
             waiting.append(name)
             continue
+        unready.update(finding.unready)
         for scope, path in finding.adapters:
             adapters.add(scope)
             if path is not None and isinstance(scope.lora, str):
@@ -72,7 +81,7 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
         own_faults, ignored = list(finding.faults), 0
         for registration in finding.registrations:
             known = registrations.get(registration.key)
-            if known is not None and known != registration:
+            if known is not None and known.differences(registration):
                 own_faults.append(_conflict(known, origins[known.key], registration))
             elif known is None and len(registrations) >= max_sources:
                 ignored += 1
@@ -83,14 +92,13 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
             own_faults.append(_too_many(ignored, "ranks", max_sources))
         if own_faults:
             faults[name] = faults.get(name, ()) + tuple(own_faults)
-    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters), paths)
+    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters), origins, paths, unready)
 
 
 def _conflict(first: Registration, origin: str, other: Registration) -> DiscoveryFault:
-    differing = [name for name in other.__struct_fields__ if getattr(first, name) != getattr(other, name)]
+    differing = ", ".join(first.differences(other))
     return DiscoveryFault(
-        other.label,
-        f"{other.label} is named twice, with another {', '.join(differing)}: the one of {origin} takes effect",
+        other.label, f"{other.label} is named twice, with another {differing}: the one of {origin} takes effect"
     )
 
 
@@ -219,6 +227,8 @@ class RegistrationTarget(Protocol):
 
     adapters: frozenset[Scope]
     """LoRA adapters that requests name as their model, as engines list them."""
+    unready: Mapping[str, str]
+    """Why sources should get no requests although they are followed, by their names."""
 
     @property
     def follow_errors(self) -> dict[Key, str]:
@@ -260,17 +270,20 @@ class EngineDiscovery:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        if self._providers:
-            await ProviderRunner(self._providers, self._register, max_sources=self._max_sources).run()
-        else:
+        if not self._providers:
             await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ProviderRunner(self._providers, self._register, max_sources=self._max_sources).run())
+            while True:  # clients register and unregister engines too, and an endpoint that was in use becomes free
+                await asyncio.sleep(RECONCILE_SECONDS)
+                self._register(self._found)
 
     def _register(self, found: MergedFindings) -> None:
         self._found = found
-        self._target.adapters = found.adapters
+        self._target.adapters, self._target.unready = found.adapters, found.unready
         self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
         self._compare_paths(found)
-        faults = {fault.sentence for each in found.faults.values() for fault in each}
+        faults = {fault.sentence for each in found.faults.values() for fault in each} | set(self._refused)
         for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
         for sentence in sorted(self._logged - faults):
@@ -292,6 +305,15 @@ class EngineDiscovery:
         """Whether every provider has yielded a finding."""
         return not self._found.waiting
 
+    def owner_of(self, key: Key) -> str | None:
+        """Return the name of the provider that names a rank; None without one."""
+        return self._found.origins.get(key)
+
+    def provider_faults(self) -> list[str]:
+        """Return the sentences of the faults of the configured providers, without those of the engines that they found."""
+        found = (self._found.faults.get(provider.name, ()) for provider in self._providers)
+        return [fault.sentence for faults in found for fault in faults]
+
     def faults(self) -> dict[str, list[str]]:
         """Return the sentences of all faults by provider."""
         found = {name: [fault.sentence for fault in faults] for name, faults in self._found.faults.items()}
@@ -312,6 +334,8 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
         found.append(StaticProvider(tuple(config.sources)))
     found += [FileProvider(Path(path)) for path in config.source_files]
     found += [_build_dns_provider(table) for table in config.dns]
+    if config.kubernetes is not None:
+        found.append(KubernetesProvider(config.kubernetes))
     return found
 
 
@@ -332,10 +356,10 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
     named: dict[Key, tuple[Registration, str]] = {}
     for registration, origin in _configured_registrations(config, watched):
         first, where = named.setdefault(registration.key, (registration, origin))
-        if first != registration:
-            differing = [name for name in first.__struct_fields__ if getattr(first, name) != getattr(registration, name)]
+        if differing := first.differences(registration):
+            places = f"in {where}" if where == origin else f"in {where} and in {origin}"
             raise ConfigError(
-                f"{registration.label} is named twice, in {where} and in {origin}, with another {', '.join(differing)}: "
+                f"{registration.label} is named twice {places}, with another {', '.join(differing)}: "
                 "remove one of them, or give it another instance name"
             )
     _check_ranks([registration for registration, _ in named.values()])

@@ -1,0 +1,161 @@
+"""Discovery of the engines in pods that a label selector or an `InferencePool` names.
+
+| pod | engine |
+|---|---|
+| was Ready once | followed |
+| no longer Ready | followed, and without requests while another one is left: its cache is still there |
+| has a deletion timestamp | drains: no answer names it any more |
+| failed (evicted, out of memory) | gone, with a fault until the pod is deleted |
+| deleted | gone |
+
+There is one watch of pods in each namespace, and one of pools if pools are named, whatever the number of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvevents.backoff import SYSTEM_CLOCK, Clock
+from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.service.discovery.object_watch import ObjectWatch, own_namespace
+from kvevents.service.discovery.pods import PODS, POOLS, InferencePool, Pod, PodEngine, read_engine
+from kvevents.service.discovery.provider import DiscoveryFault, Finding
+from kvevents.service.settings import KubernetesSettings
+
+SETTLE_SECONDS: Final = 0.1
+"""Pause after a finding, so that the changes of a rollout are reported together."""
+MAX_FAULTS: Final = 16
+"""Most pods with a fault that are reported one by one."""
+
+
+class _Reading(NamedTuple):
+    """What was read from one version of a pod."""
+
+    pod: Pod
+    pool: InferencePool | None = None
+    engine: PodEngine | None = None
+    why_not_ready: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesProvider:
+    """Finds the engines in the pods of some namespaces. Raises `MissingDependencyError` without kubernetes_asyncio."""
+
+    settings: KubernetesSettings
+    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("kubernetes_asyncio") is None:
+            raise MissingDependencyError("discovery by Kubernetes needs its client", "service,kubernetes")
+        if (kubeconfig := self.settings.kubeconfig) is not None and not Path(kubeconfig).is_file():
+            raise ConfigError(f"invalid kubeconfig {kubeconfig!r}: it is not a file")
+
+    @property
+    def name(self) -> str:
+        """The name in logs, such as `kubernetes app=vllm`."""
+        settings = self.settings
+        return f"kubernetes {settings.selector or ', '.join(settings.pools)}"
+
+    async def watch(self) -> AsyncGenerator[Finding, None]:
+        """Yield the engines of all namespaces. While the API server is away, yield a fault and the last engines."""
+        changed = asyncio.Event()
+        names = self.settings.namespaces or (own_namespace(self.settings.kubeconfig),)
+        namespaces = [_Namespace(name, self.settings, self.clock, changed.set) for name in names]
+        watches = [watch for namespace in namespaces for watch in namespace.watches]
+        tasks = [asyncio.create_task(watch.run()) for watch in watches]
+        for task in tasks:
+            task.add_done_callback(lambda _: changed.set())
+        last = None
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                if all(watch.is_listed or watch.fault for watch in watches):
+                    finding = _build_finding(namespaces)
+                    if finding != last:
+                        yield finding
+                    last = finding
+                await self.clock.sleep(SETTLE_SECONDS)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Namespace:
+    """The pods of one namespace, and what was read from them."""
+
+    def __init__(self, name: str, settings: KubernetesSettings, clock: Clock, on_change: Callable[[], None]) -> None:
+        config = settings.kubeconfig
+        self.name = name
+        self._settings = settings
+        self._pods = ObjectWatch(PODS, name, clock, on_change, selector=settings.selector, kubeconfig=config)
+        self._pools = ObjectWatch(POOLS, name, clock, on_change, kubeconfig=config) if settings.pools else None
+        self.watches: list[ObjectWatch[Pod] | ObjectWatch[InferencePool]] = [self._pods]
+        if self._pools is not None:
+            self.watches.append(self._pools)
+        self._readings: dict[str, _Reading] = {}
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with the watches, and the pools that do not exist."""
+        sentences = [watch.fault for watch in self.watches if watch.fault is not None]
+        if self._pools is not None and self._pools.is_listed:
+            missing = [name for name in self._settings.pools if name not in self._pools.objects]
+            sentences += [f"InferencePool {name} is not in namespace {self.name}" for name in missing]
+        return sentences
+
+    def read(self) -> Iterable[_Reading]:
+        """Read the pods that have changed, and return the readings of all."""
+        pools = None
+        if self._pools is not None:
+            pools = [pool for name in self._settings.pools if (pool := self._pools.objects.get(name)) is not None]
+        self._readings = {name: self._read(pod, pools) for name, pod in self._pods.objects.items()}
+        return self._readings.values()
+
+    def _read(self, pod: Pod, pools: list[InferencePool] | None) -> _Reading:
+        metadata, before = pod.metadata, self._readings.get(pod.metadata.name)
+        pool = next((pool for pool in pools if pool.selects(metadata.labels)), None) if pools is not None else None
+        if before is not None and before.pod is pod and before.pool is pool:
+            return before
+        if (pools is not None and pool is None) or metadata.deletion_timestamp is not None:
+            return _Reading(pod, pool)
+        if failure := pod.failure:
+            return _Reading(pod, pool, fault=f"pod {metadata.name} has failed: {failure}")
+        reason = pod.why_not_ready
+        was_followed = before is not None and before.engine is not None and before.pod.metadata.uid == metadata.uid
+        if not pod.status.pod_ip or pod.status.phase == "Succeeded" or (reason and not was_followed):
+            return _Reading(pod, pool)
+        ports = () if pool is None else pool.ports
+        # Pods of several namespaces can have one name.
+        instance = f"{metadata.name}.{self.name}" if len(self._settings.namespaces) > 1 else metadata.name
+        try:
+            engine = read_engine(pod, instance, self.name, ports, self._settings)
+        except ConfigError as error:
+            return _Reading(pod, pool, fault=str(error))
+        if before is not None and before.engine == engine:  # its provider is the one that runs: comparing both is fast
+            engine = before.engine
+        return _Reading(pod, pool, engine, reason)
+
+
+def _build_finding(namespaces: list[_Namespace]) -> Finding:
+    readings = [reading for namespace in namespaces for reading in namespace.read()]
+    engines = [(reading.engine, reading.why_not_ready) for reading in readings if reading.engine is not None]
+    faults = [DiscoveryFault(namespace.name, sentence) for namespace in namespaces for sentence in namespace.faults()]
+    of_pods = [DiscoveryFault(reading.pod.metadata.name, reading.fault) for reading in readings if reading.fault]
+    if len(of_pods) > MAX_FAULTS:
+        of_pods[MAX_FAULTS:] = [DiscoveryFault("pods", f"{len(of_pods) - MAX_FAULTS} pods more have a fault")]
+    return Finding(
+        registrations=tuple(registration for engine, _ in engines for registration in engine.registrations),
+        faults=(*faults, *of_pods),
+        providers=tuple(provider for engine, _ in engines for provider in engine.providers),
+        unready=tuple((engine.source, reason) for engine, reason in engines if reason),
+    )

@@ -1,0 +1,314 @@
+"""The objects of one kind in one namespace of a Kubernetes API server: list, then watch.
+
+The watch begins at the version of the list, so it contains every change since, deletions included. When it ends, the next one
+begins at the last version that it had, which bookmarks keep recent while nothing changes. When the server no longer has the
+changes since that version (status 410, after etcd is compacted), the objects are listed again, and those that are no longer
+listed are gone. So no deletion is missed, however long the server was away; meanwhile the objects stay. The section "Efficient
+detection of changes" of "Kubernetes API Concepts" has the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+from kvevents.backoff import Backoff, Clock
+from kvevents.errors import ExternalError
+from kvevents.settings import build_decoder_now
+
+log = logging.getLogger(__name__)
+
+PAGE_SIZE: Final = 500
+"""Objects in one answer to a list request, as kubectl requests them."""
+WATCH_SECONDS: Final = 300
+"""Time after which the server ends a watch, so that connections move to other servers; client-go takes 5 to 10 minutes."""
+SILENCE_SECONDS: Final = 20.0
+"""Time without data after which a watch begins again, if the server answers. Otherwise a stopped server looks like one without
+changes, since bookmarks come about every minute only."""
+CHECK_SECONDS: Final = 5.0
+"""Longest time for the answer to a small request, after which the server counts as away."""
+CONNECT_SECONDS: Final = 10.0
+"""Longest time to connect for a watch."""
+LIST_SECONDS: Final = 30.0
+"""Longest time of a list request."""
+STEADY_SECONDS: Final = 5.0
+"""Time for which a watch must last to end without a pause before the next one."""
+MAX_PAUSE_SECONDS: Final = 5.0
+"""Longest pause between two attempts: within it changes are followed again after the server is back."""
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
+_EXPIRED: Final = 410
+
+
+class Metadata(Struct, frozen=True, rename="camel"):
+    """The fields of `metadata` that discovery reads."""
+
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    deletion_timestamp: str | None = None
+
+
+@build_decoder_now
+class KubernetesObject(Struct, frozen=True):
+    """What all objects have. A kind adds the fields to read."""
+
+    metadata: Metadata = Metadata()
+
+
+class _ListMetadata(Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    continue_: str = field(name="continue", default="")
+
+
+@build_decoder_now
+class _Page(Struct, frozen=True):
+    items: list[Raw]
+    metadata: _ListMetadata
+
+
+@build_decoder_now
+class _Event(Struct, frozen=True):
+    type: str
+    object: Raw
+
+
+@build_decoder_now
+class _Status(Struct, frozen=True):
+    code: int = 0
+    message: str = ""
+
+
+class ApiServerError(ExternalError):
+    """The API server did not answer a request, or refused it. The message is the end of a sentence."""
+
+
+class _ExpiredError(ApiServerError):
+    """The server no longer has the changes since a version, or the rest of a list."""
+
+
+T = TypeVar("T", bound=KubernetesObject)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKind(Generic[T]):
+    """A kind of objects."""
+
+    plural: str
+    """Its name in paths, such as `pods`."""
+    struct: type[T]
+    group: str = ""
+    """Its API group; empty for the core group."""
+
+    def request(self, api: Any, namespace: str, **parameters: Any) -> Any:
+        """Send a list or watch request, whose answer is not read, to be awaited."""
+        from kubernetes_asyncio.client import CoreV1Api, CustomObjectsApi  # noqa: PLC0415
+
+        if not self.group:
+            return CoreV1Api(api).list_namespaced_pod(namespace, _preload_content=False, **parameters)
+        names = (self.group, "v1", namespace, self.plural)
+        return CustomObjectsApi(api).list_namespaced_custom_object(*names, _preload_content=False, **parameters)
+
+
+@asynccontextmanager
+async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
+    """Connect as the pod's service account, or as a kubeconfig says. Every connection reads the credentials again."""
+    from kubernetes_asyncio import client, config  # noqa: PLC0415
+
+    configuration = client.Configuration()
+    if kubeconfig is None and _IN_CLUSTER in os.environ:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
+    # Python 3.13 demands fields of certificates that those of some clusters lack, and that kubectl does not look at.
+    configuration.disable_strict_ssl_verification = True
+    async with client.ApiClient(configuration) as api:
+        yield api
+
+
+def own_namespace(kubeconfig: str | None) -> str:
+    """Return the namespace of the pod, or of the kubeconfig's context; `default` if neither names one."""
+    from kubernetes_asyncio import config  # noqa: PLC0415
+
+    try:
+        if kubeconfig is None and _IN_CLUSTER in os.environ:
+            return (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        context: Any = config.list_kube_config_contexts(kubeconfig)[1]
+        return str(context["context"].get("namespace", "default"))
+    except (OSError, ValueError, KeyError, config.ConfigException):
+        return "default"
+
+
+class ObjectWatch(Generic[T]):
+    """Follows the objects of one kind in one namespace. `on_change` is called after each change, and must not block."""
+
+    def __init__(
+        self,
+        kind: ObjectKind[T],
+        namespace: str,
+        clock: Clock,
+        on_change: Callable[[], None],
+        *,
+        selector: str | None = None,
+        kubeconfig: str | None = None,
+    ) -> None:
+        self.objects: dict[str, T] = {}
+        """The objects by name, as the server had them last."""
+        self.fault: str | None = None
+        """Why changes are not followed at present, as a sentence; None while they are."""
+        self.is_listed = False
+        """Whether the objects were listed at least once."""
+        self.namespace: Final = namespace
+        self._kind = kind
+        self._decoder = msgspec.json.Decoder(kind.struct)
+        self._clock = clock
+        self._on_change = on_change
+        self._kubeconfig = kubeconfig
+        self._options = {} if selector is None else {"label_selector": selector}
+        self._version: str | None = None
+        """Version after which the next watch begins; None before a list."""
+
+    def __repr__(self) -> str:
+        return f"<ObjectWatch {self._kind.plural} in {self.namespace}: {len(self.objects)}, fault {self.fault!r}>"
+
+    async def run(self) -> None:
+        """Follow the objects until cancelled."""
+        from aiohttp import ClientError  # noqa: PLC0415
+        from kubernetes_asyncio.config import ConfigException  # noqa: PLC0415
+        from yaml import YAMLError  # noqa: PLC0415
+
+        backoff = Backoff(self._clock.random, maximum=MAX_PAUSE_SECONDS)
+        while True:
+            try:
+                async with connect(self._kubeconfig) as api:
+                    await self._follow(api, backoff)
+            except _ExpiredError:
+                self._version = None
+            except (ApiServerError, ConfigException, ClientError, OSError, ValueError, LookupError, YAMLError) as error:
+                self._report(str(error) or type(error).__name__)
+            await self._clock.sleep(backoff.next_delay())
+
+    def _report(self, reason: str) -> None:
+        stay = f"; the {len(self.objects)} known before stay" if self.is_listed else ""
+        self.fault = f"the {self._kind.plural} of namespace {self.namespace} cannot be followed: {reason}{stay}"
+        self._on_change()
+
+    async def _follow(self, api: Any, backoff: Backoff) -> NoReturn:
+        while True:
+            if self._version is None:
+                await self._list(api)
+            began = self._clock.now()
+            if await self._watch(api) or self._clock.now() - began > STEADY_SECONDS:
+                backoff.reset()
+            else:
+                await self._clock.sleep(backoff.next_delay())
+
+    async def _list(self, api: Any) -> None:
+        items: list[Raw] = []
+        token = ""
+        while True:
+            request = self._kind.request(
+                api, self.namespace, limit=PAGE_SIZE, _continue=token, _request_timeout=LIST_SECONDS, **self._options
+            )
+            async with await request as response:
+                body = await response.read()
+            _check(response.status, body)
+            page = msgspec.json.decode(body, type=_Page)
+            items += page.items
+            token = page.metadata.continue_
+            if not token:
+                break
+        self.objects = {}
+        for item in items:
+            self._put(item)
+        self._version, self.is_listed, self.fault = page.metadata.resource_version, True, None
+        self._on_change()
+
+    async def _watch(self, api: Any) -> bool:
+        """Apply changes until the server ends the watch or is silent. Return whether any event arrived."""
+        from aiohttp import ClientTimeout, SocketTimeoutError  # noqa: PLC0415
+
+        request = self._kind.request(
+            api,
+            self.namespace,
+            watch=True,
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=WATCH_SECONDS,
+            _request_timeout=ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS),
+            **self._options,
+        )
+        has_events = False
+        async with await request as response:
+            if response.status != 200:
+                _check(response.status, await response.read())
+            if self.fault is not None:
+                self.fault = None
+                self._on_change()
+            try:
+                while (line := await response.content.readline()).endswith(b"\n"):
+                    self._apply(msgspec.json.decode(line, type=_Event))
+                    has_events = True
+            except SocketTimeoutError:
+                await self._check_server(api)
+        return has_events
+
+    async def _check_server(self, api: Any) -> None:
+        """Raise `ApiServerError` if the server does not answer."""
+        request = self._kind.request(api, self.namespace, limit=1, _request_timeout=CHECK_SECONDS, **self._options)
+        try:
+            async with await request as response:
+                _check(response.status, await response.read())
+        except TimeoutError as error:
+            raise ApiServerError(f"the API server does not answer within {CHECK_SECONDS:g} s") from error
+
+    def _apply(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=_Status)
+            _raise(status.code, status.message)
+        metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
+        self._version = metadata.resource_version
+        if event.type == "BOOKMARK":  # an object of null values except for its version
+            return
+        if event.type == "DELETED":
+            self.objects.pop(metadata.name, None)
+        else:
+            self._put(event.object)
+        self._on_change()
+
+    def _put(self, raw: Raw) -> None:
+        """Store an object. One of another shape than expected counts as deleted: it must not end the watch."""
+        try:
+            decoded = self._decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            name = msgspec.json.decode(raw, type=KubernetesObject).metadata.name
+            self.objects.pop(name, None)
+            log.warning("%s %s of namespace %s cannot be read: %s", self._kind.plural, name, self.namespace, error)
+        else:
+            self.objects[decoded.metadata.name] = decoded
+
+
+def _check(status: int, body: bytes) -> None:
+    """Raise `ApiServerError` unless an answer has status 200."""
+    if status == 200:
+        return
+    try:
+        message = msgspec.json.decode(body, type=_Status).message
+    except msgspec.DecodeError:
+        message = ""
+    _raise(status, message)
+
+
+def _raise(status: int, message: str) -> NoReturn:
+    sentence = f"the API server answers with status {status}" + (f": {message}" if message else "")
+    raise (_ExpiredError if status == _EXPIRED else ApiServerError)(sentence)
