@@ -14,7 +14,7 @@ import pytest
 import conform_publisher
 import conform_router
 from cli_cases import run
-from conform_cases import Habit, naive_indexer
+from conform_cases import CHEATS, Habit, naive_indexer
 from kvevents.cli import main
 from kvevents.conform.indexer import RunningIndexer
 from kvevents.conform.player import play
@@ -45,6 +45,7 @@ def shorten_waits(scenario: Scenario, seconds: float = 0.5) -> Scenario:
     [
         ("ignores", "gap-no-replay", Verdict.SILENT),
         ("reports", "gap-no-replay", Verdict.REPORTED),
+        ("reports", "gap", Verdict.NEEDLESS),
         ("ignores", "middle", Verdict.CORRECT),
         ("ignores", "unreachable", Verdict.SILENT),
         ("ignores", "killed", Verdict.NOT_APPLICABLE),
@@ -55,6 +56,30 @@ def test_an_indexer_gets_the_expected_verdict(habit: Habit, scenario: str, verdi
     with naive_indexer(habit) as url:
         result = play(shorten_waits(SCENARIOS[scenario]), RunningIndexer(url))
     assert result.verdict is verdict, result
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_every_cheat_fails(cheat: Habit, tmp_path: Path) -> None:
+    """An indexer that does not cheat passes the same scenario. The text names what is wrong."""
+    name = CHEATS[cheat]
+    scenario_file = tmp_path / f"{name}.json"
+    scenario_file.write_bytes(msgspec.json.encode(shorten_waits(SCENARIOS[name], 1.0)))
+    with naive_indexer(cheat) as cheater, naive_indexer("reports") as honest:
+        found = run("conform", "--indexer", cheater, "--scenarios", str(scenario_file))
+        control = run("conform", "--indexer", honest, "--scenarios", str(scenario_file))
+    assert (found.code, control.code) == (1, 0), (found, control)
+    verdict = "reported without need" if cheat.startswith("pending") else "silently wrong"
+    assert [line.strip().startswith(verdict) for line in found.out.splitlines() if f" {name}: " in line] == [True], found
+
+
+def test_needless_reports_fail_beyond_their_limit(tmp_path: Path) -> None:
+    scenario_file = tmp_path / "healthy.json"
+    scenario_file.write_bytes(msgspec.json.encode(shorten_waits(SCENARIOS["healthy"])))
+    with naive_indexer("pending") as url:
+        codes = [
+            run("conform", "--indexer", url, "--scenarios", str(scenario_file), "--max-needless", limit).code for limit in "01"
+        ]
+    assert codes == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +164,7 @@ def test_the_command_fails_if_a_target_is_silently_wrong(tmp_path: Path, capsys:
         assert main([*arguments, "--save", str(saved)]) == 1
         text = capsys.readouterr().out
         passed = run(*arguments, "-o", "json", "--exit-zero")
-    assert "silently wrong  gap-no-replay: one batch lost, no replay endpoint" in text
+    assert "silently wrong         gap-no-replay: one batch lost, no replay endpoint" in text
     assert "1 silently wrong" in text.splitlines()[-1]
     assert ET.parse(saved).getroot()[0].get("failures") == "1"  # noqa: S314 - written by this test
     assert passed.code == 0, passed

@@ -7,13 +7,39 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import zmq
 
-Habit = Literal["ignores", "reports", "hangs", "babbles"]
-"""`ignores`: does not report lost batches. `reports`: does. `hangs`: answers no query. `babbles`: sends invalid answers."""
+Habit = Literal[
+    "ignores",
+    "reports",
+    "hangs",
+    "babbles",
+    "empty",
+    "pending",
+    "pending-empty",
+    "full",
+    "keeps-resets",
+    "keeps-clears",
+    "one-rank",
+]
+"""`ignores`: does not report lost batches. `reports`: does. `hangs`: answers no query. `babbles`: sends invalid answers.
+
+Cheats: `empty`: nothing is ever held. `pending`: all workers are always reported. `pending-empty`: both. `full`: every worker
+holds every prompt. `keeps-resets`, `keeps-clears`: blocks stay after a restart, or after a clear. `one-rank`: all ranks of a
+worker hold what any of them does."""
+CHEATS: Final[dict[Habit, str]] = {
+    "empty": "healthy",
+    "pending": "healthy",
+    "pending-empty": "healthy",
+    "full": "healthy-workers",
+    "keeps-resets": "restart",
+    "keeps-clears": "healthy-busy",
+    "one-rank": "ranks",
+}
+"""A scenario for each cheat, which finds it."""
 
 
 class NaiveIndexer:
@@ -21,7 +47,7 @@ class NaiveIndexer:
 
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
-        self._workers: dict[int, dict[str, Any]] = {}
+        self._ranks: dict[tuple[int, int], dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -31,36 +57,52 @@ class NaiveIndexer:
         """Return the status and the JSON body of an answer."""
         route = (method, path.partition("?")[0])
         if route == ("POST", "/register"):
-            self._workers[body["instance_id"]] = {"blocks": {}, "lost": False, "model": body["model_name"]}
+            self._ranks[body["instance_id"], body.get("dp_rank", 0)] = {"blocks": {}, "lost": False}
             thread = threading.Thread(target=self._follow, args=(body,), daemon=True)
             self._threads.append(thread)
             thread.start()
             return 201, {"status": "ok"}
         if route == ("POST", "/unregister"):
-            self._workers.pop(body["instance_id"], None)
+            self._ranks = {key: each for key, each in self._ranks.items() if key[0] != body["instance_id"]}
             return 200, {"status": "ok"}
         if route == ("GET", "/workers"):
-            return 200, [self._describe_worker(number, worker) for number, worker in self._workers.items()]
+            return 200, [self._describe_worker(number) for number in self._instances()]
         if self._habit == "babbles":
             return 200, {"instances": {"1": "all of it"}}
         if self._habit == "hangs":
             self._stop.wait()
-        held = {number: self._match(worker, body["token_ids"]) for number, worker in self._workers.items()}
-        return 200, {"instances": {str(number): {"longest_matched": tokens} for number, tokens in held.items() if tokens}}
+        found = {str(number): self._match_instance(number, body["token_ids"]) for number in self._instances()}
+        return 200, {"instances": {number: match for number, match in found.items() if match["longest_matched"]}}
 
-    def _describe_worker(self, number: int, worker: dict[str, Any]) -> dict[str, Any]:
-        listener = {"last_error": "batches were lost"} if worker["lost"] and self._habit == "reports" else {}
-        return {"instance_id": number, "status": "active", "listeners": {"0": listener}}
+    def _instances(self) -> list[int]:
+        return list(dict.fromkeys(number for number, _ in list(self._ranks)))
 
-    def _match(self, worker: dict[str, Any], tokens: list[int]) -> int:
+    def _describe_worker(self, number: int) -> dict[str, Any]:
+        is_lost = any(each["lost"] for key, each in self._ranks.items() if key[0] == number)
+        listener = {"last_error": "batches were lost"} if is_lost and self._habit == "reports" else {}
+        status = "pending" if self._habit.startswith("pending") else "active"
+        return {"instance_id": number, "status": status, "listeners": {"0": listener}}
+
+    def _match_instance(self, number: int, tokens: list[int]) -> dict[str, Any]:
+        held = {rank: self._match(each["blocks"], tokens) for (own, rank), each in self._ranks.items() if own == number}
+        if self._habit in {"empty", "pending-empty"}:
+            held = {}
+        if self._habit == "full":
+            held = dict.fromkeys(held, len(tokens))
+        most = max(held.values(), default=0)
+        if self._habit == "one-rank":
+            held = dict.fromkeys(held, most)
+        return {"longest_matched": most, "dp": {str(rank): each for rank, each in held.items()}}
+
+    def _match(self, blocks: dict[Any, int], tokens: list[int]) -> int:
         parent, matched = None, 0
         with self._lock:
-            while found := worker["blocks"].get((parent, tuple(tokens[matched : matched + 16]))):
+            while found := blocks.get((parent, tuple(tokens[matched : matched + 16]))):
                 parent, matched = found, matched + 16
         return matched
 
     def _follow(self, body: dict[str, Any]) -> None:
-        worker, next_seq = self._workers[body["instance_id"]], 0
+        worker, next_seq = self._ranks[body["instance_id"], body.get("dp_rank", 0)], 0
         with self._context.socket(zmq.SUB) as socket:
             socket.connect(body["endpoint"])
             socket.subscribe(b"")
@@ -69,19 +111,22 @@ class NaiveIndexer:
                     continue
                 _, number, payload = socket.recv_multipart()
                 seq = int.from_bytes(number, "big")
-                worker["lost"] |= seq != next_seq
-                next_seq = seq + 1
+                worker["lost"] |= seq > next_seq
                 with self._lock:
+                    if seq < next_seq and self._habit != "keeps-resets":
+                        worker["blocks"].clear()
                     self._apply(worker["blocks"], msgspec.msgpack.decode(payload)[1])
+                next_seq = seq + 1
 
-    @staticmethod
-    def _apply(blocks: dict[Any, int], events: list[dict[str, Any]]) -> None:
+    def _apply(self, blocks: dict[Any, int], events: list[dict[str, Any]]) -> None:
         for event in events:
             if event["type"] == "BlockStored":
                 blocks[event["parent_block_hash"], tuple(event["token_ids"])] = event["block_hashes"][0]
             elif event["type"] == "BlockRemoved":
                 for key in [key for key, value in blocks.items() if value in event["block_hashes"]]:
                     del blocks[key]
+            elif self._habit != "keeps-clears":
+                blocks.clear()
 
     def close(self) -> None:
         self._stop.set()

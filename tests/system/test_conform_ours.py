@@ -24,7 +24,9 @@ from kvevents.conform.verdict import Result
 JOBS: Final = 12
 """Scenarios at a time: they wait more than they work."""
 SHORT_CHECK_SECONDS: Final = 2.0
-"""Seconds of the last check of a scenario whose verdict is `reported`: the answer stays wrong for that time."""
+"""Seconds of the last check of a scenario whose verdict is not `correct`: what is wrong or reported stays so for that time."""
+MAX_NEEDLESS: Final = 5
+"""Scenarios in which a stream that was proved is idle, and is reported until its next live batch."""
 EXCLUDED: Final = frozenset({"stalled"})
 """Scenarios that take too long: a network that delivers nothing is noticed after 7 s."""
 RESULTS: Final[dict[str, Any]] = json.loads((paths.ROOT / "docs" / "reference" / "conformance.json").read_text())
@@ -46,7 +48,7 @@ def shorten(scenario: Scenario) -> Scenario:
 
 def shortened_play(scenario: Scenario, driver: Driver, verdicts: dict[str, str]) -> Callable[[], Result]:
     """Return a function that plays a scenario, with little time for an answer that stays wrong."""
-    return partial(play, shorten(scenario) if verdicts[scenario.name] == "reported" else scenario, driver)
+    return partial(play, scenario if verdicts[scenario.name] == "correct" else shorten(scenario), driver)
 
 
 @pytest.fixture(scope="module")
@@ -88,5 +90,6 @@ def test_our_publisher_ends_every_scenario_as_documented() -> None:
 
 @pytest.mark.parametrize("target", ["ours", "ours-publisher"])
 def test_ours_is_never_silently_wrong(target: str) -> None:
-    verdicts = {each["verdict"] for each in RESULTS[target]["results"]}
-    assert verdicts <= {"correct", "reported"}
+    verdicts = [each["verdict"] for each in RESULTS[target]["results"]]
+    assert set(verdicts) <= {"correct", "reported", "reported without need"}
+    assert verdicts.count("reported without need") <= MAX_NEEDLESS

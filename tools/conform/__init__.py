@@ -1,1 +1,1 @@
-"""Writes the scenarios of `kvevents conform`, and the page with the results of released programs."""
+"""Plays the scenarios of `kvevents conform` with released programs, and writes the page with the results."""

@@ -23,10 +23,9 @@ def main(arguments: list[str]) -> int:
     types: Any = released.load(ENGINES[name])
     listen = (endpoint.replace("127.0.0.1", "*"), replay_endpoint.replace("127.0.0.1", "*"))  # engines bind only to a `*`
     publisher = types.ZmqEventPublisher(0, *listen, int(buffer_steps), HWM, HWM, "")
-    fields = {"lora_name": None} if name == "vllm" else {}
     for line in sys.stdin.buffer:
         events = [
-            types.BlockStored(**{key: value for key, value in event.items() if key != "type"}, **fields)
+            types.BlockStored(**{key: value for key, value in event.items() if key != "type"})
             for event in msgspec.json.decode(line)["events"]
         ]
         publisher.publish(types.KVEventBatch(time.time(), events))

@@ -26,18 +26,22 @@ PAGE: Final = CHECKOUT / "docs" / "reference" / "conformance.md"
 BEGIN: Final = "<!-- results: written by tools/conform/results.py -->\n"
 END: Final = "<!-- end of results -->\n"
 PUBLISHER: Final = "python -m tools.conform.publisher {} {{endpoint}} {{replay_endpoint}} {{buffer_steps}}"
+CONFORM: Final = ("kvevents", "conform")
 TARGETS: Final = {
-    "ours": ("ours",),
-    "dynamo": ("dynamo",),
-    "vllm-router": ("vllm-router",),
-    "ours-publisher": ("ours-publisher",),
-    "vllm-publisher": ("--publisher", PUBLISHER.format("vllm"), "--title", "vllm 0.33.0 publisher"),
-    "sglang-publisher": ("--publisher", PUBLISHER.format("sglang"), "--title", "sglang 0.5.23 publisher"),
+    "ours": (*CONFORM, "ours"),
+    "smg-rust": ("tools.conform.smg", "rust"),
+    "smg-python": ("tools.conform.smg", "python"),
+    "dynamo": (*CONFORM, "dynamo"),
+    "vllm-router": (*CONFORM, "vllm-router"),
+    "ours-publisher": (*CONFORM, "ours-publisher"),
+    "vllm-publisher": (*CONFORM, "--publisher", PUBLISHER.format("vllm"), "--title", "vllm 0.33.0 publisher"),
+    "sglang-publisher": (*CONFORM, "--publisher", PUBLISHER.format("sglang"), "--title", "sglang 0.5.23 publisher"),
 }
-"""Arguments of `kvevents conform`, in the order of the columns."""
+"""A module and its arguments, in the order of the columns."""
 CELLS: Final = {
     Verdict.CORRECT: "correct",
     Verdict.REPORTED: "reported",
+    Verdict.NEEDLESS: "**without need**",
     Verdict.SILENT: "**silently wrong**",
     Verdict.UNANSWERED: "**unanswered**",
     Verdict.NOT_APPLICABLE: "-",
@@ -51,11 +55,16 @@ def play(name: str, only: Sequence[str] = ()) -> ConformRun:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, "run.json")
         chosen = [word for each in only for word in ("--only", each)]
-        command = [sys.executable, "-m", "kvevents", "conform", *words, *chosen, "--exit-zero", "--save", str(saved)]
+        command = [sys.executable, "-m", *words, *chosen, "--exit-zero", "--save", str(saved)]
         subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"PATH": path}, check=True)  # noqa: S603 - our own command
         found = msgspec.json.decode(saved.read_bytes(), type=ConformRun)
-    shown = " ".join(f"'{word}'" if " " in word else word for word in words)
-    return msgspec.structs.replace(found, command=f"kvevents conform {shown}")
+    return msgspec.structs.replace(found, command=shown(words))
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command of a target for readers."""
+    program = [] if words[0] == "kvevents" else ["python", "-m"]
+    return " ".join(f"'{word}'" if " " in word else word for word in [*program, *words])
 
 
 def complete(name: str, known: ConformRun) -> ConformRun:

@@ -82,11 +82,13 @@ class Indexer(Target):
         self._first = first
         self._instances: dict[str, int] = {}
         self._registrations: list[EngineRegistration] = []
+        self._caveats: dict[str, str] = {}
+        """What the newest answers say against workers."""
 
     # --- following
 
     def register(self, registration: EngineRegistration) -> None:
-        self._instances.setdefault(registration.address.worker, self._first + len(self._instances))
+        self._instances.setdefault(registration.worker, self._first + len(self._instances))
         answer = self.ask("POST", "/register", self._registration_body(registration))
         if answer.status not in ACCEPTED:
             raise RejectedError(answer.text)
@@ -105,22 +107,22 @@ class Indexer(Target):
 
     def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
         """Return the fields by which a registration is ended."""
-        body = {"instance_id": self._instances[registration.address.worker], "model_name": self._model}
+        body = {"instance_id": self._instances[registration.worker], "model_name": self._model}
         return body if registration.tenant is None else {**body, "tenant_id": registration.tenant}
 
     def _registration_body(self, registration: EngineRegistration) -> dict[str, Any]:
-        address = registration.address
         body = {
             **self._identity(registration),
             "block_size": registration.block_size,
-            "endpoint": address.endpoint,
-            "dp_rank": address.rank,
+            "endpoint": registration.endpoint,
+            "dp_rank": registration.rank,
         }
-        return body if address.replay_endpoint is None else {**body, "replay_endpoint": address.replay_endpoint}
+        return body if registration.replay_endpoint is None else {**body, "replay_endpoint": registration.replay_endpoint}
 
     # --- answers
 
     def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
+        self._caveats = {}
         return [difference for query in queries for difference in self._compare(query)]
 
     def _compare(self, query: CheckQuery) -> list[WrongAnswer]:
@@ -128,16 +130,15 @@ class Indexer(Target):
         matches = {names.get(instance, f"instance-{instance}"): match for instance, match in self._ask(query).items()}
         held = {name: match.longest_matched for name, match in matches.items()}
         held |= {f"{name}:{rank}": tokens for name, match in matches.items() for rank, tokens in match.dp.items()}
+        for name, match in matches.items():
+            if states := sorted({state for state in match.trust.values() if state != EXACT}):
+                self._caveats[name] = f"the answer is {', '.join(states)}"
         found = []
         for name in dict.fromkeys([*query.held, *held]):
             worker, of_rank, _ = name.partition(":")
             true, answered = query.held.get(name, 0), held.get(name, 0)
             if answered != true and (name in query.held or not of_rank):
-                states = sorted(
-                    {state for state in matches[worker].trust.values() if state != EXACT} if worker in matches else ()
-                )
-                report = f"the answer is {', '.join(states)}" if states else None
-                found.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens", report))
+                found.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens"))
         return found
 
     def _ask(self, query: CheckQuery) -> dict[str, Match]:
@@ -157,6 +158,10 @@ class Indexer(Target):
         return answer.decode(_Matches).instances
 
     def reports(self) -> dict[str, str | None]:
+        return {name: text or self._caveats.get(name) for name, text in self._listed().items()}
+
+    def _listed(self) -> dict[str, str | None]:
+        """Return what the list of workers says against each."""
         listed = self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker])
         workers = {str(each.instance_id): each for each in listed}
         return {name: _report(workers.get(str(instance))) for name, instance in self._instances.items()}
@@ -186,12 +191,10 @@ def _report(worker: _Worker | None) -> str | None:
 # --- as Mooncake has it
 
 
-class _MooncakeMatch(msgspec.Struct):
+class _MooncakeMatch(Match):
     """What an instance holds of a prompt."""
 
-    longest_matched: int
     dp: dict[str, int] = msgspec.field(name="DP", default_factory=dict)
-    trust: dict[str, str] = {}
 
 
 class _Trust(msgspec.Struct):
@@ -220,12 +223,12 @@ class MooncakeIndexer(Indexer):
 
     def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
         return {
-            "instance_id": str(self._instances[registration.address.worker]),
+            "instance_id": str(self._instances[registration.worker]),
             "modelname": self._model,
             "type": "vLLM",
             "tenant_id": registration.tenant or "default",
             "block_size": registration.block_size,
-            "dp_rank": registration.address.rank,
+            "dp_rank": registration.rank,
         }
 
     def _scope(self) -> dict[str, Any]:
@@ -234,10 +237,9 @@ class MooncakeIndexer(Indexer):
 
     def _matches(self, answer: TargetResponse) -> dict[str, Match]:
         tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
-        rows = [row for instances in tenants.values() for row in instances.items()]
-        return {instance: Match(match.longest_matched, match.dp, match.trust) for instance, match in rows}
+        return {instance: match for instances in tenants.values() for instance, match in instances.items()}
 
-    def reports(self) -> dict[str, str | None]:
+    def _listed(self) -> dict[str, str | None]:
         listed = self.ask("GET", "/services").decode(_Services).services
         found: dict[str, str | None] = {}
         for name, instance in self._instances.items():
@@ -249,7 +251,7 @@ class MooncakeIndexer(Indexer):
         return found
 
 
-SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp", "uvicorn")
+SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp")
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
 """Time between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
@@ -259,7 +261,6 @@ SNAPSHOT_WAIT_SECONDS: Final = 20.0
 FIRST_INSTANCE: Final = 1_000_000
 INSTANCES: Final = 100
 """Number of instance ids that each scenario has at a running indexer, counted from `FIRST_INSTANCE` on."""
-_KILL: Final[frozenset[Ability]] = frozenset({"kill"})
 
 
 class StartedIndexer(Indexer):
@@ -287,7 +288,7 @@ class Kvevents(StartedIndexer):
 
     def kill(self) -> None:
         now = time.time()
-        if not wait_until(lambda: (self._stats().get("snapshot_at") or 0.0) >= now, SNAPSHOT_WAIT_SECONDS):
+        if not wait_until(lambda: (self.ask("GET", "/v1/stats").json.get("snapshot_at") or 0.0) >= now, SNAPSHOT_WAIT_SECONDS):
             raise TargetError(f"no snapshot was written within {SNAPSHOT_WAIT_SECONDS:g} s")
         super().kill()
 
@@ -295,13 +296,11 @@ class Kvevents(StartedIndexer):
         del registrations
         self._start()
 
-    def _stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.ask("GET", "/v1/stats").json
-        return found
-
 
 class IndexerDriver(Driver):
     """Starts an indexer for each scenario."""
+
+    abilities = ABILITIES | frozenset[Ability]({"kill"})
 
     def __init__(
         self, title: str, command: Callable[[int, Path], Sequence[str]], target: type[StartedIndexer] = StartedIndexer
@@ -309,11 +308,6 @@ class IndexerDriver(Driver):
         self.title = title
         self._command = command
         self._target = target
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """Abilities of the API, and `kill`."""
-        return ABILITIES | _KILL
 
     @contextmanager
     def running(self) -> Iterator[str]:
@@ -333,6 +327,8 @@ class IndexerDriver(Driver):
 class RunningIndexer(Driver):
     """An indexer that runs already, and that all scenarios share: each has a model and instances of its own."""
 
+    abilities = ABILITIES
+
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, kind: type[Indexer] = Indexer) -> None:
         """Create the driver. `kind` is the form of the API."""
         self.title = url
@@ -340,11 +336,6 @@ class RunningIndexer(Driver):
         self._kind = kind
         self._answer_seconds = answer_seconds
         self._scenarios = count()
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """The abilities of the API."""
-        return ABILITIES
 
     @contextmanager
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
@@ -362,7 +353,7 @@ def kvevents_indexer() -> IndexerDriver:
     """Return the driver of `kvevents serve`, with a folder for its state. Raise `MissingDependencyError`."""
     missing = [name for name in SERVICE_PACKAGES if find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(f"`kvevents serve` needs {', '.join(missing)}: pip install 'kvevents[service]'")
+        raise MissingDependencyError(f"`kvevents serve` needs {', '.join(missing)}", "service")
 
     def command(port: int, folder: Path) -> list[str]:
         options = ("--host", "127.0.0.1", "--port", str(port), "--state-dir", str(folder / "state"))

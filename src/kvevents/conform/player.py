@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,21 +16,20 @@ from typing import Any, Final, Self
 
 from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import (
-    CheckQuery,
+    Check,
     Cut,
     HalfOpen,
-    Publish,
     Restart,
     Scenario,
     ScenarioEngine,
     Skip,
     Stall,
-    payload_of,
+    Store,
+    payloads,
 )
 from kvevents.conform.target import (
     POLL_SECONDS,
     Driver,
-    EngineAddress,
     EngineRegistration,
     RejectedError,
     Target,
@@ -52,14 +51,13 @@ UNRESOLVABLE: Final = "tcp://no-such-engine.invalid:5557"
 def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
     """Return what an engine publishes, by incarnation: everything is known from the scenario."""
     topic, incarnations = scenario.engines[name].topic.encode(), [list[LiveBatch]()]
-    for step in scenario.steps:
-        if isinstance(step, Restart) and step.engine == name:
+    for step, published in zip(scenario.steps, payloads(scenario), strict=True):
+        if getattr(step, "engine", None) != name:
+            continue
+        if isinstance(step, Restart):
             incarnations.append([])
-        if isinstance(step, Skip) and step.engine == name:
-            incarnations[-1].append(LiveBatch(topic, len(incarnations[-1]), b""))
-        if isinstance(step, Publish) and step.engine == name:
-            payload = payload_of(step)
-            incarnations[-1] += [LiveBatch(topic, len(incarnations[-1]) + place, payload) for place in range(step.times)]
+        for payload in [b""] if isinstance(step, Skip) else published:
+            incarnations[-1].append(LiveBatch(topic, len(incarnations[-1]), payload))
     return incarnations
 
 
@@ -68,7 +66,6 @@ class ScriptedEngine:
 
     def __init__(self, name: str, scenario: Scenario) -> None:
         self.settings: Final[ScenarioEngine] = scenario.engines[name]
-        self._name = name
         self._incarnations = iter(batches_by_incarnation(name, scenario))
         self._topic = self.settings.topic.encode()
         self._open = ExitStack()
@@ -85,12 +82,13 @@ class ScriptedEngine:
             replay_silent=self.settings.replay == "silent",
         )
         self._batches = next(self._incarnations)
-        self._tape = self._open.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
-        self._proxies: list[FaultProxy] = []
-        ends = [end for end in (self._tape.endpoint, self._tape.replay_endpoint) if end is not None]
+        self.tape: Final = self._open.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
+        self.proxies: list[FaultProxy] = []
+        """The network in front of its endpoints, if the scenario has faults of the network."""
+        ends = [end for end in (self.tape.endpoint, self.tape.replay_endpoint) if end is not None]
         if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
-            self._proxies = [self._open.enter_context(FaultProxy(end)) for end in ends]
-            ends = [proxy.endpoint for proxy in self._proxies]
+            self.proxies = [self._open.enter_context(FaultProxy(end)) for end in ends]
+            ends = [proxy.endpoint for proxy in self.proxies]
         self.endpoint: Final = self._advertised_endpoint(ends[0])
         self.replay_endpoint: Final = self._unused_port() if self.settings.replay == "dead" else next(iter(ends[1:]), None)
 
@@ -110,61 +108,34 @@ class ScriptedEngine:
             self._open.enter_context(port.holder)
         return port.endpoint
 
-    def address(self, replay_endpoint: str | None) -> EngineAddress:
-        """Return the description for a target, with the replay endpoint of this or of another engine."""
-        return EngineAddress(self.settings.worker or self._name, self.settings.rank, self.endpoint, replay_endpoint)
-
     def publish(self, times: int, *, lost: bool) -> None:
         """Publish the next batches of the script."""
-        self._tape.faults = replace(self._tape.faults, drop=1.0 if lost else (), skipped=())
-        self._tape.play(times)
+        self.tape.faults = replace(self.tape.faults, drop=1.0 if lost else (), skipped=())
+        self.tape.play(times)
 
     def skip(self) -> None:
         """Use up a sequence number."""
-        self._tape.faults = replace(self._tape.faults, skipped=range(len(self._batches)))
-        self._tape.play(1)
+        self.tape.faults = replace(self.tape.faults, skipped=range(len(self._batches)))
+        self.tape.play(1)
 
     def resend(self, seq: int) -> None:
         """Send the live message of a published batch again."""
-        self._tape.send_raw(live_frames(self._topic, seq, self._batches[seq].payload))
-
-    def send(self, frames: list[bytes]) -> None:
-        """Send any message."""
-        self._tape.send_raw(frames)
+        self.tape.send_raw(live_frames(self._topic, seq, self._batches[seq].payload))
 
     def restart(self) -> None:
         """Begin the next incarnation."""
         self._batches = next(self._incarnations)
-        self._tape.restart(self._batches)
+        self.tape.restart(self._batches)
 
     def stop(self) -> None:
         """Close the sockets."""
-        self._tape.stop()
+        self.tape.stop()
 
     def cut(self) -> None:
         """Close the connections, and refuse new ones. Return when the engine has noticed."""
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             proxy.cut(refuse=True)
-        wait_until(lambda: not self._tape.subscriptions, CUT_SECONDS)
-
-    def stall(self) -> None:
-        """Deliver nothing."""
-        for proxy in self._proxies:
-            proxy.stall()
-
-    def half_open(self) -> None:
-        """Let open connections deliver nothing. New ones work."""
-        for proxy in self._proxies:
-            proxy.half_open()
-
-    def heal(self) -> None:
-        """End `cut` or `stall`."""
-        for proxy in self._proxies:
-            proxy.heal()
-
-    def wait_for_subscriber(self, seconds: float) -> bool:
-        """Wait for a subscription. Return False after `seconds`."""
-        return self._tape.wait_for_subscriber(seconds)
+        wait_until(lambda: not self.tape.subscriptions, CUT_SECONDS)
 
     def close(self) -> None:
         """Close everything."""
@@ -175,12 +146,6 @@ class ScriptedEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-SUBSCRIBE_SECONDS: Final = 15.0
-"""Time of a target to subscribe, or to subscribe again."""
-HOLD_SECONDS: Final = 0.3
-"""Time for which answers must stay right before they count."""
 
 
 class Player:
@@ -217,11 +182,16 @@ class Player:
         try:
             self._target.register(registration)
         except RejectedError as error:
-            self._rejected[registration.address.worker] = f"registration rejected: {error}"
+            self._rejected[registration.worker] = f"registration rejected: {error}"
             return
         self._registered[step.engine] = registration
         if self._engines[step.engine].settings.address == "engine":
             self._wait_for_subscriber(step.engine)
+
+    @_do.register
+    def _restart(self, step: Restart) -> None:
+        with self._target.engine_restarting(self._scenario.worker(step.engine)):
+            self._engines[step.engine].restart()
 
     @_do.register
     def _unregister(self, step: steps.Unregister) -> None:
@@ -232,24 +202,29 @@ class Player:
         self._engines[step.engine].publish(step.times, lost=step.lost)
 
     @_do.register
+    def _store(self, step: Store) -> None:
+        self._engines[step.engine].publish(step.blocks[1], lost=step.lost)
+
+    @_do.register
     def _resend(self, step: steps.Resend) -> None:
         self._engines[step.engine].resend(step.seq)
 
     @_do.register
     def _send(self, step: steps.Send) -> None:
-        self._engines[step.engine].send([bytes.fromhex(frame) for frame in step.frames])
+        self._engines[step.engine].tape.send_raw([bytes.fromhex(frame) for frame in step.frames])
 
     @_do.register
     def _await(self, step: steps.AwaitSubscriber) -> None:
         self._wait_for_subscriber(step.engine)
 
     def _wait_for_subscriber(self, engine: str) -> None:
-        if not self._engines[engine].wait_for_subscriber(SUBSCRIBE_SECONDS):
-            self._notes.append(f"no subscription to {engine} within {SUBSCRIBE_SECONDS:g} s")
+        if not self._engines[engine].tape.wait_for_subscriber(self._scenario.subscribe):
+            self._notes.append(f"no subscription to {engine} within {self._scenario.subscribe:g} s")
 
     @_do.register
-    def _half_open(self, step: steps.HalfOpen) -> None:
-        self._engines[step.engine].half_open()
+    def _disturb(self, step: Stall | HalfOpen | steps.Heal) -> None:
+        for proxy in self._engines[step.engine].proxies:
+            {Stall: proxy.stall, HalfOpen: proxy.half_open, steps.Heal: proxy.heal}[type(step)]()
 
     @_do.register
     def _stop(self, step: steps.Stop) -> None:
@@ -270,24 +245,25 @@ class Player:
 
     @_do.register
     def _settle(self, step: steps.Settle) -> None:
-        self._query_until_stable(step.queries, [], step.within)
+        workers = [self._scenario.worker(name) for name in self._engines]
+        self._query_until_stable(Check(step.within, step.queries, may_report=workers))
 
     @_do.register
     def _check(self, step: steps.Check) -> None:
-        self.outcomes.append(self._query_until_stable(step.queries, step.reports, step.within))
+        self.outcomes.append(self._query_until_stable(step))
 
-    def _query_until_stable(self, queries: Sequence[CheckQuery], required: Sequence[str], seconds: float) -> ScenarioOutcome:
-        """Ask until the answers have been right for a moment, or until time is up."""
+    def _query_until_stable(self, check: Check) -> ScenarioOutcome:
+        """Ask until all has been right for a moment, or until time is up."""
         began = right_since = time.monotonic()
         while True:
-            differences = self._target.differences(queries)
-            outcome = judge(differences, {**self._target.reports(), **self._rejected}, required)
+            differences = self._target.differences(check.queries)
+            outcome = judge(check, differences, {**self._target.reports(), **self._rejected})
             now = time.monotonic()
-            if outcome.verdict in {Verdict.SILENT, Verdict.REPORTED} and not (required and outcome.verdict is Verdict.REPORTED):
+            if outcome.verdict is not (Verdict.REPORTED if check.must_report else Verdict.CORRECT):
                 right_since = now
             if outcome.verdict is Verdict.SILENT:
                 self.silent_seconds = max(self.silent_seconds, now - began)
-            if now - right_since >= HOLD_SECONDS or now - began >= seconds:
+            if now - right_since >= self._scenario.hold or now - began >= check.within:
                 return outcome
             time.sleep(POLL_SECONDS)
 
@@ -295,9 +271,10 @@ class Player:
 def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[str, ScriptedEngine]) -> EngineRegistration:
     """Return what a step registers."""
     engine = engines[step.engine]
-    other = engine.settings.replay_of
-    address = engine.address(engine.replay_endpoint if other is None else engines[other].replay_endpoint)
-    return EngineRegistration(address, scenario.block_size if step.block_size is None else step.block_size, step.tenant)
+    replay = engine if engine.settings.replay_of is None else engines[engine.settings.replay_of]
+    size = scenario.block_size if step.block_size is None else step.block_size
+    names = (scenario.worker(step.engine), engine.settings.rank)
+    return EngineRegistration(*names, engine.endpoint, replay.replay_endpoint, size, step.tenant)
 
 
 def play(scenario: Scenario, driver: Driver) -> Result:

@@ -8,7 +8,6 @@ wrong".
 from __future__ import annotations
 
 import shlex
-import socket
 import sys
 import time
 from collections import Counter
@@ -22,8 +21,8 @@ import msgspec
 import zmq
 
 from kvevents.conform import scenario as steps
-from kvevents.conform.scenario import PublisherScenario
-from kvevents.conform.target import Program, TargetError
+from kvevents.conform.scenario import Forms, Macros, PublisherScenario, ScenarioEngine, block_hash
+from kvevents.conform.target import Program, TargetError, is_open
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.diagnosis.replay_sample import Patience, ReplaySample, send_request
 from kvevents.errors import ConfigError
@@ -47,7 +46,6 @@ JOIN_SECONDS: Final = 0.3
 SILENCE_SECONDS: Final = 3.0
 """Time without a message after which a reply counts as ended without its end marker."""
 WATCHED_BATCHES: Final = 10
-HASHES_PER_INCARNATION: Final = 1_000_000
 
 
 class ReceivedStream(NamedTuple):
@@ -58,23 +56,15 @@ class ReceivedStream(NamedTuple):
     """Invalid frames, or the lack of an end marker."""
 
 
-def block_hash(incarnation: int, number: int) -> int:
+def given_hash(incarnation: int, number: int) -> int:
     """Return the hash of the block that batch `number` of an incarnation stores."""
-    return HASHES_PER_INCARNATION * (incarnation + 1) + number
+    return block_hash(incarnation + 1, 0, number)
 
 
 def batch_line(incarnation: int, number: int) -> bytes:
     """Return a batch in the form in which a publisher receives it: one line of JSON."""
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [block_hash(incarnation, number)],
-        "parent_block_hash": block_hash(incarnation, number - 1) if number else None,
-        "token_ids": list(range(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)),
-        "block_size": BLOCK_SIZE,
-        "lora_id": None,
-        "medium": "GPU",
-    }
-    return msgspec.json.encode({"events": [event]}) + b"\n"
+    macros = Macros(Forms(), BLOCK_SIZE, ScenarioEngine(seed=incarnation + 1))
+    return msgspec.json.encode({"events": macros.expand([{"$store": [0, number, 1]}], {})}) + b"\n"
 
 
 def apply(held: set[int], payload: bytes) -> str | None:
@@ -122,16 +112,7 @@ class Publisher(NamedTuple):
     def start(self) -> None:
         """Start the process, and wait until both endpoints accept connections."""
         if self.program is not None:
-            self.program.start(lambda: all(map(_is_open, (self.endpoint, self.replay_endpoint))))
-
-
-def _is_open(endpoint: str) -> bool:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=1.0):
-            return True
-    except OSError:
-        return False
+            self.program.start(lambda: all(map(is_open, (self.endpoint, self.replay_endpoint))))
 
 
 class PublisherPlayer:
@@ -213,7 +194,7 @@ class PublisherPlayer:
     def _check_live(self, step: steps.CheckLive) -> None:
         numbers = range(step.first, step.last + 1)
         stream = self._read_live(step.reader, len(numbers), step.within)
-        wanted = {block_hash(self._incarnation, number) for number in numbers}
+        wanted = {given_hash(self._incarnation, number) for number in numbers}
         self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
 
     def _read_live(self, reader: str, count: int, seconds: float) -> ReceivedStream:
@@ -234,8 +215,8 @@ class PublisherPlayer:
                 self._connect(dealer, self._publisher.replay_endpoint)
                 send_request(dealer, step.start)
             time.sleep(step.delay)
-            possible = {block_hash(self._incarnation, number) for number in range(self._given)}
-            wanted = {block_hash(self._incarnation, number) for number in range(step.start, self._given)}
+            possible = {given_hash(self._incarnation, number) for number in range(self._given)}
+            wanted = {given_hash(self._incarnation, number) for number in range(step.start, self._given)}
             for dealer in dealers:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 
@@ -338,7 +319,8 @@ def kvevents_publisher() -> PublisherDriver:
     """Return the driver of this package's publisher, with its defaults."""
 
     def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
-        return [sys.executable, "-m", "kvevents.conform.line_publisher", endpoint, replay_endpoint, str(buffer_steps)]
+        options = ["--endpoint", endpoint, "--replay", replay_endpoint, "--buffer-steps", str(buffer_steps)]
+        return [sys.executable, "-m", "kvevents", "publish", *options]
 
     return PublisherDriver(f"kvevents {version()} publisher", command)
 

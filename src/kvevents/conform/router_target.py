@@ -1,8 +1,9 @@
 """Targets that choose a worker for a prompt: routers with an OpenAI endpoint.
 
-The referee plays the workers, as small OpenAI servers beside the engines' event sockets, and one worker more, the control. The
-control's engine has no faults, and holds one block less of each prompt than the best worker of the scenario, or one block if
-that holds nothing. So a router that misses blocks chooses the control, and one that believes in blocks that are gone does not.
+The referee plays the workers, as small OpenAI servers beside the engines' event sockets, and one worker more, the control.
+The control's engine has no faults. It holds one block less of a prompt than the best worker of the scenario, and then one more.
+So a router that misses blocks chooses the control the first time, and one that believes in blocks that are gone does not choose
+it the second time.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -33,7 +34,7 @@ CONTROL: Final = "control"
 REQUESTS: Final = 3
 """Requests for each prompt and look. All must reach the same worker, so that a random choice is not taken for a right one."""
 LAST_TOKEN: Final = 0
-CONTROL_SECONDS: Final = 0.1
+CONTROL_SECONDS: Final = 0.2
 """Time of the router to read what the control announces."""
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
 
@@ -170,10 +171,29 @@ class _Completion(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
+class PlayedWorker(Protocol):
+    """A worker that the referee plays."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it; idempotent."""
+
+
+class Ports(NamedTuple):
+    """Where a router listens: for requests, and for readers of its metrics."""
+
+    requests: int
+    metrics: int
+
+
 class RouterTarget(Target):
     """A router in a process of the referee."""
 
-    def __init__(self, program: Program, workers: dict[str, FakeWorker], control: Control, block_size: int) -> None:
+    def __init__(self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int) -> None:
         self._program = program
         self._workers = workers
         self._control = control
@@ -183,7 +203,7 @@ class RouterTarget(Target):
     def register(self, registration: EngineRegistration) -> None:
         if not self._registered:
             self._start()
-        self._registered.add(registration.address.worker)
+        self._registered.add(registration.worker)
 
     def _start(self) -> None:
         # The router is ready when it routes: some answer /health before they know their workers.
@@ -194,13 +214,17 @@ class RouterTarget(Target):
         return [each for query in queries if (each := self._compare(query)) is not None]
 
     def _compare(self, query: CheckQuery) -> WrongAnswer | None:
-        tokens = query.ids
         held = {name: tokens for name, tokens in query.held.items() if ":" not in name}
-        best = max(held.values(), default=0)
-        control = best - self._block_size if best else self._block_size
-        if self._control.hold(tokens, query.salt, control // self._block_size):
+        best, size = max(held.values(), default=0), self._block_size
+        blocks = [*([best // size - 1] if best >= size else []), *([best // size + 1] if best + size <= len(query.ids) else [])]
+        return next((found for each in blocks if (found := self._choose(query, held, each)) is not None), None)
+
+    def _choose(self, query: CheckQuery, held: Mapping[str, int], blocks: int) -> WrongAnswer | None:
+        """Send requests while the control holds some blocks. Return what is wrong with the choice."""
+        tokens, control, best = query.ids, blocks * self._block_size, max(held.values(), default=0)
+        if self._control.hold(tokens, query.salt, blocks):
             time.sleep(CONTROL_SECONDS)
-        right = {name for name, each in held.items() if each == best} if best else {CONTROL}
+        right = {name for name, each in held.items() if each == best} if best > control else {CONTROL}
         # One token more: engines compute the last token of a prompt in any case, so that a whole prompt is never found.
         body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, LAST_TOKEN])), "max_tokens": 1}
         if query.salt is not None:
@@ -216,7 +240,9 @@ class RouterTarget(Target):
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
         truth = ", ".join(f"{name} {each}" for name, each in sorted({**held, CONTROL: control}.items()))
-        return WrongAnswer(wrong, f"{count} sent to {wrong}; tokens held: {truth}")
+        # The router knows the control: if it is chosen wrongly, the credit of the worker that holds most is lost.
+        concerned = min(right) if wrong == CONTROL else wrong
+        return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 
     def reports(self) -> dict[str, str | None]:
         return dict.fromkeys(self._registered)
@@ -232,13 +258,6 @@ class RouterTarget(Target):
         self._start()
 
 
-class Ports(NamedTuple):
-    """Where a router listens: for requests, and for readers of its metrics."""
-
-    requests: int
-    metrics: int
-
-
 RouterCommand = Callable[[Ports, int, Sequence[RouterWorker]], Sequence[str]]
 """Returns the command of a router from its ports, the block size, and its workers."""
 
@@ -246,14 +265,11 @@ RouterCommand = Callable[[Ports, int, Sequence[RouterWorker]], Sequence[str]]
 class RouterDriver(Driver):
     """Starts a router for each scenario, which knows all its workers from its start."""
 
+    abilities = frozenset[Ability]({"kill", "salt"})
+
     def __init__(self, title: str, command: RouterCommand) -> None:
         self.title = title
         self._command = command
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """`kill` and `salt`."""
-        return frozenset({"kill", "salt"})
 
     @contextmanager
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
@@ -261,26 +277,38 @@ class RouterDriver(Driver):
         with ExitStack() as stack:
             control = Control(scenario.block_size)
             stack.callback(control.close)
-            names = [CONTROL, *(each.address.worker for each in registrations)]
-            workers = {name: FakeWorker(name) for name in names}
-            for worker in workers.values():
-                stack.callback(worker.close)
-            members = [RouterWorker(workers[CONTROL].url, control.endpoint, control.replay_endpoint)]
-            members += [
-                RouterWorker(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each, *_ in registrations
-            ]
+            own = EngineRegistration(CONTROL, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
+            followed = [own, *registrations]
+            workers = self._play_workers(scenario, followed, stack)
+            members = [RouterWorker(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each in followed]
 
             # Held, because routers of several scenarios run at a time.
             metrics = reserve_port(ANY_LOCAL_PORT)
             if metrics.holder is not None:
                 stack.enter_context(metrics.holder)
+            metrics_port = int(metrics.endpoint.rpartition(":")[2])
 
             def command(port: int, _: Path) -> Sequence[str]:
-                ports = Ports(port, int(metrics.endpoint.rpartition(":")[2]))
-                return self._command(ports, scenario.block_size, members)
+                return self._command(Ports(port, metrics_port), scenario.block_size, members)
 
             program = stack.enter_context(Program(self.title, command))
-            yield RouterTarget(program, workers, control, scenario.block_size)
+            yield self._target(program, workers, control, scenario.block_size, metrics_port)
+
+    def _play_workers(
+        self, scenario: Scenario, followed: Sequence[EngineRegistration], stack: ExitStack
+    ) -> Mapping[str, PlayedWorker]:
+        """Return the workers of the engines, by name. `stack` ends them."""
+        del scenario
+        workers = {name: FakeWorker(name) for name in dict.fromkeys(each.worker for each in followed)}
+        for worker in workers.values():
+            stack.callback(worker.close)
+        return workers
+
+    def _target(
+        self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int, metrics_port: int
+    ) -> RouterTarget:
+        del metrics_port
+        return RouterTarget(program, workers, control, block_size)
 
 
 def vllm_router(folder: Path) -> Driver:

@@ -1,16 +1,17 @@
 """The format of scenarios: JSON files that any program can play without kvevents.
 
 A scenario has engines, the steps that happen to them, and checks, which have the right answer. Everything that an engine
-sends is in the file: batches as JSON values, which the player encodes as msgpack one to one, or as bytes.
+sends is in the file: events in the forms of a release, which macros fill in, JSON values, or bytes. What must be right, what
+may be reported, how long a player waits, the rule behind the truth and its source are in the file, too.
 The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
 
-Scenarios of batches are in the dialect of the newest vLLM. `in_dialect` converts them to another release, so that every fault
-can be played with every release.
+Scenarios have the forms of the newest vLLM unless they name others. `in_dialect` gives them those of another release, so that
+every fault can be played with every release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Final, Literal
 
@@ -18,9 +19,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvevents.errors import ConfigError
-from kvevents.wire import Dialect, decode_batch, encode_batch
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the format. It rises when an older player would misunderstand a file."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
@@ -32,6 +32,7 @@ engines while it runs, report single workers, match within a cache salt, separat
 
 GROUPS: Final = {
     "dialects": "What each engine release sends",
+    "healthy": "Nothing goes wrong",
     "losses": "Batches are lost",
     "restarts": "Processes end and come back",
     "bytes": "Bytes that are not batches",
@@ -60,6 +61,8 @@ class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$t
 class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
+    seed: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 1
+    """Decides the hashes of `$store`: engines with different seeds have different hashes for equal tokens."""
     worker: PlainName | None = None
     """Name of the worker in answers; the name of the engine by default. Ranks of one worker share it."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
@@ -89,25 +92,79 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Number of requests, from the first one on, whose replies have the faults above. All by default."""
 
 
-class Register(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="register"):
-    """Register the engine with the target, and wait up to 15 s until it subscribes, unless the target rejects it."""
+class Forms(Struct, frozen=True, forbid_unknown_fields=True):
+    """What batches and events look like: JSON values in which `$`-words are placeholders. The default is vLLM 0.33.
+
+    `$time` is 1760000000 plus 1/16 s for each earlier batch of the scenario, `$milliseconds` a thousand times that.
+    """
+
+    batch: Any = msgspec.field(default_factory=lambda: ["$time", "$events", "$rank"])
+    store: Any = msgspec.field(
+        default_factory=lambda: {
+            "type": "BlockStored",
+            "block_hashes": ["$hash"],
+            "parent_block_hash": "$parent",
+            "token_ids": "$tokens",
+            "block_size": "$block_size",
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+        }
+    )
+    """A store of one block."""
+    remove: Any = msgspec.field(default_factory=lambda: {"type": "BlockRemoved", "block_hashes": "$hashes", "medium": "GPU"})
+    clear: Any = msgspec.field(default_factory=lambda: {"type": "AllBlocksCleared"})
+    hashes: Literal["unsigned", "signed", "bytes"] = "unsigned"
+    """Hashes are integers of 64 bits, or 32 bytes of which the last 8 are the integer, big-endian."""
+
+    def has(self, event: Any) -> bool:
+        """Whether an event is a macro, and changes no fields that its form does not have."""
+        for macro, form in (("$store", self.store), ("$remove", self.remove), ("$clear", self.clear)):
+            if isinstance(event, dict) and macro in event:
+                return len(event) == 1 or (isinstance(form, dict) and event.keys() - {macro} <= form.keys())
+        return False
+
+
+class _Step(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do"):
+    """A step of a scenario."""
+
+
+class _EngineStep(_Step, frozen=True):
+    """A step of one engine."""
 
     engine: PlainName
+
+
+class Register(_EngineStep, frozen=True, tag="register"):
+    """Register the engine with the target, and wait until it subscribes, unless the target rejects it."""
+
     tenant: str | None = None
     block_size: int | None = None
     """Block size of the registration; that of the scenario by default."""
 
 
-class Unregister(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="unregister"):
+class Unregister(_EngineStep, frozen=True, tag="unregister"):
     """Remove the engine from the target."""
 
-    engine: PlainName
+
+class Store(_EngineStep, frozen=True, tag="store"):
+    """Publish blocks of a prompt, with a batch for each: `publish` with `[{"$store": [prompt, place, 1]}]`, place by place."""
+
+    prompt: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+    """Its first token id; the others follow one by one."""
+    blocks: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]]
+    """The first place in the prompt, and how many."""
+    lost: bool = False
+    """Whether the live messages are lost."""
 
 
-class Publish(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="publish"):
-    """Give a batch the next sequence number, store it for replay, and send it. It is `batch` in msgpack, or `payload`."""
+class Publish(_EngineStep, frozen=True, tag="publish"):
+    """Give a batch the next sequence number, store it for replay, and send it.
 
-    engine: PlainName
+    Its content is `events` in the form of a batch, or `batch`, each of them as msgpack; or `payload`.
+    """
+
+    events: list[Any] | None = None
     batch: Any = None
     payload: Hex | None = None
     lost: bool = False
@@ -115,77 +172,59 @@ class Publish(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     times: Annotated[int, Meta(ge=1, le=100_000)] = 1
 
 
-class Skip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="skip"):
+class Skip(_EngineStep, frozen=True, tag="skip"):
     """Use up the engine's next sequence number without a batch, as engines do that cannot encode one."""
 
-    engine: PlainName
 
-
-class Resend(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="resend"):
+class Resend(_EngineStep, frozen=True, tag="resend"):
     """Send the live message of a stored batch, again or late: a duplicate, or a message out of order."""
 
-    engine: PlainName
     seq: int
 
 
-class Send(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="send"):
+class Send(_EngineStep, frozen=True, tag="send"):
     """Send a message of any frames from the PUB socket. It takes no sequence number and is not stored."""
 
-    engine: PlainName
     frames: list[Hex]
 
 
-class Restart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="restart"):
+class Restart(_EngineStep, frozen=True, tag="restart"):
     """End the engine's process and start another at the same endpoints: nothing stored, sequence numbers from 0."""
 
-    engine: PlainName
 
-
-class Stop(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="stop"):
+class Stop(_EngineStep, frozen=True, tag="stop"):
     """End the engine's process."""
 
-    engine: PlainName
 
-
-class Cut(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="cut"):
+class Cut(_EngineStep, frozen=True, tag="cut"):
     """Close the target's connections to the engine, and refuse new ones until `heal`."""
 
-    engine: PlainName
 
-
-class Stall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="stall"):
+class Stall(_EngineStep, frozen=True, tag="stall"):
     """Let the network deliver nothing, with all connections open, until `heal`."""
 
-    engine: PlainName
 
-
-class HalfOpen(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="half-open"):
+class HalfOpen(_EngineStep, frozen=True, tag="half-open"):
     """Let the connections that are open now deliver nothing for ever, as if a peer were replaced without closing them."""
 
-    engine: PlainName
 
-
-class Heal(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="heal"):
+class Heal(_EngineStep, frozen=True, tag="heal"):
     """End `cut` or `stall`."""
 
-    engine: PlainName
+
+class AwaitSubscriber(_EngineStep, frozen=True, tag="await-subscriber"):
+    """Wait until the target subscribes, again after a restart or a cut."""
 
 
-class AwaitSubscriber(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="await-subscriber"):
-    """Wait up to 15 s until the target subscribes, again after a restart or a cut."""
-
-    engine: PlainName
-
-
-class Kill(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="kill"):
+class Kill(_Step, frozen=True, tag="kill"):
     """Kill the target's process (SIGKILL)."""
 
 
-class Start(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="start"):
+class Start(_Step, frozen=True, tag="start"):
     """Start the killed target, and register again what it does not remember by itself."""
 
 
-class Pause(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="pause"):
+class Pause(_Step, frozen=True, tag="pause"):
     """Wait."""
 
     seconds: WaitSeconds
@@ -208,25 +247,33 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
         return self.tokens.ids if isinstance(self.tokens, Tokens) else self.tokens
 
 
-class Settle(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="settle"):
+class Settle(_Step, frozen=True, tag="settle"):
     """Wait until the answers are right, for `within` seconds at most. What they are is not judged."""
 
     queries: list[CheckQuery]
-    within: WaitSeconds = 5.0
+    within: WaitSeconds
 
 
-class Check(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check"):
-    """Ask until the answers are right and stay right for a moment, for `within` seconds at most, and judge."""
+class Check(_Step, frozen=True, tag="check"):
+    """Ask until all is right and stays right for `hold` seconds, for `within` seconds at most, and judge.
 
+    Every answer must be right, and no worker may be reported, except those named here.
+    """
+
+    within: WaitSeconds
     queries: list[CheckQuery] = []
-    reports: list[PlainName] = []
-    """Workers that the target must report as not well, because no answer about them can be right."""
-    within: WaitSeconds = 8.0
+    may_report: list[PlainName] = []
+    """Workers about which the wire leaves a doubt. They may be reported, and their answers must be right."""
+    may_be_wrong: list[PlainName] = []
+    """Workers about which no reader can know what is right. Their answers may be wrong if they are reported."""
+    must_report: list[PlainName] = []
+    """Workers that must be reported as not well."""
 
 
 Step = (
     Register
     | Unregister
+    | Store
     | Publish
     | Skip
     | Resend
@@ -249,14 +296,23 @@ Step = (
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="reader"):
     """Engines, what happens to them, and the right answers of a program that reads their events."""
 
-    version: Literal[1]
+    version: Literal[2]
     """Version of this format."""
     name: PlainName
     title: str
     """What happens, in one phrase."""
-    group: Literal["dialects", "losses", "restarts", "bytes", "blocks", "registration"]
+    group: Literal["dialects", "healthy", "losses", "restarts", "bytes", "blocks", "registration"]
+    rule: PlainName
+    """The rule from which the right answers follow: a key of `rules.json`."""
+    source: str
+    """Where the truth can be looked up: a release, and a file in it or a document."""
+    hold: WaitSeconds
+    """Seconds for which answers must stay right before they count."""
+    subscribe: WaitSeconds
+    """Seconds that the target has to subscribe, or to subscribe again."""
     engines: dict[PlainName, ScenarioEngine]
     steps: Annotated[list[Step], Meta(min_length=1)]
+    forms: Forms = msgspec.field(default_factory=Forms)
     block_size: Annotated[int, Meta(ge=1)] = 16
     needs: list[Ability] = []
 
@@ -265,13 +321,13 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return self.engines[engine].worker or engine
 
 
-class FeedBatches(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="feed"):
+class FeedBatches(_Step, frozen=True, tag="feed"):
     """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n behind block n - 1."""
 
     batches: Annotated[int, Meta(ge=1, le=100_000)]
 
 
-class Subscribe(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="subscribe"):
+class Subscribe(_Step, frozen=True, tag="subscribe"):
     """Connect a SUB socket, and wait until its connection is open."""
 
     reader: PlainName
@@ -279,41 +335,41 @@ class Subscribe(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     """Whether it reads nothing and has a short queue, like a consumer that hangs."""
 
 
-class SendRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="send-request"):
+class SendRequest(_Step, frozen=True, tag="send-request"):
     """Send a message of any frames from a DEALER socket to the replay endpoint. No reply is awaited."""
 
     frames: list[Hex]
 
 
-class RestartPublisher(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="restart-publisher"):
+class RestartPublisher(_Step, frozen=True, tag="restart-publisher"):
     """Kill the publisher's process, and start another at the same endpoints."""
 
 
-class EndPublisher(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="end-publisher"):
+class EndPublisher(_Step, frozen=True, tag="end-publisher"):
     """Let the publisher end in order: it has sent what it was given."""
 
 
-class CheckLive(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-live"):
+class CheckLive(_Step, frozen=True, tag="check-live"):
     """Read until a reader has received these numbers, each once and in order, with what was given for them."""
 
     reader: PlainName
     first: int
     last: int
-    within: WaitSeconds = 8.0
+    within: WaitSeconds
 
 
-class CheckReplay(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-replay"):
+class CheckReplay(_Step, frozen=True, tag="check-replay"):
     """Request everything from a number on. A consumer that applies the reply holds what was given from there on, or all."""
 
     start: int
+    within: WaitSeconds
     consumers: Annotated[int, Meta(ge=1, le=100)] = 1
     """Concurrent requests, each from a socket of its own."""
     delay: WaitSeconds = 0.0
     """Time until the consumers begin to read."""
-    within: WaitSeconds = 8.0
 
 
-class CheckWatched(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="check-watched"):
+class CheckWatched(_Step, frozen=True, tag="check-watched"):
     """Read live batches for some seconds, after 10 batches if the publisher can be fed, and compare them with their replay."""
 
     seconds: WaitSeconds
@@ -329,9 +385,11 @@ class PublisherScenario(
 ):
     """What a publisher is given, and what its consumers must receive."""
 
-    version: Literal[1]
+    version: Literal[2]
     name: PlainName
     title: str
+    rule: PlainName
+    source: str
     steps: Annotated[list[PublisherStep], Meta(min_length=1)]
     group: Literal["publishing"] = "publishing"
     buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
@@ -343,18 +401,110 @@ class PublisherScenario(
 AnyScenario = Scenario | PublisherScenario
 
 
-def expand(value: Any) -> Any:
-    """Return a batch's JSON value with `{"$tokens": [first, count]}` and `{"$hex": digits}` replaced by what they mean."""
-    if isinstance(value, list):
-        return [expand(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"$tokens"}:
-        first, count = value["$tokens"]
-        return list(range(first, first + count))
-    if value.keys() == {"$hex"}:
-        return bytes.fromhex(value["$hex"])
-    return {key: expand(item) for key, item in value.items()}
+FIRST_TIME: Final = 1_760_000_000.0
+SECONDS_PER_BATCH: Final = 1 / 16
+"""No two batches of a scenario have the same bytes."""
+_HASH_FACTOR: Final = 0x9E3779B97F4A7C15
+_BITS_64: Final = (1 << 64) - 1
+
+
+def block_hash(seed: int, prompt: int, place: int) -> int:
+    """Return the hash of a block in an engine: `((seed * 2^32 + prompt + place) * 0x9E3779B97F4A7C15)` modulo 2^64."""
+    return ((seed << 32) + prompt + place) * _HASH_FACTOR & _BITS_64
+
+
+class Macros:
+    """Replaces macros and placeholders in the batches of one engine."""
+
+    def __init__(self, forms: Forms, block_size: int, engine: ScenarioEngine) -> None:
+        self._forms = forms
+        self._block_size = block_size
+        self._seed = engine.seed
+        self._rank = engine.rank
+
+    def payload(self, step: Publish, number: int) -> bytes:
+        """Return the bytes that a step publishes after `number` batches of the scenario."""
+        if step.payload is not None:
+            return bytes.fromhex(step.payload)
+        time = FIRST_TIME + number * SECONDS_PER_BATCH
+        names = {"$time": time, "$milliseconds": int(time * 1000), "$rank": self._rank}
+        if step.events is None:
+            return msgspec.msgpack.encode(self.expand(step.batch, names))
+        return msgspec.msgpack.encode(self.expand(self._forms.batch, {**names, "$events": self.expand(step.events, names)}))
+
+    def expand(self, value: Any, names: Mapping[str, Any]) -> Any:
+        """Return a JSON value with all macros, and the placeholders in `names`, replaced by what they mean."""
+        [expanded] = self._expand_all(value, names)
+        return expanded
+
+    def _expand_all(self, value: Any, names: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield what an item of a list becomes: `$store` can be several events."""
+        match value:
+            case str():
+                yield names.get(value, value)
+            case list():
+                yield [each for item in value for each in self._expand_all(item, names)]
+            case {"$store": [prompt, place, count], **changes}:
+                for each in range(place, place + count):
+                    yield self._store(prompt, each, changes)
+            case {"$remove": [prompt, place, count], **changes}:
+                hashes = [self._hash(prompt, each) for each in range(place, place + count)]
+                yield self.expand(_changed(self._forms.remove, changes), {"$hashes": hashes})
+            case {"$clear": True, **changes}:
+                yield self.expand(_changed(self._forms.clear, changes), {})
+            case dict():
+                yield self._expand_object(value, names)
+            case _:
+                yield value
+
+    def _expand_object(self, value: dict[str, Any], names: Mapping[str, Any]) -> Any:
+        match value:
+            case {"$tokens": [first, count]}:
+                return list(range(first, first + count))
+            case {"$hash": [prompt, place]}:
+                return self._hash(prompt, place)
+            case {"$hashes": [prompt, place, count]}:
+                return [self._hash(prompt, each) for each in range(place, place + count)]
+            case {"$hex": digits}:
+                return bytes.fromhex(digits)
+            case {"$msgpack": item}:
+                return msgspec.msgpack.encode(self.expand(item, names))
+        if unknown := [key for key in value if key.startswith("$")]:
+            raise ConfigError(f"unknown macro {unknown[0]} with {value[unknown[0]]!r}")
+        return {key: self.expand(item, names) for key, item in value.items()}
+
+    def _store(self, prompt: int, place: int, changes: Mapping[Any, Any]) -> Any:
+        size = changes.get("block_size", self._block_size)
+        first, parent = prompt + place * size, self._hash(prompt, place - 1) if place else None
+        names = {"$hash": self._hash(prompt, place), "$parent": parent, "$block_size": size}
+        return self.expand(_changed(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
+
+    def _hash(self, prompt: int, place: int) -> int | bytes:
+        found = block_hash(self._seed, prompt, place)
+        if self._forms.hashes == "bytes":
+            return bytes(24) + found.to_bytes(8, "big")
+        return found - (1 << 64) if self._forms.hashes == "signed" and found >> 63 else found
+
+
+def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
+    return {**form, **changes} if changes else form
+
+
+def payloads(scenario: Scenario) -> list[list[bytes]]:
+    """Return what each step publishes, in order."""
+    found, number = list[list[bytes]](), 0
+    for step in scenario.steps:
+        published = list[bytes]()
+        if isinstance(step, Store | Publish):
+            macros = Macros(scenario.forms, scenario.block_size, scenario.engines[step.engine])
+            if isinstance(step, Publish):
+                published = [macros.payload(step, number)] * step.times
+            else:
+                events = [[{"$store": [step.prompt, step.blocks[0] + each, 1]}] for each in range(step.blocks[1])]
+                published = [macros.payload(Publish(step.engine, each), number + at) for at, each in enumerate(events)]
+            number += len(published)
+        found.append(published)
+    return found
 
 
 def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
@@ -390,46 +540,19 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def payload_of(step: Publish) -> bytes:
-    """Return the bytes of the batch that a step publishes."""
-    return bytes.fromhex(step.payload) if step.payload is not None else msgspec.msgpack.encode(expand(step.batch))
+def in_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
+    """Return a scenario with the forms and replies of a release, which are those of the scenario about that release.
 
-
-DEFAULT_MEDIUM: Final = "GPU"
-"""The medium of events that name none."""
-
-
-def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:
-    """Return the scenario with the batches and replies of a release. Return None if the release cannot express the scenario.
-
-    Payloads that are not batches stay as they are.
+    Return None if the release cannot express it: it has batches without forms, or fields that the release does not have.
+    Payloads stay as they are.
     """
-    steps = [_publish_in_dialect(step, dialect) if isinstance(step, Publish) else step for step in scenario.steps]
-    if None in steps:
-        return None
-    shape = "topic" if dialect.has_replay_topic else "no-topic"
+    for step in scenario.steps:
+        if isinstance(step, Publish) and (step.batch is not None or not all(map(release.forms.has, step.events or ()))):
+            return None
+    shape = next(iter(release.engines.values())).reply_shape
     engines = {
         name: msgspec.structs.replace(engine, reply_shape=shape if engine.reply_shape == "topic" else engine.reply_shape)
         for name, engine in scenario.engines.items()
     }
-    return msgspec.structs.replace(scenario, name=f"{scenario.name}.{dialect}", steps=steps, engines=engines)
-
-
-def _publish_in_dialect(step: Publish, dialect: Dialect) -> Publish | None:
-    if step.batch is None:
-        return step
-    original = decode_batch(payload_of(step))
-    if original.rejected:
-        return None
-    payload = encode_batch(original.batch, dialect)
-    if _facts(payload) != _facts(payload_of(step)):
-        return None
-    return msgspec.structs.replace(step, batch=None, payload=payload.hex())
-
-
-def _facts(payload: bytes) -> list[dict[str, Any]]:
-    """Return the content of a batch's events, in a form that does not depend on the dialect."""
-    events = [msgspec.to_builtins(event) for event in decode_batch(payload).batch.events]
-    for event in events:
-        event["medium"] = event.get("medium") or DEFAULT_MEDIUM
-    return events
+    name = f"{scenario.name}.{release.name.removeprefix('dialect-')}"
+    return msgspec.structs.replace(scenario, name=name, forms=release.forms, engines=engines)

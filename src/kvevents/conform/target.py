@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -83,10 +84,11 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
         found = bytearray()
         while chunk := response.read1(1 << 16):
             found += chunk
-            _check(found, deadline)
+            if len(found) > MAX_BYTES:
+                raise TargetError(f"{method} {url} answered more than {MAX_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError  # noqa: TRY301  the connection's own is for one read
         return TargetResponse(response.status, bytes(found))
-    except TooLargeError as error:
-        raise TargetError(f"{method} {url} answered more than {MAX_BYTES} bytes") from error
     except TimeoutError as error:
         raise TargetError(f"{method} {url} did not answer within {seconds:g} s") from error
     except (OSError, HTTPException) as error:
@@ -95,32 +97,12 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
         connection.close()
 
 
-class TooLargeError(ExternalError):
-    """An answer is longer than `MAX_BYTES`."""
-
-
-def _check(found: bytearray, deadline: float) -> None:
-    if len(found) > MAX_BYTES:
-        raise TooLargeError
-    if time.monotonic() > deadline:
-        raise TimeoutError
-
-
 class TargetError(ExternalError):
     """The target ended, or did not answer in time. The message says which, and where."""
 
 
 class RejectedError(ExternalError):
     """The target rejected a registration. The message is its answer."""
-
-
-class EngineAddress(NamedTuple):
-    """The description of an engine that a target receives."""
-
-    worker: str
-    rank: int
-    endpoint: str
-    replay_endpoint: str | None
 
 
 def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
@@ -133,12 +115,25 @@ def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-class EngineRegistration(NamedTuple):
-    """An engine to follow."""
+def is_open(endpoint: str) -> bool:
+    """Whether something accepts connections at `tcp://HOST:PORT`."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
-    address: EngineAddress
+
+class EngineRegistration(NamedTuple):
+    """An engine to follow, as it is described to a target."""
+
+    worker: str
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None
     block_size: int
-    tenant: str | None
+    tenant: str | None = None
 
 
 class Target(ABC):
@@ -159,6 +154,11 @@ class Target(ABC):
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
         """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""
 
+    def engine_restarting(self, worker: str) -> AbstractContextManager[None]:
+        """Return a context in which a worker's engine ends and starts, with everything that is in its process."""
+        del worker
+        return nullcontext()
+
     def unregister(self, registration: EngineRegistration) -> None:
         """Stop following an engine."""
         raise NotImplementedError
@@ -177,6 +177,8 @@ class Driver(ABC):
 
     title: str
     """Name and version."""
+    abilities: frozenset[Ability]
+    """What its targets can do beyond following engines that are known when they start, and answering queries."""
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:
@@ -185,11 +187,6 @@ class Driver(ABC):
         Raise `TargetError` if it does not start.
         """
 
-    @property
-    @abstractmethod
-    def abilities(self) -> frozenset[Ability]:
-        """What its targets can do beyond following engines that are known when they start, and answering queries."""
-
 
 START_SECONDS: Final = 60.0
 """Time of a program to answer after its start; many start at once on few CPUs."""
@@ -197,13 +194,6 @@ INSTALL_SECONDS: Final = 540.0
 """Time to install a wheel with its dependencies."""
 LOG_LINES: Final = 3
 """Last lines of the log that an error quotes."""
-
-
-class _ProcessInput(NamedTuple):
-    """A process and its stdin."""
-
-    process: subprocess.Popen[bytes]
-    stdin: IO[bytes]
 
 
 class Program:
@@ -259,15 +249,11 @@ class Program:
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
-    @property
-    def _running(self) -> _ProcessInput:
-        if self._process is None or self._process.stdin is None:
-            raise TargetError(f"{self.title} is not started, or does not read its stdin")
-        return _ProcessInput(self._process, self._process.stdin)
-
     def feed(self, data: bytes, seconds: float) -> None:
         """Write to its stdin. Raise `TargetError` if it ends, or does not read within `seconds`."""
-        descriptor, rest, deadline = self._running.stdin.fileno(), memoryview(data), time.monotonic() + seconds
+        if self._process is None or self._process.stdin is None:
+            raise TargetError(f"{self.title} is not started, or does not read its stdin")
+        descriptor, rest, deadline = self._process.stdin.fileno(), memoryview(data), time.monotonic() + seconds
         os.set_blocking(descriptor, False)
         poll = select.poll()  # select() takes no descriptor above 1,023
         poll.register(descriptor, select.POLLOUT)
@@ -281,10 +267,11 @@ class Program:
 
     def end(self, seconds: float) -> None:
         """Close its stdin, and wait until it ends. Raise `TargetError` if it does not, within `seconds`."""
-        running = self._running
-        running.stdin.close()
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
         try:
-            running.process.wait(seconds)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired as error:
             raise TargetError(f"{self.title} did not end within {seconds:g} s after the end of its input") from error
 
@@ -302,10 +289,11 @@ class Program:
         self._folder.cleanup()
 
 
-def python_with(package: str, version: str, folder: Path, *wheels: Path) -> str:
+def python_with(package: str, version: str, folder: Path, *wheels: Path, also: Sequence[str] = ()) -> str:
     """Return the interpreter of a virtual environment with a released wheel. Create it in `folder` if it is not there.
 
-    Wheels in this folder and in `wheels` are used before those of the package index. Raise `ExternalError` if that fails.
+    Wheels in this folder and in `wheels` are used before those of the package index; `also` are further requirements. Raise
+    `ExternalError` if that fails.
     """
     home = folder / f"{package}-{version}"
     python, ready = home / "bin" / "python", home / ".ready"
@@ -317,7 +305,7 @@ def python_with(package: str, version: str, folder: Path, *wheels: Path) -> str:
     options = ("--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--prefer-binary", *links)
     for command in (
         (sys.executable, "-m", "venv", "--clear", str(home)),
-        (str(python), "-m", "pip", "install", *options, f"{package}=={version}"),
+        (str(python), "-m", "pip", "install", *options, f"{package}=={version}", *also),
     ):
         try:
             done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=INSTALL_SECONDS)  # noqa: S603  pip

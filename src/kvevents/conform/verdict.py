@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 
-from kvevents.conform.scenario import VERSION
+from kvevents.conform.scenario import VERSION, Check
 from kvevents.package_metadata import version
 
 
@@ -40,10 +40,9 @@ class ConformRun(msgspec.Struct, frozen=True):
         """Number of scenarios by verdict."""
         return Counter(result.verdict for result in self.results)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an answer was wrong without notice, or missing."""
-        return any(result.verdict in FAILURES for result in self.results)
+    def has_failed(self, max_needless: int) -> bool:
+        """Whether an answer was wrong without notice or missing, or more than `max_needless` were reported without need."""
+        return any(self.counts[verdict] for verdict in FAILURES) or self.counts[Verdict.NEEDLESS] > max_needless
 
     @property
     def summary(self) -> str:
@@ -66,19 +65,24 @@ def to_json(run: ConformRun) -> bytes:
 
 
 def to_junit(run: ConformRun) -> bytes:
-    """Return a run as JUnit XML: silent errors are failures, missing answers are errors."""
+    """Return a run as JUnit XML: silent errors and needless reports are failures, missing answers are errors."""
     counts = run.counts
     suite = ET.Element(
         "testsuite",
         name=f"kvevents conform {run.target}",
         tests=str(len(run.results)),
-        failures=str(counts[Verdict.SILENT]),
+        failures=str(counts[Verdict.SILENT] + counts[Verdict.NEEDLESS]),
         errors=str(counts[Verdict.UNANSWERED]),
         skipped=str(counts[Verdict.NOT_APPLICABLE]),
         time=f"{run.seconds:.1f}",
         timestamp=run.date,
     )
-    tags = {Verdict.SILENT: "failure", Verdict.UNANSWERED: "error", Verdict.NOT_APPLICABLE: "skipped"}
+    tags = {
+        Verdict.SILENT: "failure",
+        Verdict.NEEDLESS: "failure",
+        Verdict.UNANSWERED: "error",
+        Verdict.NOT_APPLICABLE: "skipped",
+    }
     for result in run.results:
         case = ET.SubElement(suite, "testcase", classname=result.group, name=result.name, time=f"{result.seconds:.1f}")
         detail = _printable(result.detail)
@@ -106,7 +110,9 @@ class Verdict(StrEnum):
     CORRECT = "correct"
     """Every answer equals the truth."""
     REPORTED = "reported"
-    """An answer differs from the truth, and the target's own interface says so about the worker, or rejected it."""
+    """An answer differs from the truth, as it may, and the target's own interface says so about the worker, or rejected it."""
+    NEEDLESS = "reported without need"
+    """The target reports a worker about which it should be right: all answers are right, or one that must be right differs."""
     SILENT = "silently wrong"
     """An answer differs from the truth, and nothing that names the worker says so."""
     UNANSWERED = "unanswered"
@@ -114,7 +120,7 @@ class Verdict(StrEnum):
 
 
 FAILURES: Final = frozenset({Verdict.SILENT, Verdict.UNANSWERED})
-"""Verdicts that make a run fail."""
+"""Verdicts that make a run fail. `NEEDLESS` does if there are more of them than are allowed."""
 
 
 class WrongAnswer(NamedTuple):
@@ -149,25 +155,29 @@ class Result(msgspec.Struct, frozen=True):
     """Time for which an answer was wrong and nothing reported it, until the end of the scenario at most."""
 
 
-def judge(
-    differences: Sequence[WrongAnswer], reports: Mapping[str, str | None], required: Sequence[str] = ()
-) -> ScenarioOutcome:
-    """Return the verdict about the differences from the truth.
+def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str, str | None]) -> ScenarioOutcome:
+    """Return the verdict about the differences from the truth, worker by worker.
 
-    `reports` has for each worker what the target says against it, or None if it says that all is well. `required` are
-    workers that the target must report. A difference is reported only if the target reports the worker that it is about,
-    in the answer or elsewhere.
+    `reports` has for each worker what the target says against it, or None if it says that all is well. A difference is
+    reported only if the target reports the worker that it is about, in the answer or elsewhere.
     """
-    answers = {each.worker: each.report for each in differences if each.report is not None}
-    reports = {**reports, **answers, **{name: text for name, text in reports.items() if text is not None}}
-    said = "; ".join(dict.fromkeys(f"{name}: {text}" for name, text in sorted(reports.items()) if text is not None))
-    unreported = [name for name in required if reports.get(name) is None]
-    concerned = {each.worker for each in differences}
-    found = [each.text for each in differences] + [f"nothing says that {name} cannot be followed" for name in unreported]
-    if not found:
-        return ScenarioOutcome(Verdict.REPORTED if required else Verdict.CORRECT, said)
-    silent = bool(unreported) or any(reports.get(name) is None for name in concerned)
-    return ScenarioOutcome(Verdict.SILENT if silent else Verdict.REPORTED, "; ".join([*found, said] if said else found))
+    said = {each.worker: each.report for each in differences if each.report is not None}
+    said |= {name: text for name, text in reports.items() if text is not None}
+    wrong, outcomes = {each.worker for each in differences}, list[ScenarioOutcome]()
+    for name in sorted({*wrong, *said, *check.must_report}):
+        texts = [each.text for each in differences if each.worker == name]
+        if name not in said:
+            verdict = Verdict.SILENT
+            texts = texts or [f"nothing says that {name} cannot be followed"]
+        elif name in check.must_report or (texts and name in check.may_be_wrong):
+            verdict = Verdict.REPORTED
+        elif not texts and name in {*check.may_report, *check.may_be_wrong}:
+            verdict = Verdict.CORRECT
+        else:
+            verdict = Verdict.NEEDLESS
+            texts = texts or [f"{name}: the answers are right"]
+        outcomes.append(ScenarioOutcome(verdict, "; ".join([*texts, *([f"{name}: {said[name]}"] if name in said else [])])))
+    return ScenarioOutcome(worst(outcomes).verdict, "; ".join(each.detail for each in outcomes))
 
 
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
