@@ -1,5 +1,7 @@
 """`python -m benchmarks.study`: when events pay, and llm-d's published figures, for docs/guides/routing-study.md.
 
+Each policy runs with 1, 2 and 8 routers and several seeds.
+
 Everything is in virtual time and seeded, so another machine gets the same figures. The study also has the example of
 `kvevents sim compare` in docs/reference/cli.md, and judges the default settings of `prefix-aware`.
 """
@@ -7,14 +9,19 @@ Everything is in virtual time and seeded, so another machine gets the same figur
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import chain
 from typing import Final, NamedTuple
+
+from matplotlib import style
+from matplotlib.figure import Figure
 
 from benchmarks.defaults import find_faults, with_example
 from benchmarks.ladder import POD_TOKENS, ROUTERS, STAGES, Stage, climb
+from kvevents.sim.report_text import Interval, Judgement, Runs, judge, mean_hit_rate, p90_of, p90_ratio
 from kvevents.sim.results import Distribution, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_fleet import simulate
@@ -22,37 +29,20 @@ from kvevents.sim.workloads import workload
 from tools.released import CHECKOUT
 
 DOCUMENT: Final = CHECKOUT / "docs" / "guides" / "routing-study.md"
+PICTURE: Final = DOCUMENT.with_suffix(".svg")
 REFERENCE: Final = CHECKOUT / "docs" / "reference" / "cli.md"
-POLICIES: Final = ("least-loaded", "session-affinity", "prefix-aware")
-"""Policies that know neither caches nor sessions, only sessions, and caches by their events."""
-REQUESTS: Final = 3_000
+POLICIES: Final = ("least-loaded", "session-affinity", "approximate-tree", "prefix-estimated", "prefix-aware")
+"""Policies by load, by sessions, by a router's own decisions (two), and by events."""
+ROUTER_COUNTS: Final = (1, 2, 8)
+SEEDS: Final = range(5)
 PROCESSES: Final = 2
 
 
-class Traffic(NamedTuple):
-    """Requests of a generator, and the engines that receive them."""
-
-    workload: str
-    rate: float
-    """Requests a second."""
-    preset: str
-
-    def __str__(self) -> str:
-        return f"{self.workload}, {self.rate:g}/s, {self.preset}"
-
-
-TRAFFIC: Final = (
-    Traffic("chat", 60.0, "qwen3-32b-2xh100"),
-    Traffic("chat", 150.0, "llama-3.1-8b-h100"),
-    Traffic("agents", 10.0, "qwen3-32b-2xh100"),
-    Traffic("agents", 20.0, "qwen3-32b-2xh100"),
-    Traffic("agents", 60.0, "llama-3.1-8b-h100"),
-    Traffic("shared-prompts", 60.0, "qwen3-32b-2xh100"),
-    Traffic("shared-prompts", 150.0, "llama-3.1-8b-h100"),
-)
+TRAFFIC: Final = ("trace", "chat", "agents", "shared-prompts", "llm-d")
+REQUESTS: Final = 800
 PUBLISHED: Final = {
     "prefix-aware": ("precise-scheduling", 8730.0, 0.298, 0.542),
-    "prefix-aware, estimated": ("estimated-scheduling", 6944.4, 13.316, 31.083),
+    "prefix-estimated": ("estimated-scheduling", 6944.4, 13.316, 31.083),
     "least-loaded": ("load-scheduling", 4266.4, 46.987, 94.865),
     "random": ("random-scheduling", 4428.7, 45.281, 92.551),
 }
@@ -60,34 +50,50 @@ PUBLISHED: Final = {
 TEXT: Final = """\
 # When events pay
 
-For authors and operators of routers: what routing by cache events is worth beside session affinity, which needs none,
-and beside llm-d's published figures.
+For authors and operators of routers: what routing by cache events is worth beside policies that need none, with one and
+with several routers, and beside llm-d's published figures.
 
-`python -m benchmarks.study --write` wrote this page in a few minutes: do not edit it. Fleets are
+`python -m benchmarks.study --write` wrote this page and its picture in some minutes: do not edit them. Fleets are
 [simulated](simulation.md), times are virtual and runs are seeded, so every machine gets the same figures.
 
-- A fleet is 8 engines of a preset, such as `qwen3-32b-2xh100`: a roofline of Qwen3-32B on two H100. Events are in the index
-  1 ms after a step. Policies have their defaults, and there is one seed.
+{findings}
+
+![TTFT p90 of the fastest policy without events, relative to prefix-aware, by the number of routers](routing-study.svg)
+
+- A fleet is 8 engines of `qwen3-32b-2xh100`, a roofline of Qwen3-32B on two H100, with blocks of 128 tokens. Events are
+  in the index 1 ms after a step. The traffic is 800 requests of each of the five [workloads](workloads.md), at their
+  rates: `llm-d` saturates the fleet.
+- Requests are distributed over the routers at random. A router knows its own decisions and its own requests in flight;
+  events reach all of them. Routers that ask one service (`/v1/select`) are one router here.
+- `approximate-tree` is the default rule of SMG and of SGLang's gateway without events, over a router's own decisions.
+  `prefix-estimated` has the score of `prefix-aware` over the same. `prefix-aware` expects a prompt where it was just
+  sent (`overlay`, 2 s), until events arrive. Policies have their defaults, which for `prefix-aware` were chosen on
+  these generators ([ADR 0008](../adr/0008-prefix-aware-score.md)).
 - TTFT: seconds from a request's arrival to its first token. Hit rate: share of prompt tokens that engines found cached.
-- The defaults of `prefix-aware` were chosen on these generators ([ADR 0008](../adr/0008-prefix-aware-score.md)).
+  Figures are means over {seeds} seeds.
 
-## Beside session affinity
+## By the number of routers
 
-[Workloads](workloads.md) describes the traffic. Blocks have 128 tokens. Each cell has TTFT p90 in seconds and the hit
-rate; the last column is TTFT p90 of session affinity over that of `prefix-aware`.
+Each cell has TTFT p90 in seconds and the hit rate. The last columns name the simplest policy without events that is as
+fast as `prefix-aware` within 5 %, else the fastest; its TTFT p90 over that of `prefix-aware`, with a 95 % interval; and
+whether events pay: the interval is above 1, and they find more in caches.
 
 {traffic}
 
-Events gain least on {least} ({least_ratio:.1f} times),
-and most on {most} ({most_ratio:.1f} times).
+SMG's own measurements agree: one gateway serves 27.5 requests a second with events and 28.9 with its tree
+([#1771](https://github.com/smg-project/smg/pull/1771)), several gateways 1.0 to 2.6 times as many with events
+([#1652](https://github.com/smg-project/smg/pull/1652)).
+
+Not in the figures: gateways that ask engines for their load, and so learn of the requests of others; trees that
+gateways share; a restarted router, which has forgotten its decisions but replays events; restarted engines.
 
 ## llm-d's published gain
 
 [KV-Cache Wins You Can See](https://llm-d.ai/blog/kvcache-wins-you-can-see), with a report in llm-d-kv-cache
-(`benchmarking/73-capacity`): 8 pods of Qwen3-32B on two H100 each; 150 groups of 5 prompts, with 6,000 tokens shared by the
-group and 1,200 of their own; answers of 1,000. After 750 requests, 16 stages of 3 to 60 requests a second; each begins when
-the one before is answered. Here: 307,328 tokens of cache per pod, blocks of 64, Poisson arrivals. Output tokens a second are
-the mean over the stages, TTFT is over all requests.
+(`benchmarking/73-capacity`): 8 pods of Qwen3-32B on two H100 each; 150 groups of 5 prompts, with 6,000 tokens shared by
+the group and 1,200 of their own; answers of 1,000. After 750 requests, 16 stages of 3 to 60 requests a second; each
+begins when the one before is answered. Here: 307,328 tokens of cache per pod, blocks of 64, Poisson arrivals. Output
+tokens a second are the mean over the stages, TTFT is over all requests.
 
 {ladder}
 
@@ -97,19 +103,29 @@ the mean over the stages, TTFT is over all requests.
 | TTFT | at the client, behind gateway and network | from the router to the end of the step: tenths of a second less |
 | prompts and answers | 7,580 and 940 tokens in later reports of the same guide | 7,200 and 1,000 |
 | precise scheduling | prefix, KV usage and queue as scraped | `prefix-aware`: uncached share, and work that it sent |
-| estimated scheduling | an LRU of what was sent, without evictions | `prefix-aware` over an index of its own decisions |
+| estimated scheduling | an LRU of what was sent, without evictions | `prefix-estimated` |
 | load scheduling | queue and KV usage as scraped, always the best pod | `least-loaded`: each decision counts at once |
 | runs | one | one, of one seed |
+
+The prompts fill 73 % of the caches, and one router sends them all. So `prefix-aware` and `prefix-estimated` know the
+same, and decide the same.
 
 In {runs} runs, {checked:,} lookups of engines were compared with the index: {disagreements} disagreements, {unproven} that
 could not be compared.
 """
 
 
-def run_policy(traffic: Traffic, policy: str, requests: int) -> PolicyResult:
-    """Run a fleet under one policy."""
-    fleet = FleetSettings(block_size=128, preset=traffic.preset)
-    return simulate(fleet, policy, workload(traffic.workload, rate=traffic.rate, requests=requests, seed=fleet.seed))
+class Fleet(NamedTuple):
+    """A workload, and the number of routers through which it goes."""
+
+    traffic: str
+    routers: int
+
+
+def run_policy(fleet: Fleet, policy: str, seed: int, requests: int) -> PolicyResult:
+    """Run a fleet under one policy with one seed."""
+    settings = FleetSettings(block_size=128, routers=fleet.routers, seed=seed)
+    return simulate(settings, policy, workload(fleet.traffic, requests=requests, seed=seed))
 
 
 def run_ladder(router: str, stages: Sequence[tuple[float, int]]) -> list[Stage]:
@@ -117,21 +133,15 @@ def run_ladder(router: str, stages: Sequence[tuple[float, int]]) -> list[Stage]:
     return climb(router, FleetSettings(block_size=64, blocks=POD_TOKENS // 64), stages)
 
 
-def document(fleets: dict[Traffic, list[PolicyResult]], ladders: dict[str, list[Stage]]) -> str:
+def document(fleets: Mapping[Fleet, Runs], ladders: dict[str, list[Stage]]) -> str:
     """Return the page."""
-    ratios = {traffic: _p90(results[1]) / _p90(results[2]) for traffic, results in fleets.items()}
-    rows = [
-        [str(traffic), *(f"{_seconds(_p90(each))}, {each.hit_rate:.1%}" for each in results), f"{ratios[traffic]:.1f}"]
-        for traffic, results in fleets.items()
-    ]
-    least, most = (chosen(ratios, key=ratios.__getitem__) for chosen in (min, max))
     ends = last_results(fleets, ladders)
     return TEXT.format(
-        traffic=_table(["", *POLICIES, "session-affinity : prefix-aware"], rows),
-        least=least,
-        least_ratio=ratios[least],
-        most=most,
-        most_ratio=ratios[most],
+        findings=_findings_text(fleets),
+        seeds=len(next(iter(next(iter(fleets.values())).values()))),
+        traffic=_table(
+            ["", "routers", *POLICIES, "without events", "ratio", "events"], map(_fleet_row, fleets, fleets.values())
+        ),
         ladder=_ladder_table(ladders),
         runs=len(ends),
         checked=sum(end.checked for end in ends),
@@ -140,9 +150,74 @@ def document(fleets: dict[Traffic, list[PolicyResult]], ladders: dict[str, list[
     )
 
 
-def last_results(fleets: dict[Traffic, list[PolicyResult]], ladders: dict[str, list[Stage]]) -> list[PolicyResult | Stage]:
+def judgement_of(runs: Runs) -> Judgement:
+    """Return whether events pay in a fleet."""
+    judgement = judge(runs)
+    assert judgement is not None, "both kinds of policies ran"
+    return judgement
+
+
+def fastest_ratio(runs: Runs) -> Interval:
+    """Return the TTFT p90 of the fastest policy without events relative to that of `prefix-aware`."""
+    return min((p90_ratio(runs[name], runs["prefix-aware"]) for name in POLICIES[:-1]), key=lambda ratio: ratio.mean)
+
+
+_WORDS: Final = {"pay": "pay", "nothing": "gain nothing", "balance": "gain balance only", "undecided": "undecided"}
+
+
+def _fleet_row(fleet: Fleet, runs: Runs) -> list[str]:
+    found, cells = (
+        judgement_of(runs),
+        [f"{_seconds(_mean_p90(runs[name]))}, {mean_hit_rate(runs[name]):.1%}" for name in POLICIES],
+    )
+    ratio = f"{found.ratio.mean:.2f} ({found.ratio.low:.2f} to {found.ratio.high:.2f})"
+    return [fleet.traffic, str(fleet.routers), *cells, found.rival, ratio, _WORDS[found.finding]]
+
+
+def _findings_text(fleets: Mapping[Fleet, Runs]) -> str:
+    lines = []
+    for count in dict.fromkeys(fleet.routers for fleet in fleets):
+        findings = {fleet.traffic: judgement_of(runs).finding for fleet, runs in fleets.items() if fleet.routers == count}
+        pay = ", ".join(traffic for traffic, finding in findings.items() if finding == "pay") or "no workload"
+        nothing = ", ".join(traffic for traffic, finding in findings.items() if finding == "nothing")
+        ratios = [fastest_ratio(runs).mean for fleet, runs in fleets.items() if fleet.routers == count]
+        lines.append(
+            f"**{_routers_text(count)}**: events pay for {pay}{', and gain nothing for ' + nothing if nothing else ''}. TTFT "
+            f"p90 without events, by the fastest policy, is {min(ratios):.2f} to {max(ratios):.2f} times that with events."
+        )
+    return "\n".join(textwrap.fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in lines)
+
+
+def _routers_text(count: int) -> str:
+    return f"{count} router{'' if count == 1 else 's'}"
+
+
+def draw(fleets: Mapping[Fleet, Runs]) -> str:
+    """Return the picture, an SVG file: a line for each kind of traffic. Equal results give equal files."""
+    with style.context(["default", {"svg.hashsalt": "kvevents"}]):
+        figure, file = Figure((9, 5), layout="constrained"), io.StringIO()
+        axes = figure.subplots()
+        counts = list(dict.fromkeys(fleet.routers for fleet in fleets))
+        for place, traffic in enumerate(dict.fromkeys(fleet.traffic for fleet in fleets)):
+            ratios = [fastest_ratio(fleets[Fleet(traffic, count)]) for count in counts]
+            bounds = [[ratio.mean - ratio.low for ratio in ratios], [ratio.high - ratio.mean for ratio in ratios]]
+            places = [at + (place - 2) * 0.05 for at in range(len(counts))]
+            axes.errorbar(places, [ratio.mean for ratio in ratios], bounds, fmt="o-", capsize=3, label=traffic)
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_yscale("log")
+        axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+        axes.set_ylabel("TTFT p90 without events / with events")
+        axes.set_xticks(range(len(counts)), list(map(_routers_text, counts)))
+        axes.set_title("Above 1, events pay: the fastest policy without them is slower (95 % intervals)", loc="left")
+        axes.legend()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def last_results(fleets: Mapping[Fleet, Runs], ladders: dict[str, list[Stage]]) -> list[PolicyResult | Stage]:
     """Return the end of each run, which has the counts of all its lookups."""
-    return [*chain.from_iterable(fleets.values()), *(stages[-1] for stages in ladders.values())]
+    results = (result for runs in fleets.values() for seeds in runs.values() for result in seeds)
+    return [*results, *(stages[-1] for stages in ladders.values())]
 
 
 def _ladder_table(ladders: dict[str, list[Stage]]) -> str:
@@ -151,21 +226,20 @@ def _ladder_table(ladders: dict[str, list[Stage]]) -> str:
 
 
 def _ladder_row(router: str, stages: list[Stage]) -> list[str]:
-    theirs = ["", "", "", ""]
+    published_cells = ["", "", "", ""]
     if router in PUBLISHED:
         name, output, mean, p90 = PUBLISHED[router]
-        theirs = [name, f"{output:,.0f}", _seconds(mean), _seconds(p90)]
+        published_cells = [name, f"{output:,.0f}", _seconds(mean), _seconds(p90)]
     ttft = Distribution.of([value for stage in stages for value in stage.ttft])
     assert ttft is not None, "some requests were answered"
     output = sum(stage.output_rate for stage in stages) / len(stages)
     hit_rate = sum(stage.cached_tokens for stage in stages) / sum(stage.prompt_tokens for stage in stages)
-    ours = [f"{output:,.0f}", _seconds(ttft.mean), _seconds(ttft.p90), f"{hit_rate:.1%}", f"{stages[-1].preemptions:,}"]
-    return [*theirs, router, *ours]
+    cells = [f"{output:,.0f}", _seconds(ttft.mean), _seconds(ttft.p90), f"{hit_rate:.1%}", f"{stages[-1].preemptions:,}"]
+    return [*published_cells, router, *cells]
 
 
-def _p90(result: PolicyResult) -> float:
-    assert result.ttft is not None, "some requests were answered"
-    return result.ttft.p90
+def _mean_p90(runs: Sequence[PolicyResult]) -> float:
+    return sum(map(p90_of, runs)) / len(runs)
 
 
 def _seconds(value: float) -> str:
@@ -184,21 +258,29 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick and options.write:
         parser.error("only the whole study is written")
-    requests, stages = (500, STAGES[:4]) if options.quick else (REQUESTS, STAGES)
+    seeds, requests, stages = (SEEDS[:2], 100, STAGES[:4]) if options.quick else (SEEDS, REQUESTS, STAGES)
+    kinds = [Fleet(traffic, count) for traffic in TRAFFIC for count in ROUTER_COUNTS]
     with ProcessPoolExecutor(PROCESSES) as pool:
         of_ladders = {router: pool.submit(run_ladder, router, stages) for router in ROUTERS}
-        of_fleets = {each: [pool.submit(run_policy, each, name, requests) for name in POLICIES] for each in TRAFFIC}
+        of_fleets = {
+            fleet: {name: [pool.submit(run_policy, fleet, name, seed, requests) for seed in seeds] for name in POLICIES}
+            for fleet in kinds
+        }
         faults = [] if options.quick else list(find_faults(pool))
-        fleets = {traffic: [each.result() for each in running] for traffic, running in of_fleets.items()}
-        ladders = {router: running.result() for router, running in of_ladders.items()}
+        fleets = {
+            fleet: {name: [job.result() for job in jobs] for name, jobs in policies.items()}
+            for fleet, policies in of_fleets.items()
+        }
+        ladders = {router: jobs.result() for router, jobs in of_ladders.items()}
     page = document(fleets, ladders)
     print(page)
     faults += [f"{end.disagreements} disagreements" for end in last_results(fleets, ladders) if end.disagreements]
     if not options.quick:
-        for path, text in ((DOCUMENT, page), (REFERENCE, with_example(REFERENCE.read_text(encoding="utf-8")))):
+        reference = with_example(REFERENCE.read_text(encoding="utf-8"))
+        for path, text in ((DOCUMENT, page), (PICTURE, draw(fleets)), (REFERENCE, reference)):
             if options.write:
                 path.write_text(text, encoding="utf-8")
-            elif path.read_text(encoding="utf-8") != text:
+            elif not path.exists() or path.read_text(encoding="utf-8") != text:
                 faults.append(f"{path} has other figures; --write replaces them")
     print("\n".join(faults), end="", file=sys.stderr)
     return int(bool(faults))

@@ -21,10 +21,11 @@ import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main, sim_compare
-from kvevents.cli.sim_compare import WorkerError, add_simulation, progress_bars, read_simulation, run_policies
+from kvevents.cli.command import FAILED, WRONG_USAGE
+from kvevents.cli.sim_compare import WorkerError, add_simulation, read_simulation, run_policies
 from kvevents.errors import ConfigError
-from kvevents.routing import POLICIES
 from kvevents.sim.results import Comparison, Disagreement
+from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import DEFAULT_REQUESTS, SimulationSettings
 from kvevents.sim.simulated_fleet import Progress
 from kvevents.sim.workloads import WORKLOADS, WorkloadName
@@ -54,7 +55,7 @@ def compare_in_this_process(trace: Path, capfdbinary: pytest.CaptureFixture[byte
     """Return a function that runs the command in this process and returns its exit code, stdout and stderr."""
 
     def compare(*args: object, jobs: int = 1) -> tuple[int, str, str]:
-        code = main(["sim", "compare", "--trace", str(trace), *SMALL, "--jobs", str(jobs), *map(str, args)])
+        code = main(["sim", "compare", "--trace", str(trace), *SMALL, "--seeds", "1", "--jobs", str(jobs), *map(str, args)])
         out, err = capfdbinary.readouterr()
         return code, out.decode(), err.decode()
 
@@ -95,31 +96,31 @@ def test_the_same_options_give_the_same_bytes_for_any_number_of_jobs(compare: An
 
 def test_another_process_gives_the_same_bytes(compare: Any, trace: Path) -> None:
     """No result depends on hashes of objects, which differ between processes."""
-    ended = run("sim", "compare", "--trace", trace, *SMALL, "--output=json", "--policy", "prefix-aware")
+    ended = run("sim", "compare", "--trace", trace, *SMALL, "--seeds=1", "--output=json", "--policy", "prefix-aware")
     assert (ended.code, ended.out, ended.err) == compare("--output=json", "--policy", "prefix-aware")
 
 
-def test_the_table_needs_neither_rich_nor_matplotlib(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rich", "matplotlib"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_the_table_does_not_need_matplotlib(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = compare("--policy", "prefix-aware", "--policy", "round-robin", "--policy", "prefix-aware")
     head, *lines, sentence = out.splitlines()
     assert code == 0
     assert head.split()[:3] == ["policy", "TTFT", "p50"]
     assert [line.split()[0] for line in lines] == ["prefix-aware", "round-robin"]
-    assert re.match(r"prefix-aware found [\d.]+% of prompt tokens in caches, round-robin [\d.]+%; its TTFT p90 was ", sentence)
+    assert sentence.startswith("events pay nothing here: round-robin, which needs none, is as fast: its TTFT p90 is 1.00 times")
     assert sentence.endswith("index and engines agreed on all 120 lookups")
     assert re.match(
         r"2 engines, llama-3.1-8b-h100, 60 requests of the trace \S+, seed 0; times in seconds, \* is the best\n", err
     )
 
 
-def test_a_report_is_written_in_addition_to_the_table(compare: Any, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    code, out, err = compare("--policy", "random", "--requests", 5, "--html", file)
+def test_a_picture_is_drawn_in_addition_to_the_table(compare: Any, tmp_path: Path) -> None:
+    file = tmp_path / "compared.svg"
+    code, out, err = compare("--policy", "random", "--requests", 5, "--picture", file)
     assert code == 0
+    assert out.startswith("policy")
     assert err.endswith(f"wrote {file}\n")
-    assert out.splitlines()[-1].removeprefix("r") in file.read_text()
+    assert "<svg" in file.read_text()
 
 
 def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +158,16 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
         ),
         (["--engines", "100000"], r"100000 engines of 1 ranks are more than \d+ workers"),
         (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*has no field for tiers.*"),
-        (["--html", "/none/report.html"], r"cannot write /none/report.html: the directory /none does not exist"),
-        (["--html", "/"], r"cannot write /: it is a directory; use the name of a file"),
+        (["--picture", "/none/a.svg"], r"cannot write /none/a.svg: expected a file in a directory that exists"),
+        (["--picture", "a.html"], r"cannot write a.html: expected a name that ends in .svg, .png, .pdf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_settings_are_reported_in_one_sentence(
     args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sim", "compare", *args]) == 1
+    is_unreadable = args[0] == "--trace" and args[1] != os.devnull
+    assert main(["sim", "compare", *args]) == (FAILED if is_unreadable else WRONG_USAGE)
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(f"kvevents: {expected}\n", err)
@@ -195,18 +197,18 @@ def test_wrong_usage_ends_with_code_2(args: list[str], capsys: pytest.CaptureFix
     assert "usage: kvevents sim compare" in capsys.readouterr().err
 
 
-def test_without_matplotlib_a_report_is_rejected_before_the_simulation(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_a_picture_is_rejected_before_the_simulation(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delattr(sim_compare, "run_policies")
-    code, out, err = compare("--html", "report.html")
-    assert (code, out) == (1, "")
-    assert "pip install 'kvevents[sim]'" in err
+    code, out, err = compare("--picture", "compared.svg")
+    assert (code, out) == (WRONG_USAGE, "")
+    assert "install kvevents[sim]" in err
 
 
-def test_a_report_that_cannot_be_written_is_reported_after_the_table(compare: Any, tmp_path: Path) -> None:
-    (tmp_path / "report.html").symlink_to("report.html")  # a symlink loop, which no user can open, not even root
-    code, out, err = compare("--policy", "random", "--requests", 2, "--html", tmp_path / "report.html")
-    assert code == 1
+def test_a_picture_that_cannot_be_written_is_reported_after_the_table(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.svg").symlink_to("a.svg")  # a symlink loop, which no user can open, not even root
+    code, out, err = compare("--policy", "random", "--requests", 2, "--picture", tmp_path / "a.svg")
+    assert code == WRONG_USAGE
     assert out
     assert "cannot write" in err
 
@@ -214,7 +216,7 @@ def test_a_report_that_cannot_be_written_is_reported_after_the_table(compare: An
 # --- processes
 
 
-def no_progress(_policy: str, _now: Progress) -> None:
+def no_progress(_policy: str, _seed: int, _now: Progress) -> None:
     pass
 
 
@@ -232,7 +234,7 @@ def assert_no_child_is_left() -> Iterator[None]:
 TWO = ["random", "round-robin"]
 
 
-def kill_itself(_pipe: Connection, policy: str, _settings: SimulationSettings) -> None:
+def kill_itself(_pipe: Connection, policy: str, _seed: int, _settings: SimulationSettings) -> None:
     """Kill the process for `round-robin`, as the kernel does if it is out of memory; the others wait."""
     if policy == "round-robin":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -255,12 +257,17 @@ def test_an_error_in_a_child_process_is_raised_in_the_parent(salted: Path) -> No
 
 
 def test_more_policies_than_jobs_are_all_simulated(settings: SimulationSettings) -> None:
-    """All policies report progress, and the results have the order of the given policies."""
-    ended: dict[str, Progress] = {}
+    """All policies report progress with each seed, and the results have the order of the given policies and the seeds."""
+    ended: dict[tuple[str, int], Progress] = {}
     policies = ["round-robin", "random", "least-loaded"]
-    found = run_policies(policies, settings, jobs=2, on_progress=ended.__setitem__)
-    assert [one.policy for one in found] == policies == sorted(ended, key=policies.index)
-    assert all(progress.finished == 3 for progress in ended.values())
+
+    def on_progress(policy: str, seed: int, progress: Progress) -> None:
+        ended[policy, seed] = progress
+
+    found = run_policies(policies, settings, seeds=2, jobs=2, on_progress=on_progress)
+    assert [(one.policy, one.seed) for one in found] == [(policy, seed) for policy in policies for seed in (0, 1)]
+    assert {(one.policy, one.seed): one.finished for one in found} == {each: now.finished for each, now in ended.items()}
+    assert all(one.finished == 3 for one in found)
 
 
 def raise_interrupt(*_: object, **__: object) -> None:
@@ -274,7 +281,7 @@ def test_an_interrupt_ends_every_process(settings: SimulationSettings) -> None:
 
 def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_compare, "run_policies", raise_interrupt)
-    assert compare() == (130, "", "interrupted after 0 of 5 simulations; their results are discarded\n")
+    assert compare() == (130, "", "interrupted after 0 of 7 simulations; their results are discarded\n")
 
 
 def test_sigint_is_blocked_while_child_processes_start() -> None:
@@ -284,7 +291,7 @@ def test_sigint_is_blocked_while_child_processes_start() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
-# --- progress bars
+# --- progress
 
 
 class Terminal(io.StringIO):
@@ -295,16 +302,16 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "term", "shown"), [(Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False)]
 )
-def test_progress_bars_are_shown_on_terminals_only(
-    stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_shown_on_terminals_only_and_erased(
+    stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch, trace: Path
 ) -> None:
-    written = stream()
+    written, out = stream(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("TERM", term)
-    with progress_bars(["random"], 1_000) as on_progress:
-        on_progress("random", Progress(90.0, 600, 500))
-    assert ("random" in written.getvalue()) is shown
-    assert ("500 / 1,000" in written.getvalue()) is shown
+    assert main(["sim", "compare", "--trace", str(trace), *SMALL, "--policy", "random", "--seeds", "1", "--jobs", "1"]) == 0
+    assert ("\r\x1b[Krandom " in written.getvalue()) is shown
+    assert ("%\r\x1b[K" in written.getvalue()) is shown
 
 
 # --- options
@@ -318,9 +325,9 @@ def parse_options(*args: str) -> SimulationSettings:
 
 def test_every_setting_of_a_fleet_is_an_option() -> None:
     assert parse_options() == SimulationSettings()
-    words = "--ranks 2 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9 --dialect vllm-0.24"
+    words = "--ranks 2 --routers 8 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9"
     assert parse_options(*words.split()) == SimulationSettings(
-        ranks=2, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9, dialect="vllm-0.24"
+        ranks=2, routers=8, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9
     )
 
 
@@ -355,7 +362,7 @@ def test_a_missing_native_module_is_reported() -> None:
         "from kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == WRONG_USAGE
     assert "kvevents.index needs the package kvevents-native" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -373,7 +380,9 @@ def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
     found = re.search(r"wrote .*mine.jsonl.gz: (\d+) requests", ended.err)
     assert found is not None
     assert int(found[1]) > 20
-    with Program("sim", "compare", "--trace", trace, "--policy", "round-robin", "--engines", 2, "--output=json") as comparing:
+    with Program(
+        "sim", "compare", "--trace", trace, "--policy", "round-robin", "--engines", 2, "--seeds", 1, "-o", "json"
+    ) as comparing:
         compared = comparing.end()
     assert compared.code == 0
     assert json.loads(compared.out)["policies"][0]["finished"] == int(found[1])

@@ -17,7 +17,7 @@ from kvevents.errors import ConfigError, EndpointError
 from kvevents.index import ApplyResult
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
 from kvevents.routing.policy_types import Candidate
-from kvevents.sim import live
+from kvevents.sim import routers
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
@@ -392,7 +392,8 @@ class RecordingPolicy:
 def test_the_router_receives_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose connections stay cut is never a candidate. The other one becomes EXACT."""
     seen: set[tuple[Worker, str]] = set()
-    monkeypatch.setattr(live, "policy", lambda name, seed: RecordingPolicy(policy(name, seed), seen))
+    recording = {"prefix-aware": lambda seed=None: RecordingPolicy(policy("prefix-aware", seed), seen)}
+    monkeypatch.setattr(routers, "POLICIES", recording)
     first, second = ("engine-0", 0), ("engine-1", 0)
     with open_fleet(engines=2, wrong="delay:1ms", timers=LiveTimers(settle=0.0)) as fleet:
         for proxy in fleet.sockets.proxies[first]:

@@ -1,11 +1,11 @@
-"""Reports of a comparison: the table, the summary, and the page."""
+"""Reports of a comparison: the table, the summary, and the picture."""
 
 from __future__ import annotations
 
 import re
 import sys
-from base64 import b64decode
-from html.parser import HTMLParser
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.cli.console import table, width
 from kvevents.errors import MissingDependencyError
-from kvevents.sim.report import page
-from kvevents.sim.report_text import COLUMNS, cells, report_settings, rows, span, summary, traffic_text
-from kvevents.sim.results import Comparison, Distribution, PolicyResult
+from kvevents.sim.picture import check_picture, write_picture
+from kvevents.sim.report_text import COLUMNS, Interval, cells, report_settings, rows, span, summary, traffic_text
+from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings, SimulationSettings
 from sim_report_cases import result
 
@@ -26,7 +27,7 @@ SETTINGS = report_settings(SimulationSettings(engines=2, blocks=1_000, workload=
 def make_unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
     """Return the result of a policy without answered requests."""
     nothing: dict[str, Any] = {"finished": 0, "prompt_tokens": 0, "cached_tokens": 0, "hit_rate": 0.0, "checked": 0}
-    return result(policy, **(nothing | {"ttft": None, "latency": None, "tpot": None, "workers": [], "series": []} | changes))
+    return result(policy, **(nothing | {"ttft": None, "latency": None, "tpot": None, "workers": []} | changes))
 
 
 def compare(*results: PolicyResult) -> Comparison:
@@ -36,109 +37,105 @@ def compare(*results: PolicyResult) -> Comparison:
 # --- the summary
 
 
+def seeds_of(policy: str, p90s: Sequence[float], hit_rates: Sequence[float], **changes: Any) -> list[PolicyResult]:
+    """Return the results of a policy with one seed for each TTFT p90 and hit rate."""
+    return [
+        result(policy, seed=seed, p90=p90, hit_rate=hit_rate, **changes)
+        for seed, (p90, hit_rate) in enumerate(zip(p90s, hit_rates, strict=True))
+    ]
+
+
+AWARE = seeds_of("prefix-aware", [0.10, 0.11, 0.12], [0.60, 0.61, 0.62])
+LOADED = seeds_of("least-loaded", [0.20, 0.22, 0.26], [0.12, 0.12, 0.13])
+
+
+FASTEST = "least-loaded is the fastest policy without events"
+
+
+@pytest.mark.parametrize(
+    ("results", "finding", "measured"),
+    [
+        (LOADED, f"events pay here: {FASTEST}", "2.05 times that of prefix-aware (1.83 to 2.30 in 3 seeds)"),
+        (
+            LOADED + seeds_of("approximate-tree", [0.104, 0.114, 0.122], [0.6] * 3),
+            "events pay nothing here: approximate-tree, which needs none, is as fast",
+            "1.03 times that of prefix-aware (1.00 to 1.06 in 3 seeds)",
+        ),
+        (
+            seeds_of("approximate-tree", [0.05] * 3, [0.7] * 3) + seeds_of("session-affinity", [0.10, 0.11, 0.12], [0.6] * 3),
+            "events pay nothing here: session-affinity, which needs none, is as fast",
+            "1.00 times that of prefix-aware (1.00 to 1.00 in 3 seeds)",
+        ),
+        (
+            seeds_of("least-loaded", [0.20, 0.22, 0.25], [0.60, 0.61, 0.62]),
+            f"caches gain nothing here, but the balance of load does: {FASTEST}",
+            "2.03 times that of prefix-aware (1.91 to 2.15 in 3 seeds)",
+        ),
+        (
+            seeds_of("least-loaded", [0.10, 0.22, 0.16], [0.1] * 3),
+            f"more seeds must decide whether events pay here: {FASTEST}",
+            "1.39 times that of prefix-aware (0.58 to 3.29 in 3 seeds)",
+        ),
+    ],
+)
+def test_the_summary_begins_with_whether_events_pay(results: list[PolicyResult], finding: str, measured: str) -> None:
+    """Caches are credited only where hit rates differ, and the simplest policy that is as fast is named."""
+    text = summary(compare(*AWARE, *results))
+    assert text.startswith(f"{finding}: its TTFT p90 is {measured}, and it found ")
+    assert "% of prompt tokens in caches, prefix-aware 61.0%; index and engines agreed on all " in text
+
+
+TOKENS = "and it found 12.0% of prompt tokens in caches, prefix-aware 60.0%"
+
+
 @pytest.mark.parametrize(
     ("results", "expected"),
     [
         (
-            [result(), result("prefix-aware", hit_rate=0.41, p90=0.2, checked=50)],
-            [
-                "prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%",
-                "its TTFT p90 was 0.20 s against 0.90 s",
-                "routing by cache made the TTFT p90 78% shorter than round-robin, the best policy without events",
-                "index and engines agreed on all 150 lookups",
-            ],
+            [AWARE[0], LOADED[0]],
+            f"events pay here: {FASTEST}: its TTFT p90 is 2.00 times that of prefix-aware (one seed), {TOKENS}",
+        ),
+        (AWARE, "prefix-aware has a TTFT p90 of 0.11 s and found 61.0% of prompt tokens in caches"),
+        (
+            [*LOADED, result("random", p90=9.9)],
+            "least-loaded has a TTFT p90 of 0.23 s and found 12.3% of prompt tokens in caches",
         ),
         (
-            [result("random", checked=1)],
-            [
-                "random found 12.0% of prompt tokens in caches",
-                "its TTFT p90 was 0.90 s",
-                "index and engines agreed on its only lookup",
-            ],
+            [make_unanswered("random"), AWARE[0]],
+            "prefix-aware has a TTFT p90 of 0.10 s and found 60.0% of prompt tokens in caches",
         ),
-        (
-            [result("random", hit_rate=0.5), result("least-loaded", p90=12.34)],
-            [
-                "random found 50.0% of prompt tokens in caches, least-loaded 12.0%",
-                "its TTFT p90 was 0.90 s against 12.3 s",
-                "index and engines agreed on all 200 lookups",
-            ],
-        ),
-        (
-            [result(), result("session-affinity", hit_rate=0.6, p90=0.05), result("prefix-aware", hit_rate=0.41, p90=0.2)],
-            [
-                "prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0% (session-affinity the most, 60.0%)",
-                "its TTFT p90 was 0.20 s against 0.90 s (session-affinity the least, 50 ms)",
-                "routing by cache is worth nothing here: with session-affinity, which needs no events, TTFT is shorter",
-                "index and engines agreed on all 300 lookups",
-            ],
-        ),
-        (
-            [result(disagreements=3, unproven=2)],
-            [
-                "round-robin found 12.0% of prompt tokens in caches",
-                "its TTFT p90 was 0.90 s",
-                "index and engines DISAGREED on 3 of 100 lookups, which is a defect, 2 could not be compared",
-            ],
-        ),
-        (
-            [result(refused=1, checked=0)],
-            [
-                "round-robin found 12.0% of prompt tokens in caches",
-                "its TTFT p90 was 0.90 s",
-                "1 request was refused, longer than a whole cache",
-                "no lookup was compared with the index",
-            ],
-        ),
-        (
-            [make_unanswered(refused=100)],
-            [
-                "no request was answered",
-                "100 requests were refused, longer than a whole cache",
-                "no lookup was compared with the index",
-            ],
-        ),
-        ([make_unanswered(requests=0)], ["no request was sent"]),
-        ([], ["no request was sent"]),
-        (
-            [make_unanswered("prefix-aware"), result()],
-            [
-                "round-robin found 12.0% of prompt tokens in caches",
-                "its TTFT p90 was 0.90 s",
-                "index and engines agreed on all 100 lookups",
-            ],
-        ),
+        ([make_unanswered()], "no request was answered"),
+        ([make_unanswered(requests=0)], "no request was sent"),
+        ([], "no request was sent"),
     ],
 )
-def test_the_summary_describes_the_results(results: list[PolicyResult], expected: list[str]) -> None:
-    assert summary(compare(*results)) == "; ".join(expected)
+def test_the_summary_of_one_seed_and_of_one_kind_of_policies(results: list[PolicyResult], expected: str) -> None:
+    assert summary(compare(*results)).partition(";")[0] == expected
 
 
 @pytest.mark.parametrize(
-    ("p90", "expected"),
+    ("changes", "expected"),
     [
-        (0.85, "routing by cache made the TTFT p90 6% shorter than least-loaded, the best policy without events"),
-        (0.86, WITHIN := "is worth nothing here: with least-loaded, which needs no events, TTFT is within 5% or shorter"),
-        (0.94, WITHIN),
-        (0.95, "is worth nothing here: with least-loaded, which needs no events, TTFT is shorter"),
+        ({"checked": 1}, ["index and engines agreed on its only lookup"]),
+        ({}, ["index and engines agreed on all 100 lookups"]),
+        (
+            {"disagreements": 3, "unproven": 2},
+            ["index and engines DISAGREED on 3 of 100 lookups, which is a defect, 2 could not be compared"],
+        ),
+        (
+            {"refused": 1, "checked": 0},
+            ["1 request was refused, longer than a whole cache", "no lookup was compared with the index"],
+        ),
     ],
 )
-def test_routing_by_cache_is_worthless_if_it_shortens_no_ttft(p90: float, expected: str) -> None:
-    """The best policy that needs no events decides, whatever round robin or another hit rate would suggest."""
-    aware = result("prefix-aware", hit_rate=0.9, p90=p90)
-    assert expected in summary(compare(result(p90=2.0), result("least-loaded"), aware))
+def test_the_summary_ends_with_refusals_and_comparisons(changes: dict[str, Any], expected: list[str]) -> None:
+    assert summary(compare(result(**changes))).split("; ")[1:] == expected
 
 
-def test_routing_by_cache_is_useful_if_it_shortens_the_mean_ttft() -> None:
-    aware = result("prefix-aware", ttft=Distribution(0.3, 0.3, 0.9, 1.0, 1.0))
-    assert "routing by cache made the TTFT mean 33% shorter than least-loaded" in summary(
-        compare(result("least-loaded"), aware)
-    )
-
-
-def test_the_worth_of_events_is_reported_only_if_both_kinds_of_policies_ran() -> None:
-    assert "routing by cache" not in summary(compare(result("prefix-aware")))
-    assert "routing by cache" not in summary(compare(result("least-loaded"), result("random")))
+def test_an_interval_is_students() -> None:
+    """Of 1, 2, 3, 4 and 5 the mean is 3 and the standard error is 0.707; 2.78 of these are 95 %."""
+    assert Interval.of([1, 2, 3, 4, 5]) == pytest.approx((3, 3 - 1.966, 3 + 1.966), abs=0.001)
+    assert Interval.of([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_durations_have_a_suitable_unit() -> None:
@@ -180,14 +177,22 @@ def test_an_unknown_value_is_a_dash_and_never_the_best() -> None:
     assert find_best(comparison, "hit rate") == ["random"]
 
 
+def test_the_table_has_means_over_the_seeds_and_sums_of_counts() -> None:
+    ((_, p90, _, hit_rate, *_, checked, disagreements),) = cells(
+        compare(*seeds_of("random", [0.1, 0.3], [0.1, 0.2], disagreements=1))
+    )
+    assert [cell.text for cell in (p90, hit_rate, checked, disagreements)] == ["0.200", "15.0%", "200", "2"]
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.001, 5_000)), max_size=6))
 def test_the_table_is_aligned_in_columns(figures: list[tuple[float, float]]) -> None:
     """For any figures, all lines have the same length, and a line begins with its policy."""
     comparison = compare(*(result(f"policy-{number}", hit_rate=hit, p90=p90) for number, (hit, p90) in enumerate(figures)))
-    table = rows(comparison)
-    assert len({len("  ".join(cell.text for cell in line)) for line in table}) == 1
-    assert [line[0].text.strip() for line in table] == ["policy", *(one.policy for one in comparison.policies)]
-    assert table[0][-1].text.strip() == "disagreements"
+    head, *lines = ([cell.text for cell in line] for line in rows(comparison))
+    printed = table(head, lines, {"policy"})
+    assert len(set(map(width, printed))) == 1
+    assert [name for name, *_ in (head, *lines)] == ["policy", *(one.policy for one in comparison.policies)]
+    assert head[-1] == "disagreements"
 
 
 # --- settings
@@ -206,95 +211,36 @@ def test_a_line_shows_the_request_and_its_worker() -> None:
     assert traffic_text(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
 
 
-# --- the page
-
-IMAGE = "data:image/svg+xml;base64,"
-
-
-class PageParser(HTMLParser):
-    """Reads a page: its elements, which must be closed in order, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in {"meta", "img"}:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def images(self) -> list[str]:
-        """Return the drawings of the page, which are valid XML."""
-        found = [str(attributes["src"]) for tag, attributes in self.tags if tag == "img"]
-        drawings = [b64decode(source.removeprefix(IMAGE)).decode() for source in found]
-        assert all(ET.fromstring(drawing).tag.endswith("svg") for drawing in drawings)  # noqa: S314 - our own
-        return drawings
+def test_a_line_shows_routers_and_seeds() -> None:
+    several = report_settings(SimulationSettings(routers=8, seed=2, workload="chat"), seeds=3)
+    assert traffic_text(several) == "8 engines, 8 routers, qwen3-32b-2xh100, chat, seeds 2 to 4"
 
 
-@pytest.fixture(scope="module", name="usual")
-def usual_comparison() -> Comparison:
-    return compare(
-        result(),
-        result("prefix-aware", hit_rate=0.41, p90=0.2),
-        make_unanswered("random"),
-    )
+# --- the picture
 
 
-def test_the_page_has_three_pictures_the_table_and_the_settings(usual: Comparison) -> None:
-    text = page(usual)
-    assert page(usual) == text
-    parsed = PageParser(text)
-    assert len(parsed.images()) == 3
-    assert "prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%" in parsed.text
-    for value in usual.settings.values():
-        assert value is None or str(value) in parsed.text
-    for line in cells(usual):
-        assert all(cell.text in parsed.text for cell in line)
+def test_equal_comparisons_give_equal_pictures(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg", "c.png", "d.pdf"):
+        write_picture(tmp_path / name, compare(*AWARE, *LOADED, make_unanswered()))
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own
 
 
-def test_the_page_loads_nothing(usual: Comparison) -> None:
-    """The page has no script, and it forbids browsers to load anything."""
-    text = page(usual)
-    tags = {tag for tag, _ in PageParser(text).tags}
-    assert not tags & {"script", "link", "iframe"}
-    assert "//" not in re.sub(r'src="[^"]*"', "", text)
-    assert "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\"" in text
-
-
-HOSTILE = "<script>alert(1)</script>\"'&$x^$\x1b[2J"
-
-
-def test_names_are_escaped() -> None:
-    """This holds for names of policies, settings and traces, and in the pictures."""
-    settings = SETTINGS | {"trace": HOSTILE, HOSTILE: HOSTILE, "preset": HOSTILE, "cost_source": HOSTILE}
-    text = page(Comparison(settings=settings, policies=[result(HOSTILE, disagreements=1)]))
-    parsed = PageParser(text)
-    assert len(parsed.images()) == 3
-    assert "script" not in {tag for tag, _ in parsed.tags}
-    assert "\x1b" not in text
-    assert "<script>alert(1)</script>\"'&$x^$\\x1b[2J" in parsed.text
-    assert "DISAGREED on 1 of 100 lookups" in parsed.text
+def test_names_of_traces_are_no_formulas(tmp_path: Path) -> None:
+    hostile = Comparison(settings=SETTINGS | {"trace": "<script>$x^$.jsonl"}, policies=[result("$y^$", disagreements=1)])
+    write_picture(tmp_path / "a.svg", hostile)
+    assert "<script>" not in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
     "results", [[], [make_unanswered(), make_unanswered("random", requests=0)]], ids=["none", "unanswered"]
 )
-def test_a_page_without_results_is_valid(results: list[PolicyResult]) -> None:
-    assert len(PageParser(page(compare(*results))).images()) == 3
+def test_a_picture_without_results_is_valid(results: list[PolicyResult], tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.svg", compare(*results))
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own
 
 
-def test_a_page_without_matplotlib_is_an_error_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=re.escape("pip install 'kvevents[sim]'")):
-        page(compare(result()))
+    with pytest.raises(MissingDependencyError, match=re.escape("install kvevents[sim]")):
+        check_picture(tmp_path / "a.svg")

@@ -10,11 +10,11 @@ from pathlib import Path
 from random import Random
 
 from kvevents.index import PrefixIndex
-from kvevents.routing import Policy, Router, policy
 from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
 from kvevents.sim.requests import Request, Text
+from kvevents.sim.routers import make_routers
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Job, SimulatedEngine, StepLimits, StepResult
 from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
@@ -125,14 +125,14 @@ class Run:
         assert self.engine.cache.pool.free == self.size.blocks
 
 
-def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy | None = None) -> SimulatedFleet:
+def fleet_of(given: FleetSettings, name: str = "prefix-aware") -> SimulatedFleet:
     """Return a fleet as `simulate` creates it. The caller runs its steps."""
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
-    router = Router(chosen or policy(name, given.seed), index, overlay_seconds=given.overlay)
+    routers = make_routers(given, name, audit, clock=lambda: timeline.now)
     sink = DelayedDelivery(timeline, given.event_delay, given.wire, audit.apply)
-    return SimulatedFleet(given, router, audit, sink, timeline)
+    return SimulatedFleet(given, routers, audit, sink, timeline)
 
 
 def play(fleet: SimulatedFleet, most: int = 100_000) -> Iterator[int]:

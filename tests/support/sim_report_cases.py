@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvevents.sim.results import Distribution, FleetSample, PolicyResult, WorkerResult
+from kvevents.sim.results import Distribution, PolicyResult, WorkerResult
 
 
 def result(policy: str = "round-robin", **changes: Any) -> PolicyResult:
     """Return the result of a policy that finished all requests, with two workers and in a minute."""
     p90 = changes.pop("p90", 0.9)
     known: dict[str, Any] = {
+        "seed": 0,
         "requests": 100,
         "finished": 100,
         "refused": 0,
@@ -33,7 +34,6 @@ def result(policy: str = "round-robin", **changes: Any) -> PolicyResult:
         "batches": 500,
         "events": 900,
         "workers": [worker(number) for number in range(2)],
-        "series": [FleetSample(float(at), 3, at % 2, 10 * at, 6 * at, 50, 10) for at in range(20)],
     }
     return PolicyResult(policy=policy, **(known | changes))
 

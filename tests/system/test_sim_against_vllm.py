@@ -6,12 +6,14 @@ import hashlib
 import os
 import pickle
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvevents.sim.cache import PrefixCache
+from kvevents.sim.pool import Pool
 from kvevents.sim.requests import Sequence
 from tests.system.vllm_oracle import __main__ as against_vllm
 from tests.system.vllm_oracle import lookups as lookup_oracle
@@ -56,6 +58,21 @@ def test_a_difference_is_printed_with_its_seed_and_step(
     assert output.startswith("cache, full attention, seed ")
     assert ", step " in output
     assert output.endswith("differences: 1\n")
+
+
+def test_blocks_without_contents_are_reused_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM 0.32 frees them to the front of its queue (`BlockPool.free_blocks`). A pool that appends all blocks differs."""
+
+    def give_back(self: Pool, blocks: Iterable[int]) -> None:
+        for block in filter(None, blocks):
+            self.uses[block] -= 1
+            if not self.uses[block]:
+                self._queue.append(block)
+                self.free += 1
+
+    monkeypatch.setattr(Pool, "give_back", give_back)
+    assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "20"]) == 1
+    assert "events:" in capsys.readouterr().out
 
 
 def test_agreement_is_reported_with_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
-from kvevents.routing import POLICIES, Load, policy
+from kvevents.routing import Load, policy
 from kvevents.sim.requests import Request
-from kvevents.sim.results import MAX_SAMPLES, PolicyResult
+from kvevents.sim.results import PolicyResult
+from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_fleet import PROGRESS_EVERY, Progress, SimulatedFleet, simulate
 from sim_cases import conversations, fleet_of, play, request
@@ -36,8 +37,6 @@ def check_totals(result: PolicyResult, requests: list[Request]) -> None:
     assert sum(worker.prompt_tokens for worker in result.workers) == result.prompt_tokens
     assert sum(worker.cached_tokens for worker in result.workers) == result.cached_tokens
     assert sum(worker.preemptions for worker in result.workers) == result.preemptions
-    assert sum(sample.prompt_tokens for sample in result.series) == result.prompt_tokens
-    assert sum(sample.cached_tokens for sample in result.series) == result.cached_tokens
     if not result.refused:
         assert result.prompt_tokens == sum(len(one.prompt) for one in requests)
         answered = sum(len(one.output) for one in requests)
@@ -48,8 +47,6 @@ def check_totals(result: PolicyResult, requests: list[Request]) -> None:
     assert result.ttft is not None
     assert result.latency is not None
     assert 0 < result.ttft.p50 <= result.ttft.p90 <= result.ttft.p99 <= result.ttft.max <= result.latency.max
-    last = result.series[-1]
-    assert (last.running, last.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -103,37 +100,37 @@ def test_another_seed_gives_another_run_of_a_random_policy() -> None:
     assert first.workers != second.workers
 
 
-def test_a_policy_object_may_be_given() -> None:
-    given = simulate(fleet_settings(), "mine", conversations(40), chosen=policy("round-robin", 0))
+def test_another_policy_may_be_given() -> None:
+    given = simulate(fleet_settings(), "mine", conversations(40), chosen=lambda seed: policy("round-robin", seed))
     named = simulate(fleet_settings(), "round-robin", conversations(40))
     assert given.policy == "mine"
     assert given.workers == named.workers
 
 
+@pytest.mark.parametrize("routers", [1, 3])
 @pytest.mark.parametrize("name", ["prefix-aware", "least-loaded"])
-def test_a_router_knows_only_its_own_requests_and_their_answers(name: str) -> None:
-    """After every action of a run it knows the requests in flight, the tokens predicted as not yet computed, and the answers
+def test_a_router_knows_only_its_own_requests_and_their_answers(name: str, routers: int) -> None:
+    """After every action of a run it knows its requests in flight, the tokens predicted as not yet computed, and the answers
     begun."""
-    fleet = fleet_of(fleet_settings(), name)
+    fleet = fleet_of(fleet_settings(routers=routers), name)
     fleet.feed(conversations(40, rate=60))
     most = 0
     for _ in play(fleet):
-        expected = {worker: Load() for worker in fleet.workers}
+        expected = {(router, worker): Load() for router in fleet.routers for worker in fleet.workers}
         for ticket in fleet._in_flight.values():
             assert ticket.decision is not None
-            worker, length = ticket.decision.worker, len(ticket.request.prompt)
-            load, begun = expected[worker], ticket.first_at is not None
-            expected[worker] = Load(
+            known, length = (ticket.router, ticket.decision.worker), len(ticket.request.prompt)
+            load, begun = expected[known], ticket.first_at is not None
+            expected[known] = Load(
                 load.requests + 1,
                 load.waiting_tokens + (0 if begun else length - ticket.decision.tokens),
                 load.decoding + begun,
                 load.decoding_tokens + length * begun,
             )
-        assert {worker: fleet.router.load(worker) for worker in fleet.workers} == expected
-        assert {w: len(worker.engine.jobs()) for w, worker in fleet.workers.items()} == {
-            w: load.requests for w, load in expected.items()
-        }
-        most = max(most, *(load.requests for load in expected.values()))
+        assert {(router, worker): router.load(worker) for router, worker in expected} == expected
+        for worker, simulated in fleet.workers.items():
+            assert len(simulated.engine.jobs()) == sum(expected[router, worker].requests for router in fleet.routers)
+        most = max(most, min(sum(load.requests for (one, _), load in expected.items() if one is r) for r in fleet.routers))
     assert most > 1
     assert fleet.done
 
@@ -145,7 +142,7 @@ def test_a_prompt_longer_than_a_cache_is_refused_and_reported_to_the_router() ->
         pass
     result = fleet.result("least-loaded")
     assert (result.requests, result.finished, result.refused) == (3, 2, 1)
-    assert fleet.router.in_flight == 0
+    assert [router.in_flight for router in fleet.routers] == [0] * len(fleet.routers)
 
 
 def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
@@ -182,15 +179,6 @@ def test_requests_are_generated_when_they_are_due() -> None:
         assert not taken or taken[-1] <= fleet.timeline.now + 1
 
 
-def test_samples_of_a_long_run_are_bounded() -> None:
-    result = simulate(fleet_settings(engines=1), "random", [request(range(9), at=at) for at in (0.0, 700.0)])
-    assert len(result.series) < MAX_SAMPLES
-    assert all(before.at < after.at for before, after in pairwise(result.series))
-    assert result.series[-1].at >= 700
-    assert [sample.prompt_tokens for sample in result.series if sample.prompt_tokens] == [9, 9]
-    assert max(sample.blocks for sample in result.series) == 2
-
-
 # --- predictions
 
 
@@ -221,7 +209,7 @@ def check_end(fleet: SimulatedFleet, requests: int) -> PolicyResult:
     assert (result.requests, result.finished + result.refused) == (requests, requests)
     assert (result.disagreements, result.examples) == (0, [])
     assert sum(worker.prompt_tokens for worker in result.workers) == result.prompt_tokens
-    assert fleet.router.in_flight == 0
+    assert [router.in_flight for router in fleet.routers] == [0] * len(fleet.routers)
     return result
 
 
@@ -245,8 +233,10 @@ def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 250), st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=6),
-    st.sampled_from(["prefix-aware", "session-affinity"]),
-    st.sampled_from([{}, {"window": 12, "blocks": 140}, {"host_blocks": 50}, {"event_delay": 0.5}, {"overlay": 0.5}]),
+    st.sampled_from(["prefix-aware", "session-affinity", "approximate-tree"]),
+    st.sampled_from(
+        [{}, {"routers": 3}, {"window": 12, "blocks": 140}, {"host_blocks": 50}, {"event_delay": 0.5}, {"overlay": 0.5}]
+    ),
 )
 def test_any_engines_may_be_restarted_at_any_moments(
     restarts: list[tuple[int, int, float]], name: str, given: dict[str, object]
@@ -315,17 +305,6 @@ def test_a_step_interrupted_by_a_restart_does_not_end_a_step_of_the_next_incarna
     for _ in play(fleet):
         pass
     assert check_end(fleet, 1).seconds == pytest.approx(1.9 * whole)
-
-
-def test_samples_do_not_count_the_requests_of_a_dead_engine() -> None:
-    """These requests are with another engine by then."""
-    fleet = fleet_of(fleet_settings(engines=2), "round-robin")
-    fleet.feed([request([number] * 8, 200) for number in range(4)])
-    fleet.timeline.at(0.5, lambda: fleet.restart(("engine-0", 0), down=5.0))
-    for _ in play(fleet):
-        pass
-    result = check_end(fleet, 4)
-    assert [sample.running + sample.waiting for sample in result.series if sample.at == 1.0] == [4]
 
 
 def test_an_engine_that_is_down_cannot_be_restarted_again() -> None:

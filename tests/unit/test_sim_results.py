@@ -1,16 +1,14 @@
-"""`kvevents.sim.results`: distributions, metrics and samples that can be calculated by hand."""
+"""`kvevents.sim.results`: distributions, metrics and counters that can be calculated by hand."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.index import PrefixIndex
-from kvevents.sim.results import FIRST_INTERVAL, MAX_SAMPLES, Distribution, RequestMetrics, Sampler, SimulatedWorker
+from kvevents.sim.results import Distribution, RequestMetrics, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Job, Lookup
 from sim_cases import request
@@ -70,43 +68,7 @@ def test_latency_and_time_per_token_are_recorded_for_each_answer() -> None:
     assert (metrics.output_tokens, metrics.last) == (6, 11.0)
 
 
-# --- samples
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 4 * MAX_SAMPLES), st.integers(0, 50))
-def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
-    """For any length of a run, there are fewer samples than the limit, in order, at growing intervals, and their tokens add
-    up."""
-    metrics = RequestMetrics()
-    samples = Sampler(PrefixIndex(), [])
-    now, times, intervals = 0.0, [], [FIRST_INTERVAL]
-    for _ in range(count):
-        metrics.prompt_tokens += each
-        metrics.cached_tokens += each // 2
-        samples.take(now, metrics)
-        times.append(now)
-        intervals.append(samples.interval)
-        now += samples.interval
-        assert len(samples.taken) < MAX_SAMPLES
-    assert {sample.at for sample in samples.taken} <= {*times}
-    assert all(before.at < after.at for before, after in pairwise(samples.taken))
-    assert samples.taken[-1].at == times[-1]
-    assert sum(sample.prompt_tokens for sample in samples.taken) == metrics.prompt_tokens
-    assert sum(sample.cached_tokens for sample in samples.taken) == metrics.cached_tokens
-    assert all(after in (before, 2 * before) for before, after in pairwise(intervals))
-
-
-def test_a_sample_counts_the_running_and_waiting_requests_of_engines() -> None:
-    worker = SimulatedWorker(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4, max_num_seqs=2))
-    worker.start()
-    for _ in range(3):
-        worker.engine.submit(request(range(8), 3))
-    worker.engine.begin()
-    worker.engine.end()
-    samples = Sampler(PrefixIndex(), [worker])
-    samples.take(0.0, RequestMetrics())
-    assert [(sample.running, sample.waiting, sample.blocks) for sample in samples.taken] == [(2, 1, 0)]
+# --- workers
 
 
 def test_a_worker_counts_through_all_incarnations() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeReader
-from kvevents.sim.workloads import MooncakeRow, mooncake_rows, workload
+from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeReader, MooncakeRow
+from kvevents.sim.workloads import workload
+from mooncake_cases import mooncake_rows
 
 
 def make_row(**fields: object) -> bytes:

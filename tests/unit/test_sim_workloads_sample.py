@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 
@@ -11,7 +13,25 @@ import pytest
 
 from kvevents.errors import ConfigError, WorkloadError
 from kvevents.sim.requests import shared_prefix
-from kvevents.sim.workloads import SAMPLE, MooncakeRow, Trace, make_sample, read_trace, write_rows
+from kvevents.sim.workload_traces import MooncakeRow
+from kvevents.sim.workloads import JITTER, SAMPLE, Chat, Lengths, Trace, read_trace
+from mooncake_cases import mooncake_rows, write_rows
+
+
+def make_sample() -> Iterator[MooncakeRow]:
+    """Generate the rows of `SAMPLE`."""
+    chat = Chat(
+        rate=1_000 / 600,
+        apps=12,
+        preamble=600,
+        system=Lengths(300, 0.5, 50, 2_000),
+        user=Lengths(1_300, 1.4, 10, 60_000),
+        answer=Lengths(300, 0.5, 1, 2_000),
+        turns=1.8,
+        think=Lengths(40, 1.0, 3, 300),
+        context=64_000,
+    )
+    return mooncake_rows(islice(chat.requests(8), 1_000))
 
 
 def test_the_sample_file_equals_the_generated_sample() -> None:
@@ -33,6 +53,16 @@ def test_the_sample_is_small_and_resembles_the_real_trace() -> None:
     assert fmean(outputs) == pytest.approx(342, abs=1)
     assert shared_prefix(requests) == pytest.approx(0.393, abs=0.001)
     assert len({request.session for request in requests}) == 648
+
+
+def test_a_seed_changes_the_speed_of_a_trace(tmp_path: Path) -> None:
+    """Seed 0 keeps its times; any other one scales all of them by a factor of its own, near 1."""
+    path = tmp_path / "trace.jsonl"
+    write_rows(path, [MooncakeRow(at, 1, 1, [0]) for at in (1_000, 2_000)])
+    times = {seed: [request.at for request in Trace(path=path).requests(seed)] for seed in range(5)}
+    assert times[0] == [1.0, 2.0]
+    assert len({first for first, _ in times.values()}) == 5
+    assert all(1 / (1 + JITTER) <= first == second / 2 <= 1 / (1 - JITTER) for first, second in times.values())
 
 
 def test_a_trace_keeps_its_times_unless_a_rate_is_given(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, WorkloadError
 from kvevents.sim.requests import Request, Text, shared_prefix
-from kvevents.sim.workloads import MooncakeRow, read_trace, write_rows, write_trace
+from kvevents.sim.workload_traces import MooncakeRow
+from kvevents.sim.workloads import read_trace, write_trace
+from mooncake_cases import write_rows
 
 PLAIN = '{"at": 1.5, "tokens": [1, 2], "output_tokens": 3}'
 MOONCAKE = '{"timestamp": 2000, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}'
@@ -122,7 +124,7 @@ def test_unwritable_files_raise(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"cannot write .*No such file"):
         write_trace(tmp_path / "no" / "trace.jsonl", [])
     with pytest.raises(WorkloadError, match="No space left"):
-        write_rows("/dev/full", [MooncakeRow(0, 1, 1, [0])])
+        write_trace("/dev/full", [Request(0.0, Text([(1, 1)]), Text([(1, 1)]))])
 
 
 def test_a_trace_is_not_held_in_memory(tmp_path: Path) -> None:

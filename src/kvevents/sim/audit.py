@@ -93,6 +93,8 @@ class Audit:
         self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True, *, max_pending: int = MAX_PENDING
     ) -> None:
         self.index: Final = index
+        self.others: Final[list[PrefixIndex]] = []
+        """Further indexes that get the same deliveries, and are not compared."""
         self.counts: Final = AuditCounts()
         self._exact: Final = exact
         self._max_pending: Final = max_pending
@@ -120,6 +122,8 @@ class Audit:
         stream = self._streams.get(worker)
         if stream is None:
             raise UsageError(f"the audit has no worker {worker[0]!r} with rank {worker[1]}: add it first")
+        for other in self.others:
+            other.apply(delivery)
         if isinstance(delivery, Reset):
             self._move(worker, stream, Mark(stream.incarnation if incarnation is None else incarnation, 0, 0))
             stream.numbered = 0

@@ -1,7 +1,8 @@
-"""A fleet in real time: simulated engines that publish over real sockets, and a router that follows them.
+"""A fleet in real time: simulated engines that publish over real sockets, and routers that follow them.
 
-Engines, router and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. Their events pass
-publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same sockets.
+Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. Their events
+pass publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same
+sockets.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Final, NamedTuple, Self
 
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.index import ApplyResult, PrefixIndex
-from kvevents.routing import Router, Worker, policy
+from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
 from kvevents.sim.network import RequestedFault, Sockets, WorkerEndpoints, begin_faults
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
+from kvevents.sim.routers import make_routers
 from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.sim.simulated_fleet import SimulatedFleet, Timeline
 from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
@@ -29,7 +31,7 @@ from kvevents.subscriber import StreamStatus, Subscriber
 PAUSE: Final = 0.02
 """Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
 AT_ONCE: Final = 256
-"""Most deliveries that are applied between two checks."""
+"""Maximum number of deliveries that are applied between two checks."""
 STOP_SECONDS: Final = 10.0
 """Time for the thread to end."""
 
@@ -177,14 +179,14 @@ class LiveFleet:
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
             self.follower: Final = AuditingFollower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
-            router = Router(
-                policy(name, settings.seed),
-                self.index,
+            routers = make_routers(
+                settings,
+                name,
+                self.follower.audit,
                 trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
-                overlay_seconds=settings.overlay,
                 clock=lambda: self._timeline.now,
             )
-            self.fleet = SimulatedFleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
+            self.fleet = SimulatedFleet(settings, routers, self.follower.audit, self.sockets, self._timeline, clock=time.time)
             self.follower.follow(address.source for address in self.addresses)
             self._wait_for_subscriber()
             self._closing: Final = closing.pop_all()

@@ -3,8 +3,8 @@
 The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its
 contents, which can be found by hash until the block is taken from the front of the queue and reused. The blocks that a sequence
 gives back join the end of the queue, the last one first, so that the tail of a sequence is evicted before its beginning. Blocks
-without contents, such as an incomplete one, join the front. Two blocks can have the same contents if they were computed at the
-same time; the older one is found.
+without contents, such as an incomplete one, join the front (earlier releases appended them, too). Two blocks can have the same
+contents if they were computed at the same time; the older one is found.
 """
 
 from __future__ import annotations

@@ -1,29 +1,42 @@
-"""Reports of a comparison as text: its settings, a summary in one sentence, and a table with a line for each policy."""
+"""Reports of a comparison as text: one sentence that says whether events pay, the settings, and a table of the policies."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.routing import POLICIES
 from kvevents.sim.results import Comparison, Distribution, PolicyResult
+from kvevents.sim.routers import POLICIES, needs_events
 from kvevents.sim.settings import FleetSettings
 
-_SUBJECT = "prefix-aware"
-"""Policy that the summary describes, if it ran."""
-_OTHER = "round-robin"
-"""Policy with which it is compared, if it ran."""
-NOISE: Final = 0.05
-"""Relative difference of times that is noise: if the packaged sample runs one or two per cent faster or slower, the TTFT p90
-changes by 3.5 %."""
-_TIMES: Final[tuple[tuple[str, Callable[[Distribution], float]], ...]] = (
-    ("p90", lambda ttft: ttft.p90),
-    ("mean", lambda ttft: ttft.mean),
-)
-"""Figures of the TTFT by which a policy that uses the index is compared with those that do not: it must improve one of them."""
+WORTH: Final = 1.05
+"""Ratio of two TTFTs below which they are equally good."""
+MORE_HITS: Final = 0.01
+"""Difference of two hit rates below which caches are not credited with a shorter TTFT."""
+_T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t for 95 % and 1, 2, ... degrees of freedom; the last one is used above."""
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with its 95 % confidence interval; without one for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return the interval of at least one value."""
+        count, mean = len(values), sum(values) / len(values)
+        if count == 1:
+            return cls(mean, mean, mean)
+        variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+        half = _T_QUANTILES[min(count - 1, len(_T_QUANTILES)) - 1] * math.sqrt(variance / count)
+        return cls(mean, mean - half, mean + half)
 
 
 def percent(share: float) -> str:
@@ -38,92 +51,104 @@ def span(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
+Runs: TypeAlias = Mapping[str, Sequence[PolicyResult]]
+"""Results by policy, one for each seed."""
+
+
+def runs_by_policy(results: Sequence[PolicyResult]) -> dict[str, list[PolicyResult]]:
+    """Return the results by policy, in their order."""
+    runs: dict[str, list[PolicyResult]] = {}
+    for result in results:
+        runs.setdefault(result.policy, []).append(result)
+    return runs
+
+
+def mean_hit_rate(runs: Sequence[PolicyResult]) -> float:
+    """Return the mean hit rate over the seeds."""
+    return Interval.of([run.hit_rate for run in runs]).mean
+
+
+def p90_of(run: PolicyResult) -> float:
+    """Return the TTFT p90 of a run with answers."""
+    assert run.ttft is not None  # noqa: S101 - it has answers
+    return run.ttft.p90
+
+
+def p90_ratio(rival: Sequence[PolicyResult], subject: Sequence[PolicyResult]) -> Interval:
+    """Return the TTFT p90 of one policy relative to that of another with the same seeds: the geometric mean of the ratios."""
+    logs = Interval.of([math.log(p90_of(one) / p90_of(other)) for one, other in zip(rival, subject, strict=True)])
+    return Interval(*map(math.exp, logs))
+
+
+# --- the summary
+
+
 def summary(comparison: Comparison) -> str:
-    """Return the results in one sentence without a full stop. It also covers one policy, no answers and disagreements."""
+    """Return in one sentence, without a full stop, whether events pay and what was measured.
+
+    Routing by cache is credited with a shorter TTFT only if it finds more in caches.
+    """
     results = comparison.policies
-    answered = [result for result in results if result.ttft is not None and result.finished]
-    if not answered:
-        text = [_without_answers_text(results)]
-    else:
-        subject = _policy_named(_SUBJECT, answered) or max(answered, key=_hits)
-        rest = [result for result in answered if result is not subject]
-        other = _policy_named(_OTHER, rest) or min(rest, key=_hits, default=None)
-        text = [
-            _hit_rate_text(subject, other, rest),
-            _ttft_text(subject, other, rest),
-            _benefit(subject, rest),
-            _refused_text(results),
-        ]
-    return "; ".join(part for part in (*text, _audit_text(results)) if part)
+    answered = {name: runs for name, runs in runs_by_policy(results).items() if all(run.ttft and run.finished for run in runs)}
+    unanswered = "no request was answered" if any(result.requests for result in results) else "no request was sent"
+    found = _judgement_text(answered) or _best_text(answered) or unanswered
+    return "; ".join(part for part in (found, _refused_text(results), _audit_text(results)) if part)
 
 
-def _hits(result: PolicyResult) -> float:
-    return result.hit_rate
+class Judgement(NamedTuple):
+    """Whether events pay: the policy that needs them against those that need none."""
+
+    finding: str
+    """`pay`, `nothing`, `balance` (the policy is faster, but finds no more in caches) or `undecided`."""
+    subject: str
+    rival: str
+    """The simplest policy without events that is as fast, else the fastest one."""
+    ratio: Interval
+    """TTFT p90 of the rival relative to that of the subject."""
 
 
-def _p90(result: PolicyResult) -> float:
-    return _ttft_figure(result, lambda ttft: ttft.p90)
+def judge(runs: Runs) -> Judgement | None:
+    """Return whether events pay; None without a policy that needs them, or without one that needs none."""
+    subject = next((name for name in runs if name in POLICIES and needs_events(name)), None)
+    rivals = [name for name in POLICIES if name in runs and not needs_events(name)]
+    if subject is None or not rivals:
+        return None
+    ratios = {name: p90_ratio(runs[name], runs[subject]) for name in rivals}
+    rival = next((name for name in rivals if ratios[name].mean < WORTH), min(rivals, key=lambda name: ratios[name].mean))
+    more = Interval.of([one.hit_rate - other.hit_rate for one, other in zip(runs[subject], runs[rival], strict=True)])
+    finding = "pay" if more.mean >= MORE_HITS and more.low > 0 else "balance"
+    finding = "nothing" if ratios[rival].mean < WORTH else "undecided" if ratios[rival].low <= 1 else finding
+    return Judgement(finding, subject, rival, ratios[rival])
 
 
-def _policy_named(name: str, results: Sequence[PolicyResult]) -> PolicyResult | None:
-    return next((result for result in results if result.policy == name), None)
+_FINDINGS: Final = {
+    "pay": "events pay here: {} is the fastest policy without events",
+    "nothing": "events pay nothing here: {}, which needs none, is as fast",
+    "balance": "caches gain nothing here, but the balance of load does: {} is the fastest policy without events",
+    "undecided": "more seeds must decide whether events pay here: {} is the fastest policy without events",
+}
 
 
-def _without_answers_text(results: Sequence[PolicyResult]) -> str:
-    if not any(result.requests for result in results):
-        return "no request was sent"
-    return "; ".join(part for part in ("no request was answered", _refused_text(results)) if part)
-
-
-def _hit_rate_text(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
-    text = f"{subject.policy} found {percent(subject.hit_rate)} of prompt tokens in caches"
-    if other is not None:
-        text += f", {other.policy} {percent(other.hit_rate)}"
-    best = max(rest, key=_hits, default=subject)
-    if best is not other and percent(best.hit_rate) != percent(subject.hit_rate) and best.hit_rate > subject.hit_rate:
-        text += f" ({best.policy} the most, {percent(best.hit_rate)})"
-    return text
-
-
-def _ttft_text(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
-    mine = span(_p90(subject))
-    text = f"its TTFT p90 was {mine}"
-    if other is not None:
-        text += f" against {span(_p90(other))}"
-    best = min(rest, key=_p90, default=subject)
-    if best is not other and span(_p90(best)) != mine and _p90(best) < _p90(subject):
-        text += f" ({best.policy} the least, {span(_p90(best))})"
-    return text
-
-
-def _benefit(subject: PolicyResult, rest: Sequence[PolicyResult]) -> str:
-    """Compare the TTFT of a policy that uses the index with the shortest TTFT of those that need no events."""
-    rivals = [result for result in rest if not _uses_index(result)]
-    if not rivals or not _uses_index(subject):
+def _judgement_text(runs: Runs) -> str:
+    found = judge(runs)
+    if found is None:
         return ""
-    shares = []
-    for name, figure in _TIMES:
-        rival = min(rivals, key=lambda result: _ttft_figure(result, figure))
-        shortest = _ttft_figure(rival, figure)
-        shares.append((1 - _ttft_figure(subject, figure) / shortest if shortest else 0.0, name, rival.policy))
-    share, name, policy = max(shares)
-    if share >= NOISE:
-        return f"routing by cache made the TTFT {name} {share:.0%} shorter than {policy}, the best policy without events"
-    best = shares[0][2]
-    if share > -NOISE:
-        return (
-            f"routing by cache is worth nothing here: with {best}, which needs no events, TTFT is within {NOISE:.0%} or shorter"
-        )
-    return f"routing by cache is worth nothing here: with {best}, which needs no events, TTFT is shorter"
+    seeds, (mean, low, high) = len(runs[found.subject]), found.ratio
+    return (
+        f"{_FINDINGS[found.finding].format(found.rival)}: its TTFT p90 is {mean:.2f} times that of {found.subject} "
+        + (f"({low:.2f} to {high:.2f} in {seeds} seeds)" if seeds > 1 else "(one seed)")
+        + f", and it found {percent(mean_hit_rate(runs[found.rival]))} of prompt tokens in caches, {found.subject} "
+        f"{percent(mean_hit_rate(runs[found.subject]))}"
+    )
 
 
-def _uses_index(result: PolicyResult) -> bool:
-    return result.policy in POLICIES and POLICIES[result.policy]().uses_index
-
-
-def _ttft_figure(result: PolicyResult, figure: Callable[[Distribution], float]) -> float:
-    assert result.ttft is not None  # noqa: S101 - it has answers
-    return figure(result.ttft)
+def _best_text(runs: Runs) -> str:
+    p90s = {name: Interval.of([p90_of(run) for run in each]).mean for name, each in runs.items()}
+    best = min(p90s, key=p90s.__getitem__, default=None)
+    if best is None:
+        return ""
+    hits = percent(mean_hit_rate(runs[best]))
+    return f"{best} has a TTFT p90 of {span(p90s[best])} and found {hits} of prompt tokens in caches"
 
 
 def _refused_text(results: Sequence[PolicyResult]) -> str:
@@ -144,6 +169,8 @@ def _audit_text(results: Sequence[PolicyResult]) -> str:
     return "no lookup was compared with the index" if any(result.requests for result in results) else ""
 
 
+# --- settings
+
 ReportSettings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
@@ -155,12 +182,14 @@ def report_settings(fleet: FleetSettings, **more: str | float | bool | None) -> 
 def traffic_text(settings: ReportSettings) -> str:
     """Return a fleet and its requests as one line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
     engines, ranks = settings.get("engines"), settings.get("ranks")
+    routers = settings.get("routers")
     parts = [
         f"{engines} engine{'' if engines == 1 else 's'}" + ("" if ranks in {None, 1} else f" of {ranks} ranks"),
+        "" if routers in {None, 1} else f"{routers} routers",
         str(settings.get("preset")),
         _source(settings),
         _pace(settings),
-        f"seed {settings.get('seed')}",
+        _seeds(settings),
     ]
     return ", ".join(part for part in parts if part)
 
@@ -178,6 +207,18 @@ def _pace(settings: ReportSettings) -> str:
     return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""
 
 
+def _seeds(settings: ReportSettings) -> str:
+    seed, seeds = settings.get("seed"), settings.get("seeds")
+    return (
+        f"seeds {seed} to {seed + seeds - 1}"
+        if isinstance(seed, int) and isinstance(seeds, int) and seeds > 1
+        else f"seed {seed}"
+    )
+
+
+# --- the table
+
+
 class Cell(NamedTuple):
     """One value of the table as text."""
 
@@ -193,6 +234,7 @@ class ReportColumn:
     value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
+    """Which value is the best; None for counts, of which the table has the sum over the seeds instead of the mean."""
 
 
 def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
@@ -219,22 +261,20 @@ COLUMNS: Final = (
 
 def cells(comparison: Comparison) -> list[list[Cell]]:
     """Return a list for each policy, with a cell for each of `COLUMNS`. Values with equal text are equally good."""
-    columns = [_column(column, comparison.policies) for column in COLUMNS]
-    return [list(line) for line in zip(*columns, strict=True)] if comparison.policies else []
+    runs = list(runs_by_policy(comparison.policies).values())
+    columns = [_column(column, runs) for column in COLUMNS]
+    return [list(line) for line in zip(*columns, strict=True)] if runs else []
 
 
 def rows(comparison: Comparison) -> list[list[Cell]]:
-    """Return the table as text: a line of titles and one for each policy, with its name first, padded to columns."""
-    titles = [Cell("policy"), *(Cell(column.title) for column in COLUMNS)]
-    lines = [[Cell(result.policy), *line] for result, line in zip(comparison.policies, cells(comparison), strict=True)]
-    table = [titles, *lines]
-    widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
-    # Names are left-aligned, figures right-aligned, with a place for the mark after them.
-    return [[Cell(f"{line[0].text:<{widths[0]}}"), *map(_pad_cell, line[1:], widths[1:], COLUMNS)] for line in table]
+    """Return the table as text: a line of titles and one for each policy, with its name first; the best figures have a mark."""
+    titles = [Cell("policy"), *(_mark(Cell(column.title), column) for column in COLUMNS)]
+    lines = zip(runs_by_policy(comparison.policies), cells(comparison), strict=True)
+    return [titles, *([Cell(policy), *map(_mark, line, COLUMNS)] for policy, line in lines)]
 
 
-def _column(column: ReportColumn, results: Sequence[PolicyResult]) -> list[Cell]:
-    values = [column.value(result) for result in results]
+def _column(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) -> list[Cell]:
+    values = [_over_seeds(column, [column.value(run) for run in each]) for each in runs]
     texts = ["-" if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
     if column.best is None or len(set(texts)) < 2 or not known:
@@ -243,6 +283,13 @@ def _column(column: ReportColumn, results: Sequence[PolicyResult]) -> list[Cell]
     return [Cell(text, text == best) for text in texts]
 
 
-def _pad_cell(cell: Cell, width: int, column: ReportColumn) -> Cell:
-    mark = "*" if cell.best else "" if column.best is None else " "
-    return Cell(f"{cell.text:>{width}}{mark}", cell.best)
+def _over_seeds(column: ReportColumn, values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(known) if column.best is None else sum(known) / len(known)
+
+
+def _mark(cell: Cell, column: ReportColumn) -> Cell:
+    """Add the mark of the best figure, or the place for it."""
+    return Cell(cell.text + ("*" if cell.best else "" if column.best is None else " "), cell.best)

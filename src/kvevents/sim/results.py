@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from kvevents.index import PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Lookup, SimulatedEngine
@@ -49,28 +47,6 @@ class WorkerResult(Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class FleetSample(Struct, frozen=True):
-    """The fleet at one moment."""
-
-    at: float
-    """Seconds from the beginning."""
-    running: int
-    waiting: int
-    """Requests in engines, admitted and not."""
-    blocks: int
-    """Blocks that the index knows of, once for each worker."""
-    unique: int
-    """The same blocks, counted once for all workers."""
-    prompt_tokens: int
-    """Tokens of the prompts that were admitted since the previous sample."""
-    cached_tokens: int
-    """Tokens of these prompts that were found in caches."""
-
-    def add_tokens(self, prompt: int, cached: int) -> FleetSample:
-        """Return the sample with the tokens of the interval before as well."""
-        return replace(self, prompt_tokens=self.prompt_tokens + prompt, cached_tokens=self.cached_tokens + cached)
-
-
 class Disagreement(Struct, frozen=True):
     """A lookup in which index and engine differ: a defect of the simulation or the index, not a result."""
 
@@ -94,6 +70,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     """A fleet under one policy."""
 
     policy: str
+    seed: int
     requests: int
     finished: int
     refused: int
@@ -129,7 +106,6 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     batches: int
     events: int
     workers: list[WorkerResult]
-    series: list[FleetSample]
     examples: list[Disagreement] = []
     """The first disagreements."""
 
@@ -253,12 +229,6 @@ class SimulatedWorker:
         )
 
 
-MAX_SAMPLES: Final = 240
-"""Most samples. At this number, pairs of samples are merged, and the interval between samples doubles."""
-FIRST_INTERVAL: Final = 1.0
-"""Seconds between the first samples."""
-
-
 class RequestMetrics:
     """Sums over requests, and the times of each request in seconds."""
 
@@ -294,40 +264,3 @@ class RequestMetrics:
         if answer > 1:
             self.tpot.append((now - first) / (answer - 1))
         self.last = now
-
-
-class Sampler:
-    """Takes samples of a fleet at regular intervals."""
-
-    def __init__(self, index: PrefixIndex, workers: Collection[SimulatedWorker]) -> None:
-        self.taken: Final[list[FleetSample]] = []
-        self.interval = FIRST_INTERVAL
-        """Seconds until the next one is due."""
-        self._index: Final = index
-        self._workers: Final = workers
-        self._before = (0, 0)
-
-    def take(self, now: float, metrics: RequestMetrics) -> None:
-        """Take a sample."""
-        stats = self._index.stats()
-        prompt, cached = self._before
-        self._before = metrics.prompt_tokens, metrics.cached_tokens
-        engines = [worker.engine for worker in self._workers if worker.is_up]
-        self.taken.append(
-            FleetSample(
-                at=now,
-                running=sum(engine.running for engine in engines),
-                waiting=sum(engine.waiting for engine in engines),
-                blocks=stats.blocks,
-                unique=stats.unique_blocks,
-                prompt_tokens=metrics.prompt_tokens - prompt,
-                cached_tokens=metrics.cached_tokens - cached,
-            )
-        )
-        if len(self.taken) >= MAX_SAMPLES:
-            self._merge_pairs()
-
-    def _merge_pairs(self) -> None:
-        pairs = zip(self.taken[::2], self.taken[1::2], strict=True)
-        self.taken[:] = [second.add_tokens(first.prompt_tokens, first.cached_tokens) for first, second in pairs]
-        self.interval *= 2

@@ -46,6 +46,9 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number of equal engines."""
     ranks: Positive = 1
     """Data-parallel ranks of each engine, each with a cache, a scheduler and a stream of its own."""
+    routers: Positive = 1
+    """Number of routers between which requests are distributed at random. Each knows its own decisions and its own requests
+    in flight; events reach all of them."""
     preset: Name = DEFAULT_PRESET
     """Speed and cache size of the engines: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
     llama-3.1-70b-4xh100, or a JSON file of your own."""
@@ -65,10 +68,10 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Engine and release whose bytes are sent, such as vllm-0.24 or sglang-0.5.22."""
     event_delay: Annotated[float, Unit.SECONDS, Range()] = 0.001
     """Seconds from the end of a step until its events are in the index, in virtual time."""
-    overlay: Annotated[float, Unit.SECONDS, Range()] = 0.0
-    """Seconds for which the router believes that a prompt is cached where it was just sent; 0 waits for the events."""
+    overlay: Annotated[float, Unit.SECONDS, Range()] = 2.0
+    """Seconds for which a router expects a prompt in the cache to which it has just sent it; 0 waits for the events."""
     seed: int = 0
-    """Seed of all random numbers."""
+    """Seed of all random numbers; for a trace other than 0, also of its speed, which changes by up to 2 %."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

@@ -1,25 +1,27 @@
-"""A fleet of engines with a router and requests, in virtual time or in real time.
+"""A fleet of engines with routers and requests, in virtual time or in real time.
 
-One thread runs the engines and the router, action by action on a `Timeline`. In virtual time events are encoded, and applied to
-an index `event_delay` later; in real time they go over sockets. The router has the information of a real one: the index, and
-the answers to its requests.
+One thread runs the engines and the routers, action by action on a `Timeline`. In virtual time events are encoded, and applied
+to an index `event_delay` later; in real time they go over sockets. A router has the information of a real one: the index, its
+own decisions, and the answers to its own requests.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from random import Random
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing import Decision, Policy, Router, Worker, policy
+from kvevents.routing import Decision, Policy, Router, Worker
 from kvevents.sim.audit import Audit, Expected, Mark
 from kvevents.sim.requests import Request
-from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, Sampler, SimulatedWorker
+from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, SimulatedWorker
+from kvevents.sim.routers import make_routers
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Job, Lookup, StepResult
 from kvevents.stream import RawBatch, Reset
@@ -110,11 +112,12 @@ class DelayedDelivery:
 class InFlightRequest:
     """A request from its arrival to the end of its answer."""
 
-    __slots__ = ("arrived", "decision", "first_at", "number", "request")
+    __slots__ = ("arrived", "decision", "first_at", "number", "request", "router")
 
-    def __init__(self, number: int, request: Request, arrived: float) -> None:
+    def __init__(self, number: int, request: Request, router: Router, arrived: float) -> None:
         self.number: Final = number
         self.request: Final = request
+        self.router: Final = router
         self.arrived: Final = arrived
         self.decision: Decision | None = None
         self.first_at: float | None = None
@@ -130,12 +133,12 @@ class Progress(NamedTuple):
 
 
 class SimulatedFleet:
-    """Workers, a router, and the requests between them."""
+    """Workers, routers, and the requests between them. A request goes to one of the routers at random."""
 
     def __init__(
         self,
         settings: FleetSettings,
-        router: Router,
+        routers: Sequence[Router],
         audit: Audit,
         sink: EventSink,
         timeline: Timeline,
@@ -143,12 +146,12 @@ class SimulatedFleet:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings: Final = settings
-        self.router: Final = router
+        self.routers: Final = routers
         self.audit: Final = audit
         self.timeline: Final = timeline
         self.workers: Final = {worker: SimulatedWorker(worker, settings) for worker in settings.workers}
         self.metrics: Final = RequestMetrics()
-        self.sampler: Final = Sampler(audit.index, self.workers.values())
+        self._random: Final = Random(f"routers {settings.seed}")  # noqa: S311 - a simulation, not a secret
         self._sink: Final = sink
         self._clock: Final = clock or (lambda: timeline.now)
         self._in_flight: Final[dict[Job, InFlightRequest]] = {}
@@ -175,7 +178,6 @@ class SimulatedFleet:
         self._coming = iter(requests)
         self._more = True
         self._plan_arrival()
-        self._sample()
 
     def result(self, name: str) -> PolicyResult:
         """Return the result of a run that has ended."""
@@ -186,6 +188,7 @@ class SimulatedFleet:
         workers = [worker.result(now) for worker in self.workers.values()]
         return PolicyResult(
             policy=name,
+            seed=self.settings.seed,
             requests=metrics.requests,
             finished=len(metrics.latency),
             refused=metrics.refused,
@@ -205,7 +208,6 @@ class SimulatedFleet:
             batches=metrics.batches,
             events=metrics.events,
             workers=workers,
-            series=self.sampler.taken,
             **msgspec.structs.asdict(self.audit.counts),
         )
 
@@ -221,17 +223,18 @@ class SimulatedFleet:
     def _arrive(self, request: Request) -> None:
         self.settings.check(request)
         self.metrics.requests += 1
-        self._send(InFlightRequest(self.metrics.requests, request, self.timeline.now))
+        router = self._random.choice(self.routers)
+        self._send(InFlightRequest(self.metrics.requests, request, router, self.timeline.now))
         self._plan_arrival()
 
     def _send(self, sent: InFlightRequest) -> None:
-        if not self.router.workers:
+        if not sent.router.workers:
             self._held.append(sent)
             return
         request = sent.request
         namespace = Namespace(lora=request.lora, salt=request.salt)
         tokens = request.prompt.tokens()
-        decision = self.router.route(sent.number, tokens, namespace=namespace, session=request.session)
+        decision = sent.router.route(sent.number, tokens, namespace=namespace, session=request.session)
         sent.decision = decision
         worker = self.workers[decision.worker]
         self._in_flight[worker.engine.submit(request)] = sent
@@ -259,7 +262,8 @@ class SimulatedFleet:
         for job in step.finished:
             self._finish(self._in_flight.pop(job))
         for job in step.refused:
-            self.router.finish(self._in_flight.pop(job).number)
+            refused = self._in_flight.pop(job)
+            refused.router.finish(refused.number)
             self.metrics.refused += 1
         self._begin(worker)
 
@@ -293,13 +297,13 @@ class SimulatedFleet:
     # --- answers
 
     def _first_token(self, sent: InFlightRequest) -> None:
-        self.router.record_first_token(sent.number)
+        sent.router.record_first_token(sent.number)
         if sent.first_at is None:
             sent.first_at = self.timeline.now
             self.metrics.ttft.append(sent.first_at - sent.arrived)
 
     def _finish(self, sent: InFlightRequest) -> None:
-        self.router.finish(sent.number)
+        sent.router.finish(sent.number)
         assert sent.first_at is not None  # noqa: S101 - an answer has a first token
         self.metrics.record_answer(self.timeline.now, sent.arrived, sent.first_at, len(sent.request.output))
 
@@ -308,7 +312,8 @@ class SimulatedFleet:
     def _start(self, worker: Worker) -> None:
         self.workers[worker].start()
         self._sink.open(worker)
-        self.router.add(worker)
+        for router in self.routers:
+            router.add(worker)
         held, self._held = self._held, []
         for sent in held:
             self._send(sent)
@@ -324,16 +329,12 @@ class SimulatedFleet:
         lost = [self._in_flight.pop(job) for job in restarted.engine.jobs()]
         restarted.stop()
         self._sink.close(worker)
-        self.router.remove(worker)
+        for router in self.routers:
+            router.remove(worker)
         self.metrics.retried += len(lost)
         self.timeline.after(down, lambda: self._start(worker))
         for sent in lost:
             self._send(sent)
-
-    def _sample(self) -> None:
-        self.sampler.take(self.timeline.now, self.metrics)
-        if not self.done:
-            self.timeline.after(self.sampler.interval, self._sample)
 
 
 def simulate(
@@ -341,20 +342,19 @@ def simulate(
     name: str,
     requests: Iterable[Request],
     *,
-    chosen: Policy | None = None,
+    chosen: Callable[..., Policy] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PolicyResult:
-    """Run a fleet in virtual time under the policy `name`, or under `chosen`.
+    """Run a fleet in virtual time under the policy `name`, or under the policy that `chosen` makes from a seed.
 
     `progress` is called regularly. Equal arguments give equal results.
     """
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
-    chosen = chosen or policy(name, settings.seed)
-    router = Router(chosen, index, overlay_seconds=settings.overlay, clock=lambda: timeline.now)
+    routers = make_routers(settings, name, audit, chosen=chosen, clock=lambda: timeline.now)
     sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
-    fleet = SimulatedFleet(settings, router, audit, sink, timeline)
+    fleet = SimulatedFleet(settings, routers, audit, sink, timeline)
     fleet.feed(requests)
     reported = 0
     while timeline.next is not None:

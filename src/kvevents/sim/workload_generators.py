@@ -67,8 +67,8 @@ TOKEN_SECONDS: Final = 0.026
 """Assumed answer time: the mean time to the first token and between tokens that llm-d reports for its precise scheduling of
 Qwen3-32B (the inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
 MAX_WAITING: Final = 100_000
-"""Most sessions that wait for their next turn; above that the one due first sends it early. A rate of 1,000 per second with
-think times of 30 s has about 30,000."""
+"""Maximum number of sessions that wait for their next turn; above that the one due first sends it early. A rate of 1,000 per
+second with think times of 30 s has about 30,000."""
 
 
 Share: TypeAlias = Annotated[float, Range(0, 1)]
@@ -201,7 +201,10 @@ def zipf(count: int, exponent: float) -> list[float]:
 
 
 class SharedPrompts(Traffic, frozen=True, kw_only=True):
-    """Single questions of many users, each after one of a few long system prompts with Zipf popularity."""
+    """Single questions of many users, each after one of a few long system prompts with Zipf popularity.
+
+    Answers are as long as those of Mooncake's conversation trace. Everything else is a guess.
+    """
 
     prompts: Positive = 32
     """Number of system prompts."""

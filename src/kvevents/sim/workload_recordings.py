@@ -34,9 +34,9 @@ ANSWER_GAP: Final = 30.0
 CHUNK_GAP: Final = 2.0
 """Seconds between two chunks of one prompt, at most: a step of 8,192 tokens takes less than a second."""
 MAX_BLOCKS: Final = 500_000
-"""Most blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
+"""Maximum number of blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
 MAX_OPEN: Final = 10_000
-"""Most requests that are open, so that their answers can continue; above that the oldest one is completed."""
+"""Maximum number of requests that are open, so that their answers can continue; above that the oldest one is completed."""
 _WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 

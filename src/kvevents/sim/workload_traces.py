@@ -1,4 +1,4 @@
-"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes them.
+"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes the latter.
 
 Mooncake's format has the lengths of prompts and the pieces that they share, without their text. A line is
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
@@ -19,7 +19,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Final, TypeAlias
@@ -31,9 +30,9 @@ from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
 SHARED_AFTER: Final = 4
-"""Most different continuations of one conversation: the next turn, its regenerations and edits."""
+"""Maximum number of different continuations of one conversation: the next turn, its regenerations and edits."""
 MAX_ENDS: Final = 100_000
-"""Most prompts that are stored, about 300 bytes each; the oldest is evicted first."""
+"""Maximum number of prompts that are stored, about 300 bytes each; the oldest is evicted first."""
 
 
 class Sessions:
@@ -125,27 +124,6 @@ class MooncakeReader:
             drawn.append(Drawn(ids[-1], rest))
         answer = Text((Drawn(ANSWERS + number, row.output_length),))
         return Request(row.timestamp / 1000, Text(drawn), answer, self._sessions.of(ids, pieces))
-
-
-def mooncake_rows(requests: Iterable[Request]) -> Iterator[MooncakeRow]:
-    """Yield these requests in Mooncake's format: pieces of 512 tokens become numbers, without their text.
-
-    Sessions, LoRA and salts are not part of the format: prompts of different LoRAs or salts share no ids. Times are rounded
-    down to milliseconds. Remembers every piece, about 200 bytes each.
-    """
-    ids: dict[tuple[object, bytes], int] = {}
-    for request in requests:
-        text = memoryview(request.prompt.tokens())
-        parent: object = (request.lora, request.salt)
-        path: list[int] = []
-        for start in range(0, len(text), PIECE_TOKENS):
-            parent = ids.setdefault((parent, _digest(text[start : start + PIECE_TOKENS])), len(ids))
-            path.append(parent)
-        yield MooncakeRow(int(request.at * 1000), len(text), len(request.output), path)
-
-
-def _digest(piece: memoryview) -> bytes:
-    return blake2b(piece, digest_size=16).digest()
 
 
 MAX_NUMBER: Final = (1 << 64) - 1
@@ -263,12 +241,6 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
             last = request.at
             file.write(_ENCODER.encode(plain_row(request)) + b"\n")
     return number
-
-
-def write_rows(path: StrPath, rows: Iterable[MooncakeRow]) -> None:
-    """Write rows in Mooncake's format. Raises `WorkloadError` if the file cannot be written."""
-    with _open_for_writing(Path(path)) as file:
-        file.writelines(_ENCODER.encode(row) + b"\n" for row in rows)
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:

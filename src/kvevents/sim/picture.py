@@ -1,0 +1,58 @@
+"""The picture of a comparison of policies, which matplotlib draws: what `report_text` has as text."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Final
+
+from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.sim.report_text import p90_of, runs_by_policy, summary, traffic_text
+from kvevents.sim.results import Comparison
+from kvevents.sim.routers import POLICIES, needs_events
+
+FORMATS: Final = (".svg", ".png", ".pdf")
+
+
+def check_picture(path: Path) -> None:
+    """Raise `MissingDependencyError` without matplotlib, `ConfigError` if the file has another suffix or cannot be created."""
+    try:
+        import matplotlib as mpl  # noqa: F401, PLC0415 - belongs to an extra
+    except ImportError as error:
+        raise MissingDependencyError("the picture of a comparison needs the package matplotlib", "sim") from error
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"cannot write {path}: expected a name that ends in {', '.join(FORMATS)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: expected a file in a directory that exists")
+
+
+def write_picture(path: Path, comparison: Comparison) -> None:
+    """Draw TTFT p90 and hit rate: a row for each policy, a dot for each seed, orange if the policy needs events.
+
+    Equal comparisons give equal SVG files. Raises `ConfigError` if the file cannot be written.
+    """
+    from matplotlib import style  # noqa: PLC0415 - imported late, since it belongs to an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+
+    runs = runs_by_policy([result for result in comparison.policies if result.ttft])
+    with style.context(["default", {"svg.hashsalt": "kvevents"}]):
+        figure = Figure((10, 2 + 0.3 * len(runs)), layout="constrained")
+        times, hits = figure.subplots(1, 2, sharey=True)
+        for row, (policy, results) in enumerate(runs.items()):
+            color = "C1" if policy in POLICIES and needs_events(policy) else "C0"
+            times.plot([p90_of(result) for result in results], [row] * len(results), "o", color=color, alpha=0.6)
+            hits.plot([100 * result.hit_rate for result in results], [row] * len(results), "o", color=color, alpha=0.6)
+        times.set_xscale("log")
+        times.set_xlabel("TTFT p90 in seconds")
+        hits.set_xlim(left=0)
+        hits.set_xlabel("% of prompt tokens that engines found cached")
+        times.set_yticks(range(len(runs)), runs, parse_math=False)
+        times.set_ylim(max(len(runs), 1) - 0.5, -0.5)
+        title = [*textwrap.wrap(traffic_text(comparison.settings), 140), *textwrap.wrap(summary(comparison), 140)]
+        figure.suptitle("\n".join(title), fontsize="small", parse_math=False)
+        try:
+            figure.savefig(
+                path, metadata={} if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

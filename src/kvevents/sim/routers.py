@@ -1,0 +1,109 @@
+"""The routers of a simulated fleet, and the policies that a fleet can have.
+
+Two policies beside those of `kvevents.routing` need no events: each router expects a prompt in the cache to which it sent it.
+`approximate-tree` chooses by the rule of gateways, `prefix-estimated` by the score of `prefix-aware`. Routers remember a
+million blocks of decisions for a day, as the trees of those gateways are large: they notice neither evictions nor restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvevents.events import BlockStored, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.routing import POLICIES as ROUTING_POLICIES
+from kvevents.routing import Candidate, Choice, Policy, Prompt, Router, Ties
+from kvevents.routing.policies import MEASURES, PrefixAware, break_tie
+from kvevents.sim.audit import Audit
+from kvevents.sim.settings import FleetSettings
+from kvevents.stream import RawBatch
+from kvevents.wire.encode import batch_encoder
+
+REMEMBERED: Final = 86_400.0
+"""Seconds for which a router expects a prompt where it was sent."""
+CACHE_THRESHOLD: Final = 0.3
+SPILL_MARGIN: Final = 64.0
+SPILL_FACTOR: Final = 1.5
+"""Defaults of SMG 1.13.0 and of SGLang's gateway: `--cache-threshold`, `--balance-abs-threshold`, `--balance-rel-threshold`."""
+LEAST_MARGIN: Final = 4.0
+ESTIMATING: Final = ("approximate-tree", "prefix-estimated")
+"""Policies whose routers have an index of their own decisions."""
+
+
+class ApproximateTree:
+    """Chooses the worker to which most of the prompt was sent before, as gateways without events do by default.
+
+    The rule of SMG 1.13.0 (`policies/cache_aware.rs` of the crate): the workers with the longest prefix, if that is more than
+    `CACHE_THRESHOLD` of the prompt, and of several the least loaded; else the least loaded of all. A worker with the prefix
+    gives way to the least loaded if its requests exceed `SPILL_FACTOR` times the mean, and exceed the mean by a margin: two
+    standard deviations, `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router knows what it sent.
+    """
+
+    name = "approximate-tree"
+    uses_index = True
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._ties: Final = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
+        """Choose one of the candidates, whose tokens are what this router sent there."""
+        mean = sum(one.load.requests for one in candidates) / len(candidates)
+        most = max(SPILL_FACTOR * mean, mean + min(SPILL_MARGIN, max(LEAST_MARGIN, math.ceil(2 * math.sqrt(mean)))))
+        longest = max(one.tokens for one in candidates)
+        calm = [one for one in candidates if one.load.requests <= most]
+        holders = [one for one in calm if one.tokens == longest > CACHE_THRESHOLD * prompt.length]
+        eligible = holders or (calm if longest > CACHE_THRESHOLD * prompt.length else candidates)
+        loads = [MEASURES["tokens"](one.load) for one in eligible]
+        equal = [one for one, load in zip(eligible, loads, strict=True) if load == min(loads)]
+        reason = "which was sent most of the prompt" if holders else "the least loaded of {candidates}"
+        return Choice(break_tie(self._ties, equal), reason, len(equal))
+
+
+POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
+    {
+        **{name: make for name, make in ROUTING_POLICIES.items() if name != PrefixAware.name},
+        ApproximateTree.name: ApproximateTree,
+        "prefix-estimated": PrefixAware,
+        PrefixAware.name: PrefixAware,
+    }
+)
+"""Factories of policies by name, from the simplest to the one that needs events."""
+
+
+def needs_events(name: str) -> bool:
+    """Return whether the policy `name` chooses by the events of engines."""
+    return POLICIES[name]().uses_index and name not in ESTIMATING
+
+
+def make_routers(
+    settings: FleetSettings, name: str, audit: Audit, *, chosen: Callable[..., Policy] | None = None, **options: Any
+) -> list[Router]:
+    """Return the routers of a fleet under the policy `name`, each with another seed and with `options` of `Router`.
+
+    One router uses the index of `audit`. Several have indexes of their own, so that none sees what another one has just sent.
+    `chosen` makes the policies instead, from a seed.
+    """
+    make, clock, estimates = chosen or POLICIES[name], options["clock"], name in ESTIMATING
+    if estimates:
+        indexes = [_index_without_events(settings, clock) for _ in range(settings.routers)]
+    else:
+        audit.others.extend(PrefixIndex(clock=clock) for _ in range(1, settings.routers) if make().uses_index)
+        indexes = [audit.index, *audit.others]
+    seconds = REMEMBERED if estimates else settings.overlay
+    return [
+        Router(make(settings.seed + number), indexes[number % len(indexes)], overlay_seconds=seconds, **options)
+        for number in range(settings.routers)
+    ]
+
+
+def _index_without_events(settings: FleetSettings, clock: Callable[[], float]) -> PrefixIndex:
+    """Return an index that has one block of each worker, from which it knows the size of blocks."""
+    index, encode = PrefixIndex(clock=clock), batch_encoder()
+    block = BlockStored([1], None, [0] * settings.block_size, settings.block_size)
+    for source, rank in settings.workers:
+        index.apply(RawBatch(source, rank, 0, 0, False, encode(KVEventBatch(0.0, [block], rank))))
+    return index
