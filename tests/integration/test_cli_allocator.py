@@ -93,14 +93,17 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("module", "command"),
     [
-        ("relay", ["relay", "127.0.0.1:1"]),
-        ("serve", ["serve", "--port", "0"]),
-        ("bridge", ["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
+        ("kvevents.cli.relay", ["relay", "127.0.0.1:1"]),
+        ("kvevents.cli.serve", ["serve", "--port", "0"]),
+        (
+            "kvevents_plane.cli.bridge",
+            ["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "e=tcp://127.0.0.1:1"],
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else None,
 )
 def test_long_running_commands_trim_memory(module: str, command: list[str]) -> None:
     """They enter `trimming_memory` before they do anything else."""
-    program = [sys.executable, "-c", PROGRAM, f"kvevents.cli.{module}", *command]
+    program = [sys.executable, "-c", PROGRAM, module, *command]
     ended = subprocess.run(program, check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == ENTERED, ended.stderr

@@ -18,7 +18,7 @@ def test_demo_shows_waits_events_and_index_in_few_lines() -> None:
     assert len(ended.out.splitlines()) <= LINES
     assert "wait" in ended.out.splitlines()[1]
     row = r"(?m)^{}  +[\d.]+ s +[\d.]+ s +\d+%$"
-    for policy in ("round-robin", "least-loaded", "session-affinity", "prefix-aware, by events"):
+    for policy in ("least-loaded", "session-affinity", "tree of what was sent", "prefix-aware, by events"):
         assert re.search(row.format(policy), ended.out), ended.out
     assert re.search(r"(?m)^Events: .* 0 are missing, ", ended.out)
     checked = re.search(r"(?m)^Index: right .* for (\d+) of the (\d+) prompts ", ended.out)

@@ -7,16 +7,18 @@ import re
 
 import pytest
 
-from cli_cases import RECORDING, RUN, Program, run
+from cli_cases import RECORDING, RUN, SECONDS, Program, run
 from cli_record_cases import ANY_PORT, serving
+from kvevents.cli.program import make_parser
 from kvevents.cli.publish import batch_of
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.stream import Batch, Source
 from kvevents.subscriber import Subscriber
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
+from tools.ports import reserve_port
 
-ENDPOINTS = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT)
+ENDPOINTS = ("--endpoint", ANY_PORT, "--replay", ANY_PORT)
 STORED = '{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null, "token_ids": [7, 8], "block_size": 1}'
 
 
@@ -62,11 +64,22 @@ def test_an_invalid_line_is_reported_and_the_others_are_published() -> None:
     assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 invalid lines\n")
 
 
-def test_connecting_to_an_address_without_a_listener_is_reported() -> None:
-    """Like an engine, it connects to an address without a wildcard instead of binding it."""
-    ended = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANY_PORT, stdin=STORED.encode())
-    assert "the publisher connects to tcp://127.0.0.1:1" in ended.err
-    assert "it connects" not in run("publish", "-", *ENDPOINTS, stdin=STORED.encode()).err
+@pytest.mark.parametrize("options", [(), ("--connect",)])
+def test_a_publisher_listens_at_an_address_without_a_wildcard_unless_it_is_to_connect(options: tuple[str, ...]) -> None:
+    """Engines would connect to such an address. The consumer is at the other end of what the publisher does."""
+    port = reserve_port()
+    source = Source(f"tcp://127.0.0.1:{port}", bind=bool(options))
+    arguments = ("publish", "-", "--endpoint", f"127.0.0.1:{port}", "--replay", ANY_PORT, "--wait-for-subscriber", *options)
+    with Program(*arguments) as program, Subscriber(source) as subscriber:
+        program.write(STORED.encode())
+        assert isinstance(subscriber.receive(timeout=SECONDS), Batch)
+
+
+@pytest.mark.parametrize("command", ["play", "publish"])
+def test_a_publisher_listens_for_its_own_machine_by_default(command: str) -> None:
+    """A recording has the tokens of prompts."""
+    defaults = make_parser().parse_args([command, "file"])
+    assert (defaults.endpoint, defaults.replay_endpoint) == ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
 
 
 def test_batches_are_encoded_in_the_dialect() -> None:
@@ -110,4 +123,4 @@ def test_publish_ends_if_no_subscriber_connects() -> None:
 
 def test_a_missing_file_is_reported() -> None:
     ended = run("publish", "/no/such/file.jsonl", *ENDPOINTS)
-    assert (ended.code, ended.err) == (1, "kvevents: cannot read /no/such/file.jsonl: No such file or directory\n")
+    assert (ended.code, ended.err) == (2, "kvevents: cannot read /no/such/file.jsonl: No such file or directory\n")

@@ -41,7 +41,7 @@ def test_a_recording_of_losses_and_a_restart_is_equal_after_it_is_played_and_rec
     assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
 
     # With this speed an incarnation ends while many of its batches are not yet received.
-    options = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--wait-for-subscriber", "--speed", "max", "--linger")
+    options = ("--endpoint", ANY_PORT, "--replay", ANY_PORT, "--wait-for-subscriber", "--speed", "max", "--linger")
     with Program("play", one, *options) as player:
         live, replay = serving(player)
         assert run("record", live, other, "--replay", replay, "--source-name", "pod", "--count", 114).code == 0
@@ -90,7 +90,7 @@ def test_an_existing_recording_is_replaced_only_with_force(tmp_path: Path) -> No
         refused = run(*record_arguments(path, tape, "--count", 3))
         assert path.read_text() == "precious"
         forced = run(*record_arguments(path, tape, "--count", 3, "--force"))
-    assert refused.code == 1
+    assert refused.code == 2
     assert re.fullmatch(r"kvevents: \S+ exists; name another file, or use --force to replace it\n", refused.err)
     assert forced.code == 0
     assert len(frames_of(path)) == 3
@@ -100,7 +100,7 @@ def test_a_missing_folder_is_reported_before_record_waits_for_an_engine(tmp_path
     """There is no engine and no limit to the wait, so only a check beforehand can end the command."""
     with refuse_connections() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "does not exist" in refused.err
 
 
@@ -128,18 +128,18 @@ def test_play_lists_the_runs_of_a_recording_and_rejects_an_unknown_run() -> None
     listed = run("play", RECORDING, "--list")
     assert "bs64-emptytopic  tcp://127.0.0.1:5557  35 batches, #0 to #34, 1.1 s\n" in listed.out
     unknown = run("play", RECORDING, "--run", "nonsense")
-    assert unknown.code == 1
+    assert unknown.code == 2
     assert unknown.err.startswith("kvevents: the recording has no run 'nonsense'; its runs are bs64-emptytopic, ")
 
 
 def test_play_ends_if_no_subscriber_connects() -> None:
-    ended = run("play", RECORDING, "--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--wait-for-subscriber", 0.1)
+    ended = run("play", RECORDING, "--endpoint", ANY_PORT, "--replay", ANY_PORT, "--wait-for-subscriber", 0.1)
     assert ended.code == 1
     assert re.search(r"kvevents: no subscriber connected to tcp://127.0.0.1:\d+ within 0.1 s", ended.err)
 
 
 def test_play_continues_the_numbers_in_each_repetition_and_ends_on_a_signal() -> None:
-    args = ("--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
+    args = ("--endpoint", ANY_PORT, "--replay", ANY_PORT, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
     with Program("play", RECORDING, *args) as player:
         live, replay = serving(player)
         tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 3 * 79)
@@ -150,7 +150,7 @@ def test_play_continues_the_numbers_in_each_repetition_and_ends_on_a_signal() ->
 
 
 def test_an_interrupted_play_reports_how_many_batches_were_played() -> None:
-    with Program("play", RECORDING, "--endpoint", ANY_PORT, "--replay-endpoint", ANY_PORT, "--speed", "0.001") as player:
+    with Program("play", RECORDING, "--endpoint", ANY_PORT, "--replay", ANY_PORT, "--speed", "0.001") as player:
         serving(player)
         ended = player.interrupt()
     assert ended.code == 130

@@ -19,6 +19,7 @@ from cli_cases import Program, run
 from kvevents.cli.options import engine
 from kvevents.cli.relay import HINT_SECONDS, RelayStatusLogger
 from kvevents.stream import DegradedReason, Source, Trust
+from prometheus_probe_cases import ask_probe
 from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
@@ -35,7 +36,7 @@ class RelayEndpoints:
         self.journal = folder / "journal"
 
     def arguments(self, publisher: Any, *more: object) -> list[object]:
-        endpoints = ("--endpoint", self.endpoint, "--replay-endpoint", self.replay_endpoint, "--journal", self.journal)
+        endpoints = ("--endpoint", self.endpoint, "--replay", self.replay_endpoint, "--journal", self.journal)
         return ["relay", f"engine={publisher.endpoint},{publisher.replay_endpoint}", *endpoints, "--heartbeat", "0.1", *more]
 
 
@@ -149,6 +150,7 @@ def test_metrics_are_served_and_a_journal_folder_in_use_is_rejected(tmp_path: Pa
             program.err.wait("engine rank 0: EXACT")
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
                 assert b'kvevents_relay_upstream_state{state="EXACT"} 1.0' in answer.read()
+            assert ask_probe(port, "/livez") == ask_probe(port, "/readyz") == (200, "ok")
             second = run(*endpoints.arguments(publisher))
             assert (second.code, second.out) == (1, "")
             assert "another process uses it" in second.err
@@ -157,25 +159,35 @@ def test_metrics_are_served_and_a_journal_folder_in_use_is_rejected(tmp_path: Pa
         assert all(line.startswith("{") for line in ended.err.splitlines())
 
 
+def test_a_relay_whose_engine_is_away_is_live_and_not_ready() -> None:
+    """A restart of the relay would not help, so only `/readyz` fails; it names the engine."""
+    port, missing = reserve_port(), reserve_port()
+    endpoints = ("--endpoint", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0")
+    with Program("relay", f"engine=tcp://127.0.0.1:{missing}", *endpoints, "--metrics-port", port) as program:
+        program.err.wait("engine rank 0: CONNECTING")
+        assert ask_probe(port, "/livez") == (200, "ok")
+        assert ask_probe(port, "/readyz") == (503, f"no connection yet to engine rank 0 at tcp://127.0.0.1:{missing}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
         (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
         (["nonsense"], 2, "invalid endpoint 'nonsense'"),
-        (["127.0.0.1:1", "127.0.0.1:1"], 1, "same name and rank"),
-        (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
-        (["127.0.0.1:1", "--dialect", "vllm-0.1"], 1, "older than"),
-        (["127.0.0.1:1", "--dialect", "trt-1"], 1, "unknown engine"),
+        (["127.0.0.1:1", "127.0.0.1:1"], 2, "same name and rank"),
+        (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 2, "has no room"),
+        (["127.0.0.1:1", "--dialect", "vllm-0.1"], 2, "older than"),
+        (["127.0.0.1:1", "--dialect", "trt-1"], 2, "unknown engine"),
         (["127.0.0.1:1", "--token-policy", "burn"], 2, "invalid choice"),
         (["127.0.0.1:1", "--heartbeat", "-1"], 2, "seconds"),
-        (["127.0.0.1:1", "--heartbeat", "100000"], 1, "heartbeat is 100000"),
+        (["127.0.0.1:1", "--heartbeat", "100000"], 2, "heartbeat is 100000"),
         (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "cannot open the journal folder"),
     ],
     ids=str,
 )
 def test_wrong_usage_is_reported_in_one_sentence(arguments: list[str], code: int, message: str) -> None:
-    ended = run("relay", "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", *arguments)
+    ended = run("relay", "--endpoint", "tcp://127.0.0.1:*", "--replay", "tcp://127.0.0.1:*", *arguments)
     assert ended.code == code, ended.err
     assert message in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvevents.cli import bridge, signals
+from kvevents.cli import signals
 from kvevents.cli.program import main
 from kvevents.service import process as server
+from kvevents_plane.cli import bridge
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from cli_cases import (
     run,
     tape_of,
 )
+from discovery_fetch_cases import Engine
 from kvevents.cli.delivery_output import encode_delivery, encode_trust
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
@@ -158,6 +159,31 @@ def test_ranks_count_up_from_both_ports() -> None:
         )
     found = sorted((each["rank"], each["seq"]) for each in parse_objects(ended.out))
     assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
+
+
+def test_an_engine_is_named_by_its_url(tmp_path: Path) -> None:
+    """vLLM's answer has the endpoints of all ranks, and proves that both belong together. So nothing else must be given."""
+    with play_on_adjacent_ports(ranks=2) as tapes:
+        for tape in tapes:
+            tape.play(3)
+        ranks = {
+            str(rank): {"publisher": "zmq", "endpoint": tape.endpoint, "replay_endpoint": tape.replay_endpoint, "topic": ""}
+            for rank, tape in enumerate(tapes)
+        }
+        with Engine({"/kv_event_sources": ranks}) as server:
+            ended = run("tail", server.url, "--output=json", "--count", 6)
+            found = sorted((each["rank"], each["seq"]) for each in parse_objects(ended.out))
+            assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
+            recording = tmp_path / "kept.jsonl"
+            assert run("record", server.url, recording, "--count", 6).code == 0
+            assert len(list(live_batches(recording))) == 6
+            checked = run("doctor", server.url, "--duration", 1)
+            assert tapes[0].endpoint in checked.out
+        server.pages.clear()
+    nothing = run("tail", server.url)
+    assert nothing.code == 1
+    assert re.search(f"{server.url}.* cannot be reached", nothing.err)
+    assert "URL http://HOST:PORT" in run("tail", "nothing").err
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)

@@ -28,6 +28,10 @@ WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "serve": ("--config", LONG),
     "query": ("--prompt-file", LONG),
     "top": ("--once", "--token-file", LONG),
+    "sources": ("--token-file", LONG),
+    "register": ("e", "127.0.0.1:1", "--model", "m", "--token-file", LONG),
+    "unregister": ("e", "--model", "m", "--token-file", LONG),
+    "reservations": ("--tls-ca", LONG, "--service", "https://127.0.0.1:1"),
     "plane": ("status", "--creds", LONG),
     "export": (LONG, LONG),
     "keys": (f"{LONG}/engine",),
@@ -42,20 +46,21 @@ WITHOUT_A_LISTENER: dict[str, tuple[str, ...]] = {
         UNUSED_ENDPOINT,
         "--endpoint",
         "tcp://127.0.0.1:*",
-        "--replay-endpoint",
+        "--replay",
         "tcp://127.0.0.1:*",
         "--duration",
         "0.2",
     ),
     "query": ("1", "--model", "m", "--service", UNUSED_ENDPOINT),
     "top": ("--once", "--service", UNUSED_ENDPOINT),
+    "sources": ("--service", UNUSED_ENDPOINT),
     "plane": ("status", "--nats", UNUSED_ENDPOINT),
 }
 
 
 def test_every_command_is_tested_with_a_wrong_path() -> None:
-    """`WRONG_PATHS` has every command except `demo`, which takes no path."""
-    assert sorted([*WRONG_PATHS, "demo"]) == sorted(command.name for command in COMMANDS)
+    """`WRONG_PATHS` has every command except `demo` and `completion`, which take no path."""
+    assert sorted([*WRONG_PATHS, "demo", "completion"]) == sorted(command.name for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", sorted(WRONG_PATHS))
@@ -72,7 +77,7 @@ def test_a_port_without_a_listener_causes_no_traceback(command: str, tmp_path: P
     """Commands that query or follow a peer end with a documented exit code if the peer is not running."""
     monkeypatch.chdir(tmp_path)
     with refuse_connections() as endpoint:
-        scheme = {"query": "http", "top": "http", "plane": "nats"}.get(command, "tcp")
+        scheme = {"query": "http", "top": "http", "sources": "http", "plane": "nats"}.get(command, "tcp")
         unused_endpoint = endpoint.replace("tcp", scheme)
         ended = run(command, *(arg.replace(UNUSED_ENDPOINT, unused_endpoint) for arg in WITHOUT_A_LISTENER[command]))
     assert ended.code in {0, 1, 3, 4}, ended
@@ -125,7 +130,7 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
     [
         ("tial 127.0.0.1:5557", "unknown command tial; did you mean tail?"),
         ("--verison", "unknown option --verison; did you mean --version?"),
-        ("help", "unknown command help; did you mean --help?"),
+        ("help tial", "unknown command tial; did you mean tail?"),
         ("sim compair", "unknown command compair; did you mean compare?"),
     ],
 )
@@ -147,7 +152,7 @@ def test_a_prompt_is_not_sent_as_a_token(content: str, tmp_path: Path, capsys: p
     """A token file must contain one printable word that is not JSON; any other content is not sent to the service."""
     file = tmp_path / "token"
     file.write_text(content)
-    assert main(["query", "1", "--model", "m", "--token-file", str(file)]) == 1
+    assert main(["query", "1", "--model", "m", "--token-file", str(file)]) == 2
     assert f"--token-file {file} has" in capsys.readouterr().err
 
 
@@ -158,22 +163,16 @@ def test_a_relay_without_its_extra_fails_before_it_binds() -> None:
         "sys.exit(main(['relay', '127.0.0.1:1', '--metrics-port', '1', '--duration', '1']))"
     )
     done = subprocess.run([sys.executable, "-c", launch], capture_output=True, timeout=SECONDS, env=environment(), check=False)
-    assert done.returncode == 1
-    assert done.stderr.decode() == "kvevents: metrics need prometheus_client: pip install 'kvevents[service]'\n"
+    assert done.returncode == 2
+    assert (
+        done.stderr.decode()
+        == "kvevents: metrics need prometheus_client: install kvevents[service], see Install in the documentation\n"
+    )
 
 
 def test_list_queries_prints_one_json_object_per_line() -> None:
     ended = run("export", "--list-queries", "--output=json")
     assert {"name", "question"} == set(json.loads(ended.out.splitlines()[0]))
-
-
-def test_top_writes_all_columns_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The width that `COLUMNS` gives is ignored for a pipe."""
-    from kvevents.cli.top_view import UNLIMITED, TopView  # noqa: PLC0415 - needs an extra
-
-    monkeypatch.setenv("COLUMNS", "40")
-    assert not TopView(None).is_terminal
-    assert TopView(None)._console.width == UNLIMITED
 
 
 def test_commands_start_in_new_processes() -> None:
@@ -182,3 +181,22 @@ def test_commands_start_in_new_processes() -> None:
     started = [subprocess.Popen([*KVEVENTS, name, "--help"], stdout=subprocess.PIPE, env=environment()) for name in names]
     printed = [process.communicate(timeout=SECONDS)[0].decode() for process in started]
     assert [text.partition(" [")[0] for text in printed] == [f"usage: kvevents {name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kvevents to", ["top "]),
+        ("kvevents completion b", ["bash "]),
+        ("kvevents top --s", ["--service", "--sort"]),
+        ("kvevents sim compare --policy roun", ["round-robin "]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(line: str, expected: list[str], tmp_path: Path) -> None:
+    """The variables are those that `register-python-argcomplete` sets."""
+    pytest.importorskip("argcomplete")
+    found = tmp_path / "completions"
+    variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(found)}
+    words = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    subprocess.run(KVEVENTS, timeout=SECONDS, env=environment() | variables | words, check=True)
+    assert found.read_text().split("\n") == expected

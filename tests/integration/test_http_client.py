@@ -122,13 +122,11 @@ async def test_redirects_are_returned_and_not_followed() -> None:
         assert await connections.get(url, {}) == Answer(302, b"", "/there")
 
 
-def test_commands_without_requests_do_not_import_the_client() -> None:
+@pytest.mark.parametrize(
+    "program", ["from kvevents.cli import main; main(['--version'])", "import kvevents.service.process"], ids=["cli", "service"]
+)
+def test_programs_without_requests_do_not_import_the_client(program: str) -> None:
     """Importing `aiohttp` takes a tenth of a second."""
-    lines = (
-        "import sys",
-        "from kvevents.cli import main",
-        "try: main(['--version'])",
-        "finally: assert 'aiohttp' not in sys.modules",
-    )
+    lines = ("import sys", f"try: {program}", "finally: assert 'aiohttp' not in sys.modules")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")

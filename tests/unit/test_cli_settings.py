@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.cli import bridge, plane, relay, serve, sim_compare
+from kvevents.cli import relay, serve, sim_compare
 from kvevents.cli.command import CommandLineError, CommandParser
 from kvevents.cli.settings_parser import Setting, SettingsParser, SettingsValues, read_sources
 from kvevents.errors import ConfigError
 from kvevents.settings import Range, Unit, parts_of
 from kvevents.sim.costs import PRESETS
+from kvevents_plane.cli import bridge, status
 
-COMMANDS: dict[str, Any] = {"serve": serve, "bridge": bridge, "relay": relay, "plane": plane, "compare": sim_compare}
+COMMANDS: dict[str, Any] = {"serve": serve, "bridge": bridge, "relay": relay, "plane": status, "compare": sim_compare}
 """The module of each command."""
 SUBJECTS = st.text("abc", min_size=1, max_size=8)
 
@@ -168,8 +169,8 @@ def wrong_settings() -> Iterator[Any]:
         "FILE: limits: unknown field 'max_token'; did you mean 'max_tokens'?",
     )
     yield "serve", [], {}, "[limits]\nmax_tokens = 0", "FILE: limits.max_tokens is 0; it must be at least 1"
-    yield "serve", ["--limits-drain-seconds", "0"], {}, "", "--limits-drain-seconds: drain_seconds is 0.0; it must be above 0"
-    yield "serve", [], {"PROBE_PAUSE_SECONDS": "0"}, "", "KVEVENTS_SERVE_PROBE_PAUSE_SECONDS: pause_seconds is 0.0; it must be"
+    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be"
+    yield "serve", [], {"READY_QUORUM": "2"}, "", "KVEVENTS_SERVE_READY_QUORUM: quorum is 2.0; it must be"
     yield (
         "serve",
         [],

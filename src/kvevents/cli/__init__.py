@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command `kvevents`."""
 
 import signal

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, Final, NoReturn
 
 from kvevents.cli.console import convert_output_errors
-from kvevents.errors import KVEventsError, MissingDependencyError, UsageError
+from kvevents.errors import MissingDependencyError, UsageError
 
 OK: Final = 0
 FAILED: Final = 1
@@ -43,7 +43,7 @@ class Command:
     summary: str
     """One line for the list of commands."""
     module: str
-    """Module that implements the command, below `kvevents.cli`."""
+    """Module that implements the command, or `MODULE:NAME` of an object: below `kvevents.cli`, or of another distribution."""
     on_error: int = FAILED
     """Exit code if an error ends the command."""
     extra: str = ""
@@ -52,14 +52,16 @@ class Command:
     def load(self) -> Any:
         """Import the module. Raises `MissingDependencyError`."""
         try:
-            return import_module(f"kvevents.cli.{self.module}")
+            module, _, name = self.module.partition(":")
+            loaded = import_module(module if "." in module else f"kvevents.cli.{module}")
+            return getattr(loaded, name) if name else loaded
+        except MissingDependencyError as error:
+            # The modules would name one extra after the other. That of the command brings all that they need.
+            raise (MissingDependencyError(error.text, self.extra) if self.extra else error) from error
         except ImportError as error:
-            package = error.name or str(error)
-            if isinstance(error, KVEventsError) or not self.extra or package.startswith("kvevents"):
+            if not self.extra or str(error.name).partition(".")[0] == "kvevents":
                 raise
-            raise MissingDependencyError(
-                f"kvevents {self.name} needs the package {package}: pip install 'kvevents[{self.extra}]'"
-            ) from error
+            raise MissingDependencyError(f"kvevents {self.name} needs the package {error.name}", self.extra) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class CommandParser(ArgumentParser):
     """A parser that reports unknown options and commands before anything else, with a suggestion.
 
     argparse reports them last: it takes the value of a misspelled option for a positional argument and rejects that first.
-    Abbreviated options are unknown too, since `--replay` of one command would be `--replay-endpoint` of another.
+    Abbreviated options are unknown too: a later release can add an option with the same beginning.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -106,6 +108,16 @@ class CommandParser(ArgumentParser):
             else:
                 parser._command = command
 
+    def declare_options(self, words: Sequence[str]) -> None:
+        """Declare the options of the command that these words choose, which its own parser does otherwise."""
+        if self._commands is not None:
+            for word in words:
+                if word in self._commands.choices:
+                    self._commands.choices[word].declare_options(words)
+        elif self._command is not None:
+            self._declare(self._command)
+            self._command = None
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
         """Parse arguments. A command declares its options here, when it was chosen."""
         given = sys.argv[1:] if args is None else args
@@ -124,6 +136,11 @@ class CommandParser(ArgumentParser):
                 if word.startswith("-"):
                     self._reject("option", word, [*self._option_string_actions])
         return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line of usage and the error, and exit."""
+        words = [self.prog, "[OPTIONS]", *(str(each.metavar or each.dest) for each in self._get_positional_actions())]
+        self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _declare(self, command: Command) -> None:
         module = command.load()

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import positive_int, service_url
+from kvevents.cli.options import positive_int, service_url, whole_number
 from kvevents.conform.indexer import Indexer, MooncakeIndexer, RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
@@ -36,7 +36,7 @@ from kvevents.wire import Dialect, resolve_dialect
 DESCRIPTION: Final = (
     "Play engines of every release, with all their faults, against an indexer or a router, or consumers against a publisher. "
     "Print whether answers were correct, whether it was reported that they were not, or whether they were silently wrong.\n"
-    "Exit code 1: an answer was silently wrong, or missing."
+    "Exit code 1: an answer was silently wrong or missing, or too many workers were reported without need."
 )
 EXAMPLES: Final = """\
   kvevents conform ours
@@ -64,6 +64,7 @@ _STYLES: Final[dict[Verdict, Style]] = {
     Verdict.NOT_APPLICABLE: "dim",
     Verdict.CORRECT: "good",
     Verdict.REPORTED: "warn",
+    Verdict.NEEDLESS: "bad",
     Verdict.SILENT: "bad",
     Verdict.UNANSWERED: "loud",
 }
@@ -116,6 +117,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_output(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-needless",
+        metavar="N",
+        type=whole_number,
+        default=0,
+        help="exit with 1 if more scenarios than N are reported without need (default: 0)",
+    )
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")
     parser.add_argument(
@@ -129,7 +137,7 @@ def _add_output(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play the scenarios. Return `FAILED` if an answer was silently wrong or missing."""
+    """Play the scenarios. Return `FAILED` if an answer was silently wrong or missing, or too much was reported without need."""
     console = Console()
     scenarios = _choose(args)
     if args.list:
@@ -159,7 +167,7 @@ def run(args: Namespace) -> int:
         console.line(found.summary)
     else:
         console.data(_formatted(found, args.output))
-    return FAILED if found.has_failed and not args.exit_zero else OK
+    return FAILED if found.has_failed(args.max_needless) and not args.exit_zero else OK
 
 
 def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
@@ -179,8 +187,10 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
         known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
+        own = f"dialect-{args.dialect.name.replace('@', '-')}"
+        release = next(each for each in shipped_scenarios() if each.name == own and isinstance(each, Scenario))
         readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
-        chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, args.dialect)) is not None)
+        chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, release)) is not None)
     if not chosen:
         filters = [*(f"--only {text}" for text in args.only), *([f"--dialect {args.dialect}"] if args.dialect else [])]
         raise ConfigError(f"no scenario fits {' '.join(filters)}; --list prints all scenarios")

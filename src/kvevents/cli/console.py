@@ -1,4 +1,4 @@
-"""Output of commands: results go to stdout, notes and progress to stderr."""
+"""Output of commands: results go to stdout, notes and progress to stderr. Tables, and views of a whole terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, TextIO, TypeAlias
+from unicodedata import combining, east_asian_width
 
 from kvevents.errors import ExternalError
 
@@ -24,7 +25,18 @@ _SGR: Final[dict[Style, str]] = {
     "bad": "1;31",
     "loud": "1;35",
 }
+TRUST_STYLES: Final[dict[str, Style]] = {
+    "EXACT": "good",
+    "REPLAYING": "name",
+    "DEGRADED": "warn",
+    "CONNECTING": "loud",
+    "STALE": "bad",
+}
+"""Styles of trust states."""
 _ERASE_LINE: Final = "\r\x1b[K"
+_ENTER_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+"""Turns on the second screen of a terminal, without a cursor."""
+_LEAVE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
 _PROGRESS_SECONDS: Final = 0.1
 """Time between two updates of the progress at least."""
 
@@ -37,6 +49,7 @@ class Span(NamedTuple):
 
 
 Part: TypeAlias = Span | str
+Line: TypeAlias = Sequence[Part]
 
 
 class OutputError(ExternalError):
@@ -62,27 +75,33 @@ class Console:
         self._notes = notes or sys.stderr
         self._out_color = _wants_color(self._out)
         self._notes_color = _wants_color(self._notes)
-        self._progress = _is_terminal(self._notes)
+        self._progress = is_terminal(self._notes)
         self._in_progress = False
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
         """Write a line of results. Raises BrokenPipeError if the reader has ended, and `OutputError`."""
         with convert_output_errors():
+            self._end_progress()
             self._out.write(_paint(parts, self._out_color) + "\n")
             self._out.flush()
+
+    def lines(self, lines: Iterable[Line]) -> None:
+        """Write lines of results. Raises as `line` does."""
+        for line in lines:
+            self.line(*line)
 
     def data(self, line: bytes) -> None:
         """Write a line of results in UTF-8, regardless of the terminal's encoding. Raises as `line` does."""
         with convert_output_errors():
+            self._end_progress()
             self._out.buffer.write(line + b"\n")
             self._out.buffer.flush()
 
     def note(self, *parts: Part) -> None:
         """Write a line to stderr."""
-        erase = _ERASE_LINE if self._in_progress else ""
-        self._in_progress = False
-        self._notes.write(f"{erase}{_paint(parts, self._notes_color)}\n")
+        self._end_progress()
+        self._notes.write(_paint(parts, self._notes_color) + "\n")
         self._notes.flush()
 
     def progress(self, text: str) -> None:
@@ -91,7 +110,13 @@ class Console:
         if self._progress and now - self._progress_at >= _PROGRESS_SECONDS:
             self._progress_at = now
             self._in_progress = True
-            self._notes.write(f"{_ERASE_LINE}{text}")
+            self._notes.write(_ERASE_LINE + _paint(cut([text], terminal_size(self._notes)[0] - 1), color=False))
+            self._notes.flush()
+
+    def _end_progress(self) -> None:
+        if self._in_progress:
+            self._in_progress = False
+            self._notes.write(_ERASE_LINE)
             self._notes.flush()
 
     def check_reader(self) -> None:
@@ -106,23 +131,108 @@ class Console:
             raise BrokenPipeError
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can erase lines."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _wants_color(stream: TextIO) -> bool:
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR")
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def _paint(parts: tuple[Part, ...], color: bool) -> str:
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Return columns and lines of a terminal."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns = lines = 0
+    return columns or 80, lines or 24
+
+
+@contextmanager
+def live_lines(stream: TextIO, *, whole: bool = False) -> Iterator[Callable[[Sequence[Line]], None]]:
+    """Show lines on a terminal, or on the `whole` terminal, until the end. The yielded function replaces them.
+
+    What does not fit is cut.
+    """
+    shown: list[str] = []
+
+    def show(lines: Sequence[Line]) -> None:
+        columns, rows = terminal_size(stream)
+        back = "\x1b[H" if whole else f"\x1b[{len(shown)}F" if shown else ""
+        shown[:] = [_paint(cut(line, columns), _wants_color(stream)) for line in lines[: rows - 1]]
+        stream.write(back + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
+        stream.flush()
+
+    stream.write(_ENTER_SCREEN if whole else "")
+    try:
+        yield show
+    finally:
+        show([])
+        stream.write(_LEAVE_SCREEN if whole else "")
+        stream.flush()
+
+
+# --- lines and tables
+
+
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[Part | Line]], left: Container[str], widths: Sequence[int] | None = None
+) -> list[Line]:
+    """Return rows in columns below their titles. The columns in `left` are aligned to the left, all others to the right.
+
+    Cells are cut to `widths`.
+    """
+    cells = [[Span(title, "dim") for title in titles], *rows]
+    widths = widths or [max(map(width, column)) for column in zip(*cells, strict=True)]
+    lines: list[Line] = []
+    for row in cells:
+        line: list[Part] = []
+        for title, cell, wide in zip(titles, row, widths, strict=True):
+            shown, blank = cut(cell, wide), " " * (wide - width(cell))
+            line += [*shown, blank, "  "] if title in left else [blank, *shown, "  "]
+        while line and not (line[-1].text if isinstance(line[-1], Span) else line[-1]).strip():
+            line.pop()
+        lines.append(line)
+    return lines
+
+
+def cut(cell: Part | Line, most: int) -> list[Part]:
+    """Return a line, or its beginning and an ellipsis if it has more than `most` columns."""
+    if width(cell) <= most:
+        return list(_spans(cell))
+    parts: list[Part] = []
+    for text, style in _spans(cell):
+        end = len(text)
+        while end and width([*parts, text[:end]]) > most - 1:
+            end -= 1
+        parts.append(Span(text[:end], style))
+        if end < len(text):
+            break
+    return [*parts, "…"] if most > 0 else []
+
+
+def width(cell: Part | Line) -> int:
+    """Return the columns of a terminal that a text takes."""
+    text = "".join(span.text for span in _spans(cell))
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _spans(cell: Part | Line) -> list[Span]:
+    parts = [cell] if isinstance(cell, Span | str) else cell
     spans = [part if isinstance(part, Span) else Span(part) for part in parts]
-    return "".join(_paint_span(span, color) for span in spans)
+    return [Span(printable(span.text), span.style) for span in spans]
+
+
+def _paint(parts: Line, color: bool) -> str:
+    return "".join(_paint_span(span, color) for span in _spans(parts))
 
 
 def _paint_span(span: Span, color: bool) -> str:
-    text = printable(span.text)
     code = _SGR[span.style] if color else ""
-    return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+    return f"\x1b[{code}m{span.text}\x1b[0m" if code and span.text else span.text
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from kvevents.cli.command import NOTHING_ARRIVED, OK
-from kvevents.cli.console import Console, Part, Span, Style
+from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
 from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Trust
@@ -30,18 +30,12 @@ MAX_EVENTS_INLINE: Final = 3
 MAX_HASHES_INLINE: Final = 3
 _HASH_DIGITS: Final = 8
 """Shown digits of 16; they are enough to recognise a hash, as in git."""
-_TRUST_STYLES: Final[dict[str, Style]] = {"EXACT": "good", "DEGRADED": "warn", "STALE": "bad"}
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {
     BlockStored: "good",
     BlockRemoved: "warn",
     AllBlocksCleared: "loud",
 }
 _INDENT: Final = " " * 14
-
-
-def trust_style(trust: Trust) -> Style:
-    """Return the style of a trust state."""
-    return _TRUST_STYLES.get(trust.name, "dim")
 
 
 def short_hash(value: int) -> str:
@@ -55,6 +49,12 @@ class LineFormat:
     def __init__(self, width: int = 0, detail: Detail = "batches") -> None:
         self._width = width
         self._detail = detail
+
+    def delivery(self, delivery: Delivery) -> Sequence[Line]:
+        """Return the lines of a delivery."""
+        if isinstance(delivery, Batch):
+            return self.batch(delivery)
+        return [self.reset(delivery) if isinstance(delivery, Reset) else self.gap(delivery)]
 
     def batch(self, batch: Batch) -> list[list[Part]]:
         """Return one line, or with the details `events` and `tokens` that line and one for each event."""
@@ -82,7 +82,7 @@ class LineFormat:
 
     def trust(self, source: str, rank: int, trust: Trust) -> list[Part]:
         """Return the line of a change of trust."""
-        return [*self._now(source, rank), "trust   ", Span(str(trust), trust_style(trust))]
+        return [*self._now(source, rank), "trust   ", Span(str(trust), TRUST_STYLES[trust.name])]
 
     def _head(self, ts: float, source: str, rank: int) -> list[Part]:
         return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
@@ -193,35 +193,6 @@ class BatchObject(msgspec.Struct, frozen=True, tag="batch", tag_field="kind"):
     rejected: list[RejectedObject]
 
 
-class ResetObject(msgspec.Struct, frozen=True, tag="reset", tag_field="kind"):
-    """A new incarnation of the publisher."""
-
-    source: str
-    rank: int
-    incarnation: int
-    reason: str
-
-
-class GapObject(msgspec.Struct, frozen=True, tag="gap", tag_field="kind"):
-    """Batches that were not delivered: lost, or represented by the snapshot that follows."""
-
-    source: str
-    rank: int
-    incarnation: int
-    first: int
-    last: int
-    compacted: bool
-
-
-class TrustObject(msgspec.Struct, frozen=True, tag="trust", tag_field="kind"):
-    """A change of trust."""
-
-    source: str
-    rank: int
-    trust: str
-    reason: str
-
-
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
 """Unknown fields of peers can have values without a JSON form."""
 
@@ -234,14 +205,17 @@ def encode_delivery(delivery: Delivery) -> bytes:
         found = BatchObject(*stream, delivery.seq, delivery.ts, delivery.replayed, delivery.events, rejected)
         return _ENCODER.encode(found)
     if isinstance(delivery, Reset):
-        return _ENCODER.encode(ResetObject(delivery.source, delivery.rank, delivery.incarnation, delivery.reason))
-    stream = (delivery.source, delivery.rank, delivery.incarnation)
-    return _ENCODER.encode(GapObject(*stream, delivery.first, delivery.last, delivery.compacted))
+        return _encode("reset", delivery, "source", "rank", "incarnation", "reason")
+    return _encode("gap", delivery, "source", "rank", "incarnation", "first", "last", "compacted")
+
+
+def _encode(kind: str, delivery: Delivery, *keys: str) -> bytes:
+    return _ENCODER.encode({"kind": kind} | {key: getattr(delivery, key) for key in keys})
 
 
 def encode_trust(source: str, rank: int, trust: Trust) -> bytes:
     """Return the JSON object of a change of trust."""
-    return _ENCODER.encode(TrustObject(source, rank, trust.name, trust.reason))
+    return _ENCODER.encode({"kind": "trust", "source": source, "rank": rank, "trust": trust.name, "reason": trust.reason})
 
 
 # --- the loop
@@ -354,7 +328,7 @@ def _summary(stream: str, totals: StreamTotals, trust: Trust) -> list[Part]:
         parts.append(f"a snapshot of {plural(totals.compacted, 'older batch')}, ")
     if totals.unreadable:
         parts.append(Span(f"{totals.unreadable} not fully readable, ", "warn"))
-    return [*parts, "trust ", Span(str(trust), trust_style(trust))]
+    return [*parts, "trust ", Span(str(trust), TRUST_STYLES[trust.name])]
 
 
 class TrustChanges:

@@ -20,10 +20,11 @@ from kvevents.sim.workloads import rescaled, workload
 from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
-    "Show what KV cache events are worth. Four simulated engines, with the block manager of vLLM and the speed of an A100, "
-    "serve the same requests four times; each time a router chooses their engines by another policy. The engines publish "
-    "events over real sockets that lose 1% of the batches, and some restart; the last policy knows from these events what each "
-    "engine has cached. No GPU is needed. Exit code 1 means that the index and an engine disagreed about a cache."
+    "Show what KV cache events are worth to several routers. Four simulated engines, with the block manager of vLLM and the "
+    "speed of an A100, serve the same requests four times; each time four routers choose the engines by another policy. The "
+    "engines publish events over real sockets that lose 1% of the batches, and some restart; the last policy knows from these "
+    "events what each engine has cached, the one before only what its router has sent. With one router both are about as fast "
+    "(kvevents sim compare). No GPU is needed. Exit code 1 means that the index and an engine disagreed about a cache."
 )
 EXAMPLES: Final = """\
   kvevents demo
@@ -31,12 +32,12 @@ EXAMPLES: Final = """\
   kvevents demo --time-scale 5         on a slow machine
 """
 
-SETTINGS: Final = FleetSettings(engines=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
+SETTINGS: Final = FleetSettings(engines=4, routers=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
 """Half as much cache as such a GPU has room for, as with a larger model."""
 POLICIES: Final = {
-    "round-robin": "round-robin",
     "least-loaded": "least-loaded",
     "session-affinity": "session-affinity",
+    "approximate-tree": "tree of what was sent",
     "prefix-aware": "prefix-aware, by events",
 }
 """The policies that are compared, and what the table calls them."""
@@ -67,7 +68,7 @@ def run(args: Namespace) -> int:
     logging.getLogger("kvevents").setLevel(logging.ERROR)  # warnings of connections that restarts close are part of the show
     began = time.monotonic()
     console.line(f"4 simulated engines answer {plural(args.requests, 'request')} of chats and agents.")
-    console.line("Users wait this long for the first token, by the policy of the router that chooses the engine:")
+    console.line("Users wait this long for the first token, by the policy of the four routers that choose the engine:")
     console.line()
     console.line(Span(f"{'':24}{'half within':>12}{'90% within':>13}{'prompts cached':>17}", "dim"))
     results, streams, behind = list[PolicyResult](), list[StreamResult](), 0.0

@@ -9,17 +9,20 @@ from typing import Final
 
 import msgspec
 
-from kvevents.cli.command import FAILED, OK
+from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import (
-    add_access,
+    ENGINE_ENDPOINT,
+    OBJECTS,
     add_engine_details,
     add_output,
-    endpoint,
+    add_service,
+    ask_engine,
+    endpoint_or_url,
     make_client,
     positive_seconds,
     read_curve,
-    service_url,
+    write_object,
 )
 from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.engine_checks import Engine, EngineChecks
@@ -37,6 +40,7 @@ EXAMPLES: Final = """\
   kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic-prefix kv@ --duration 30
   kvevents doctor 'tcp://*:5557' --bind              for an engine that connects
   kvevents doctor --service http://10.0.0.9:8090     a service and its engines
+  kvevents doctor                                    the service of KVEVENTS_SERVICE, or of the current context
 """
 
 DEFAULT_SECONDS: Final = 5.0
@@ -65,19 +69,21 @@ class ServiceReport(msgspec.Struct, frozen=True):
 
 def run(args: Namespace) -> int:
     """Run the checks, print each finding, and return the exit code."""
+    if args.endpoint is not None and (args.service or args.context):
+        raise CommandLineError("name an engine or a service (--service, --context), not both")
     console = Console()
     report: DoctorReport | ServiceReport
-    if args.service is not None:
+    quiet = args.output != "text"
+    if args.endpoint is None:
         service = ServiceChecks(make_client(args))
-        found = _collect(service.findings(), console, quiet=args.output == "json")
+        found = _collect(service.findings(), console, quiet=quiet)
         report = ServiceReport(args.service, service.version, worst(found), found)
     else:
+        ask_engine(args)
         engine = EngineChecks(_engine(args), StopSignal())
-        found = _collect(engine.findings(), console, quiet=args.output == "json")
+        found = _collect(engine.findings(), console, quiet=quiet)
         report = DoctorReport(args.endpoint, engine.replay, worst(found), found)
-    if args.output == "json":
-        console.data(msgspec.json.encode(report))
-    else:
+    if not write_object(report, args.output, console):
         _print_totals(found, console)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
     return FAILED if report.verdict in bad else OK
@@ -121,14 +127,14 @@ def _print_totals(found: list[CheckResult], console: Console) -> None:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument(
-        "endpoint", nargs="?", metavar="ENDPOINT", type=endpoint, help="endpoint of the engine's events: tcp://HOST:PORT"
+    parser.add_argument(
+        "endpoint",
+        nargs="?",
+        metavar="ENDPOINT|URL",
+        type=endpoint_or_url,
+        help=f"{ENGINE_ENDPOINT} (default: check a service)",
     )
-    subject.add_argument(
-        "--service", metavar="URL", type=service_url, help="check a service and its fleet instead: http://HOST:PORT"
-    )
-    add_output(parser, "one JSON object after the last check")
+    add_output(parser, "one object after the last check", OBJECTS)
     parser.add_argument("--strict", action="store_true", help="return exit code 1 for warnings too")
     engine = parser.add_argument_group("for an engine")
     add_engine_details(engine)
@@ -139,4 +145,4 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="S",
         help="seconds to receive events (default: %(default)g)",
     )
-    add_access(parser.add_argument_group("for a service"))
+    add_service(parser.add_argument_group("for a service and its fleet"), nargs="?", const=None)

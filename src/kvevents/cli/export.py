@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Span
+from kvevents.cli.console import Console, Span, table
 from kvevents.cli.options import add_output
-from kvevents.export import ExportProgress, ExportSummary, QueryResult, export, find_query, queries, run_query
+from kvevents.export import ExportProgress, ExportSummary, export, find_query, queries, run_query
 from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
@@ -123,8 +123,8 @@ def _list_queries(args: Namespace, console: Console) -> int:
 def _run_query(args: Namespace, console: Console) -> int:
     query = find_query(args.query)
     if args.sql:
-        for line in query.sql.splitlines():
-            console.line(line)
+        for text in query.sql.splitlines():
+            console.line(text)
         return OK
     if len(args.paths) != 1:
         raise CommandLineError(f"expected one directory with tables: kvevents export --query {args.query} out")
@@ -133,25 +133,12 @@ def _run_query(args: Namespace, console: Console) -> int:
         for row in answer.rows:
             console.data(msgspec.json.encode(dict(zip(answer.columns, row, strict=True))))
     else:
-        _table(answer, console)
+        if not answer.rows:
+            console.note("the query returned no rows")
+        texts = [all(isinstance(row[at], str | None) for row in answer.rows) for at in range(len(answer.columns))]
+        left = {title for title, is_text in zip(answer.columns, texts, strict=True) if is_text}
+        console.lines(table(answer.columns, [[_cell(value) for value in row] for row in answer.rows], left))
     return OK
-
-
-def _table(answer: QueryResult, console: Console) -> None:
-    """Print rows in columns, with numbers aligned to the right."""
-    if not answer.rows:
-        console.note("the query returned no rows")
-    cells = [answer.columns, *([_cell(value) for value in row] for row in answer.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    texts = [all(isinstance(value, str | None) for value in column) for column in zip(*answer.rows, strict=True)]
-    for number, row in enumerate(cells):
-        line = _aligned(row, widths, texts or [True] * len(row))
-        console.line(Span(line, "dim") if number == 0 else line)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int], texts: Sequence[bool]) -> str:
-    aligned = (f"{cell:<{width}}" if text else f"{cell:>{width}}" for cell, width, text in zip(row, widths, texts, strict=True))
-    return "  ".join(aligned).rstrip()
 
 
 def _cell(value: Any) -> str:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import os
 import re
 import socket
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.client.service_client import TOKEN_VARIABLE, ServiceClient
-from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
+from kvevents.cli.contexts import context_file, find_context
+from kvevents.client import Client
+from kvevents.client.protocol import TOKEN_VARIABLE
+from kvevents.endpoints import MAX_PORT, split_tcp, tcp_of, validate_source
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve, read_public_keys, z85_decode
@@ -50,6 +57,8 @@ _SMALLEST: Final = math.ulp(0.0)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+_HTTP: Final = ("http://", "https://")
+ENGINE_ENDPOINT: Final = "endpoint of the engine's events, tcp://HOST:PORT, or the URL of its HTTP server, which knows it"
 
 
 # --- values; every function raises `ArgumentTypeError`
@@ -59,14 +68,24 @@ def endpoint(text: str) -> str:
     """Return a ZeroMQ endpoint. `HOST:PORT` means `tcp://HOST:PORT`."""
     if "://" not in text and split_tcp(f"tcp://{text}") is not None:
         text = f"tcp://{text}"
-    transport, separator, address = text.partition("://")
+    transport, separator, address = tcp_of(text).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
     try:
-        validate_endpoint(text)
+        validate_source(text)
     except ConfigError as error:
         raise ArgumentTypeError(str(error)) from None
     return text
+
+
+def endpoint_or_url(text: str) -> str:
+    """Return a ZeroMQ endpoint, or the URL of an engine's HTTP server."""
+    if text.startswith(_HTTP):
+        return engine_url(text)
+    try:
+        return endpoint(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or the engine's URL http://HOST:PORT") from None
 
 
 def engine(text: str) -> Source:
@@ -81,17 +100,30 @@ def engine(text: str) -> Source:
             f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,tcp://HOST:REPLAY_PORT"
         )
     name = name or first.removeprefix("tcp://")
-    return Source(endpoint(first), endpoint(replay) if replay else None, name=name, rank=int(rank))
+    live = endpoint(first)
+    if replay.isdecimal():  # at the same host
+        replay = f"{live.rpartition(':')[0]}:{replay}"
+    try:
+        return Source(live, endpoint(replay) if replay else None, name=name, rank=int(rank))
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
-def positive_seconds(text: str) -> float:
-    """Return a duration above 0."""
-    return number(text, "a number of seconds above 0")
+def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
+    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not minimum <= value < math.inf:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+    return value
 
 
-def seconds(text: str) -> float:
-    """Return a duration of 0 or more."""
-    return number(text, "a number of seconds, 0 or more", minimum=0.0)
+positive_seconds: Final = partial(number, expected="a number of seconds above 0")
+seconds: Final = partial(number, expected="a number of seconds, 0 or more", minimum=0.0)
+rate: Final = partial(number, expected="a number of batches per second above 0")
+factor: Final = partial(number, expected="a factor above 0")
 
 
 def size(text: str) -> int:
@@ -109,16 +141,6 @@ def port(text: str) -> int:
     return int(text)
 
 
-def rate(text: str) -> float:
-    """Return a rate above 0."""
-    return number(text, "a number of batches per second above 0")
-
-
-def factor(text: str) -> float:
-    """Return a factor above 0."""
-    return number(text, "a factor above 0")
-
-
 def positive_int(text: str) -> int:
     """Return a whole number above 0."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -131,17 +153,6 @@ def whole_number(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
         raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number, 0 or more")
     return int(text)
-
-
-def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
-    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not minimum <= value < math.inf:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
-    return value
 
 
 def service_url(text: str) -> str:
@@ -181,11 +192,43 @@ def _ranks(text: str) -> int:
 # --- results
 
 
-def add_output(parser: ArgumentParser, json: str) -> None:
-    """Declare the format of the results; `json` describes the JSON form."""
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help=f"text, or json: {json} (default: text)"
-    )
+LINES: Final = ("text", "json")
+"""Formats of results that come line by line."""
+OBJECTS: Final = ("text", "json", "yaml")
+TABLES: Final = ("table", "wide", "json", "yaml")
+
+
+def add_output(parser: ArgumentParser, json: str, formats: Sequence[str] = LINES) -> None:
+    """Declare the format of the results, by default the first one; `json` describes the JSON form."""
+    text = f"{', '.join(formats[: formats.index('json')])}, or {' or '.join(formats[formats.index('json') :])}: {json}"
+    parser.add_argument("-o", "--output", choices=formats, default=formats[0], help=f"{text} (default: {formats[0]})")
+
+
+def write_object(value: object, output: str, console: Console) -> bool:
+    """Write a value as JSON or YAML if that is the output. Return whether it is."""
+    if output == "json":
+        console.data(msgspec.json.encode(value))
+    elif output == "yaml":
+        console.data("\n".join(_yaml(msgspec.to_builtins(value))).encode())
+    return output in {"json", "yaml"}
+
+
+def _yaml(value: Any) -> Iterator[str]:
+    """Yield the lines of a value as YAML, of which JSON is a part: texts and empty values are written as in JSON."""
+    if not isinstance(value, dict | list) or not value:
+        yield msgspec.json.encode(value).decode()
+    elif isinstance(value, list):
+        for first, *rest in (list(_yaml(each)) for each in value):
+            yield from (f"- {first}", *(f"  {line}" for line in rest))
+    else:
+        for key, lines in ((key, list(_yaml(each))) for key, each in value.items()):
+            name = (
+                key
+                if re.fullmatch(r"[a-z_]{4,}", key) and key not in {"true", "false", "null"}
+                else msgspec.json.encode(key).decode()
+            )
+            is_nested = isinstance(value[key], dict | list) and value[key]
+            yield from (f"{name}:", *(f"  {line}" for line in lines)) if is_nested else (f"{name}: {lines[0]}",)
 
 
 # --- the engine that a command subscribes to
@@ -193,7 +236,7 @@ def add_output(parser: ArgumentParser, json: str) -> None:
 
 def add_engine(parser: ArgumentParser) -> None:
     """Declare the endpoint of an engine, and the options of `add_engine_details`."""
-    parser.add_argument("endpoint", metavar="ENDPOINT", type=endpoint, help="endpoint of the engine's events: tcp://HOST:PORT")
+    parser.add_argument("endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help=ENGINE_ENDPOINT)
     add_engine_details(parser)
 
 
@@ -282,7 +325,7 @@ def add_source(parser: ArgumentParser) -> None:
 def source_name(args: Namespace) -> str:
     """Return the name of the engine in the output."""
     name: str | None = args.source_name
-    return name or str(args.endpoint).removeprefix("tcp://")
+    return name or str(args.endpoint).partition("://")[2]
 
 
 def read_sources(args: Namespace) -> list[Source]:
@@ -290,10 +333,46 @@ def read_sources(args: Namespace) -> list[Source]:
 
     The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong.
     """
+    if sources := ask_engine(args):
+        return sources
     source = Source(
         args.endpoint, args.replay, topic=args.topic_prefix, name=source_name(args), bind=args.bind, curve=read_curve(args)
     )
     return source.ranks(args.ranks)
+
+
+def ask_engine(args: Namespace) -> list[Source]:
+    """Return the sources of all ranks of an engine that is named by its URL; an empty list for one that is not.
+
+    The endpoints of the first rank replace `args.endpoint` and `args.replay`. Raises `ExternalError` if the engine does not
+    answer or publishes no events.
+    """
+    url = str(args.endpoint)
+    if not url.startswith(_HTTP):
+        return []
+    # Other commands need none of the service's packages.
+    from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
+    from kvevents.service.discovery.provider import Template  # noqa: PLC0415
+
+    # Registrations need a model, and this command does not use it.
+    finding = asyncio.run(EngineProvider(url, Template(model=url, other_hosts=True)).query())
+    if not finding.registrations:
+        raise ExternalError("; ".join(fault.sentence for fault in finding.faults))
+    name, curve = url.partition("://")[2], read_curve(args)
+    sources = [
+        Source(
+            one.endpoint,
+            None if args.no_replay else args.replay or one.replay_endpoint,
+            topic=args.topic_prefix or one.topic,
+            name=getattr(args, "source_name", None) or name,
+            rank=one.rank,
+            curve=curve,
+            replay_is_proven=one.replay_is_proven and args.replay is None,
+        )
+        for one in finding.registrations
+    ]
+    args.endpoint, args.replay = sources[0].endpoint, sources[0].replay_endpoint
+    return sources
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
@@ -301,6 +380,8 @@ def note_missing_endpoints(args: Namespace, console: Console) -> None:
     fault = None if args.bind else _connection_fault(args.endpoint)
     if fault is not None:
         console.note(Span(f"waiting for {args.endpoint}: {fault}", "warn"))
+    if args.replay == args.endpoint:
+        console.note(Span(f"{args.replay} cannot be both: events and replay have a port each", "warn"))
     if args.replay is None and not args.no_replay:
         text = "no replay endpoint given: lost batches stay lost; add --replay tcp://HOST:PORT"
         search = "" if args.bind else f" (`kvevents doctor {args.endpoint}` looks for it)"
@@ -340,14 +421,15 @@ def add_limits(parser: ArgumentParser) -> None:
 def add_publisher(parser: ArgumentParser) -> None:
     """Declare the endpoints of a publisher, and when it begins and ends."""
     parser.add_argument(
-        "--endpoint", default="tcp://*:5557", type=endpoint, help="endpoint of the live events (default: %(default)s)"
+        "--endpoint", default="tcp://127.0.0.1:5557", type=endpoint, help="where to publish live events (default: %(default)s)"
     )
     parser.add_argument(
-        "--replay-endpoint",
-        default="tcp://*:5558",
+        "--replay",
+        dest="replay_endpoint",
+        default="tcp://127.0.0.1:5558",
         type=endpoint,
         metavar="ENDPOINT",
-        help="endpoint that answers replay requests (default: %(default)s)",
+        help="where to answer replay requests (default: %(default)s)",
     )
     add_wait_for_subscriber(parser)
     parser.add_argument(
@@ -383,17 +465,31 @@ def no_subscriber(endpoint: str, seconds: float) -> ExternalError:
 # --- the service that a command asks
 
 
-def add_service(parser: ArgumentParser) -> None:
-    """Declare the service to ask, and the options of `add_access`."""
-    parser.add_argument(
+def add_service(parser: ArgumentParser | Group, **given: Any) -> None:
+    """Declare the service to ask, how to authenticate to it, and how long to wait. `given` adds to the option `--service`."""
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument(
         "-s",
         "--service",
         metavar="URL",
         type=service_url,
-        default=os.environ.get(SERVICE_VARIABLE) or DEFAULT_SERVICE,
-        help=f"URL of the service (default: the variable {SERVICE_VARIABLE}, or {DEFAULT_SERVICE})",
+        help=f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})",
+        **given,
     )
+    named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
     add_access(parser)
+
+
+def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
+    """Declare the scope that a service keeps apart from others, which `scope_of` returns."""
+    parser.add_argument("--model", metavar="NAME", required=required, help=model)
+    parser.add_argument("--tenant", metavar="NAME", help=f"tenant (default: {default})")
+    parser.add_argument("--group", metavar="NAME", help=f"routing group (default: {default})")
+
+
+def scope_of(args: Namespace) -> dict[str, Any]:
+    """Return the given options of `add_scope`."""
+    return {name: value for name in ("model", "tenant", "group") if (value := getattr(args, name)) is not None}
 
 
 def add_access(parser: ArgumentParser | Group) -> None:
@@ -415,9 +511,24 @@ def add_access(parser: ArgumentParser | Group) -> None:
     )
 
 
-def make_client(args: Namespace) -> ServiceClient:
-    """Return the client for the options of `add_service` or `add_access`. Raises `ConfigError`."""
-    return ServiceClient(args.service, token=_token(args.token_file), ca_file=args.tls_ca, timeout=args.timeout)
+def make_client(args: Namespace) -> Client:
+    """Return the client for the options of `add_service`, and put its URL into `args.service`. Raises `ConfigError`.
+
+    A context counts if no option or variable names a service. Its token is sent to its own service only.
+    """
+    variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
+    context = None if args.service or variable else find_context(args.context)
+    token_file, ca = (None, None) if context is None else (_path(context.token_file), _path(context.tls_ca))
+    try:
+        args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
+    except ArgumentTypeError as error:
+        raise ConfigError(str(error)) from error
+    token = _token(args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else token_file))
+    return Client(args.service, token=token, ca_file=args.tls_ca or ca, deadline=args.timeout, retries=0)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser()
 
 
 def _token(file: Path | None) -> str | None:

@@ -24,7 +24,7 @@ DESCRIPTION: Final = (
 EXAMPLES: Final = """\
   kvevents play run.jsonl.gz --wait-for-subscriber
   kvevents play run.jsonl.gz --speed max --repeat 10 --linger
-  kvevents play run.jsonl.gz --endpoint 'tcp://127.0.0.1:*' --replay-endpoint 'tcp://127.0.0.1:*'
+  kvevents play run.jsonl.gz --endpoint 'tcp://127.0.0.1:*' --replay 'tcp://127.0.0.1:*'
   kvevents play run.jsonl.gz --list
 """
 

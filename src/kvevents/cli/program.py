@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
@@ -18,12 +17,11 @@ from kvevents.cli.command import (
     WRONG_USAGE,
     Command,
     CommandGroup,
-    CommandLineError,
     CommandParser,
 )
 from kvevents.cli.console import Console, Span
 from kvevents.cli.signals import signals_interrupt
-from kvevents.errors import KVEventsError
+from kvevents.errors import KVEventsError, UsageError
 from kvevents.package_metadata import version
 
 COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
@@ -35,10 +33,14 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("doctor", "check an engine or a service, with advice for each fault", "doctor", CHECK_NOT_POSSIBLE),
     Command("conform", "judge an indexer, router or publisher under faults", "conform"),
     Command("relay", "republish an engine's stream with its full history", "relay"),
-    Command("bridge", "write the streams of engines to a log in NATS JetStream", "bridge", extra="plane,service"),
+    Command("bridge", "write the streams of engines to a log in NATS JetStream", "kvevents_plane.cli.bridge", extra="plane"),
     Command("serve", "index the prefix caches of a fleet, and answer queries", "serve", extra="service"),
     Command("query", "ask a service which workers hold a prompt", "query"),
     Command("top", "watch the fleet of a service", "top"),
+    Command("sources", "print the engines that a service follows", "fleet:SOURCES"),
+    Command("register", "register an engine at a service", "fleet:REGISTER"),
+    Command("unregister", "unregister an engine at a service", "fleet:UNREGISTER"),
+    Command("reservations", "print the open reservations of a service", "fleet:RESERVATIONS"),
     CommandGroup(
         "plane",
         "inspect the log of a plane in NATS",
@@ -52,13 +54,14 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
             Command(
                 "status",
                 "print partitions, bridges, replicas, snapshots and faults",
-                "plane",
+                "kvevents_plane.cli.status",
                 CHECK_NOT_POSSIBLE,
                 extra="plane",
             ),
         ),
     ),
     Command("export", "convert recordings to Parquet tables, and query them", "export", extra="export"),
+    Command("completion", "print what a shell needs to complete commands", "completion", extra="completion"),
     Command("keys", "create CURVE keys, which encrypt and authenticate", "keys"),
     CommandGroup(
         "sim",
@@ -98,11 +101,15 @@ examples:
 exit codes:
   0    success
   1    an error, or a failed check
-  2    wrong usage
+  2    wrong usage: an option, a variable, a file of settings, or a missing extra
   3    no batch arrived before --idle-timeout
   4    a check was not possible
   130  interrupted before the work was done
 """
+
+
+_LISTS: Final = ([], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup)))
+"""Command lines that choose no command: they print the list of commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,16 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_error = FAILED
     try:
         with signals_interrupt():
-            arguments = make_parser().parse_args(argv)
+            parser = make_parser()
+            words = list(sys.argv[1:] if argv is None else argv)
+            if words[:1] == ["help"]:
+                words = [*words[1:], "--help"]
+            elif words in _LISTS:
+                words = [*words, "--help"]
+            if "_ARGCOMPLETE" in os.environ:
+                _complete(parser)
+            arguments = parser.parse_args(words)
             on_error = arguments.command.on_error
             code: int = arguments.execute(arguments)
             return code
-    except CommandLineError as error:
-        _print_error(str(error))
-        return WRONG_USAGE
     except KVEventsError as error:
         _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
-        return on_error
+        return WRONG_USAGE if isinstance(error, UsageError) else on_error
     except BrokenPipeError:
         return OK  # the reader of the output has ended, as `head` does
     except OSError as error:
@@ -133,7 +145,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flush_output()
 
 
-def make_parser() -> ArgumentParser:
+def _complete(parser: CommandParser) -> None:
+    """Print how the shell can complete its command line, and exit."""
+    from argcomplete import autocomplete  # noqa: PLC0415 - an extra
+
+    parser.declare_options(os.environ["COMP_LINE"].split())
+    autocomplete(parser)
+
+
+def make_parser() -> CommandParser:
     """Return the parser of the program."""
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"kvevents {version()}", help="print the version and exit")

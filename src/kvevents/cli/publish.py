@@ -13,9 +13,8 @@ import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
+from kvevents.cli.options import add_curve, add_publisher, no_subscriber, positive_int, rate, read_curve
 from kvevents.cli.signals import StopSignal, sleep_until_signal
-from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -38,6 +37,7 @@ EXAMPLES: Final = """\
 
 SHUTDOWN_SECONDS: Final = 5.0
 """Time of a slow subscriber to receive the last batches."""
+BUFFER_STEPS: Final = 10_000
 POLL_SECONDS: Final = 0.02
 MAX_QUEUED: Final = 50_000
 """Half of the publisher's queue. Above it the command waits, so that the publisher drops nothing."""
@@ -126,17 +126,11 @@ def run(args: Namespace) -> int:
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
     curve = read_curve(args)
     with _open_input(args.file) as file, StopSignal() as stop:
-        publisher = ZmqEventPublisher(**endpoints, topic=args.topic, dialect=args.dialect, curve=curve)
+        options = {"topic": args.topic, "dialect": args.dialect, "buffer_steps": args.buffer_steps, "curve": curve}
+        publisher = ZmqEventPublisher(**endpoints, bind=not args.connect, **options)
         feed = LinePublisher(publisher, args.dialect, args.rate, console)
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
-            if not should_bind(args.endpoint):
-                console.note(
-                    Span(
-                        f"the publisher connects to {args.endpoint}, as engines do without a `*`; to listen, use tcp://*:PORT",
-                        "warn",
-                    )
-                )
             with stop.raising():
                 _wait_for_subscriber(publisher, args.wait_for_subscriber)
                 feed.run(file)
@@ -196,12 +190,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         "file", metavar="FILE", nargs="?", default="-", help="file with JSON lines, or - for stdin (default: -)"
     )
     add_publisher(parser)
+    parser.add_argument("--connect", action="store_true", help="connect to --endpoint, where a consumer listens with --bind")
     parser.add_argument("--topic", default="", help="topic of the batches (default: empty)")
     parser.add_argument(
         "--dialect",
         type=_dialect,
         metavar="NAME",
         help="engine release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)",
+    )
+    parser.add_argument(
+        "--buffer-steps",
+        type=positive_int,
+        metavar="N",
+        default=BUFFER_STEPS,
+        help=f"batches kept for replay, older ones are compacted (default: {BUFFER_STEPS})",
     )
     add_curve(parser)
     parser.add_argument("--rate", type=rate, metavar="N", help="batches per second (default: no limit)")

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Part, Span, Style, printable
-from kvevents.cli.delivery_output import trust_style
-from kvevents.cli.options import add_output, add_service, make_client
+from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
+from kvevents.cli.options import TABLES, add_output, add_scope, add_service, make_client, write_object
+from kvevents.client import Client, protocol
+from kvevents.client.names import worker_name
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
     MatchAnswer,
     ScoredCandidate,
     Selection,
-    SourcesAnswer,
     SourceView,
     TrustStatus,
     WorkerMatch,
 )
-from kvevents.client.service_client import ServiceClient, worker_name
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.routing.weights import tiers_by_reach
-from kvevents.stream import Trust
 from kvevents.text_format import first_names, percentage, plural
 
 DESCRIPTION: Final = (
@@ -82,7 +80,7 @@ def add_prompt(parser: ArgumentParser) -> None:
         type=Path,
         help="file with token ids: 32-bit little-endian numbers if its name ends in .u32 or .bin, else a JSON array",
     )
-    source.add_argument("--text", help="text of the prompt, with the chat template applied; needs --tokenizer")
+    source.add_argument("--text", help="text of the prompt, to which the chat template is already applied; needs --tokenizer")
     source.add_argument("--text-file", metavar="FILE", type=Path, help="file with that text, or - for stdin")
     parser.add_argument(
         "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json of the model, as published on Hugging Face"
@@ -158,7 +156,7 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only for text
     except ImportError as error:
-        raise MissingDependencyError("text needs the package tokenizers: pip install 'kvevents[service]'") from error
+        raise MissingDependencyError("text needs the package tokenizers", "service") from error
     try:
         tokenizer: Any = Tokenizer.from_file(str(file))
         # Tokenizer files have truncation and padding for training, which a prompt must not get.
@@ -169,17 +167,7 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
         raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
 
 
-Cells: TypeAlias = list[list[Part]]
-
-BAR_CELLS: Final = 24
-_TIERS: Final[dict[str, tuple[str, str, Style]]] = {
-    "gpu": ("█", "#", "good"),
-    "cpu": ("▓", "=", "name"),
-    "disk": ("▒", "-", "warn"),
-}
-"""How a tier is drawn: with block characters, in ASCII, and in which style; the fastest tier first."""
-_OTHER_TIER: Final[tuple[str, str, Style]] = ("░", "+", "loud")
-_NOT_HELD: Final[tuple[str, str, Style]] = ("·", ".", "dim")
+Cells: TypeAlias = list[Part | Line]
 
 
 def run(args: Namespace) -> int:
@@ -193,28 +181,28 @@ def run(args: Namespace) -> int:
         body["whole_prompt"] = True
     answer: MatchAnswer | Selection
     if args.select:
-        answer = client.post("/v1/select", body | {"explain": True}, Selection)
+        answer = client.send(protocol.post("/v1/select", body | {"explain": True}, Selection, is_repeatable=False))
     else:
-        answer = client.post("/v1/match", body, MatchAnswer)
+        answer = client.send(protocol.post("/v1/match", body, MatchAnswer))
     console = Console()
-    if args.output == "json":
-        console.data(msgspec.json.encode(answer))
-    elif isinstance(answer, Selection):
-        _print_selection(answer, len(tokens), console)
+    if write_object(answer, args.output, console):
+        return OK
+    if isinstance(answer, Selection):
+        _print_selection(answer, console, wide=args.output == "wide")
     else:
-        _print_matches(answer, body["model"], sources, console)
+        _print_matches(answer, body["model"], sources, console, wide=args.output == "wide")
     return OK
 
 
 class _Sources:
     """The sources of the service for one tenant and group, fetched when they are needed."""
 
-    def __init__(self, client: ServiceClient, scope: Mapping[str, str]) -> None:
+    def __init__(self, client: Client, scope: Mapping[str, str]) -> None:
         self._client = client
         self._scope = {name: scope.get(name, DEFAULT_GROUP) for name in ("tenant", "group")}
 
     def fetch(self, **parameters: str) -> list[SourceView]:
-        return self._client.get("/v1/sources", SourcesAnswer, {**self._scope, **parameters}).sources
+        return self._client.send(protocol.sources({**self._scope, **parameters})).sources
 
     def only_model(self) -> str:
         """Return the model of the fleet. Raises `ConfigError` unless there is exactly one."""
@@ -248,7 +236,7 @@ def _block_sizes(source: SourceView) -> list[int]:
 # --- the matches
 
 
-def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: Console) -> None:
+def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: Console, *, wide: bool) -> None:
     head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name")]
     holding = sum(held.tokens > 0 for held in answer.workers)
     # A worker that is not EXACT can hold more than is known, so it is listed even without a match.
@@ -262,8 +250,7 @@ def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: 
         return
     holders = sorted(shown, key=lambda held: (-held.tokens, held.instance, held.rank))
     rows = [_match_cells(held, answer.prompt_tokens) for held in holders]
-    _table(("worker", "tokens", "share", "held", "tiers", "trust"), rows, console)
-    _legend([held.tiers for held in holders], console)
+    _print_table(("worker", "tokens", "share", "tiers", "trust"), rows, [held.url for held in holders] * wide, console)
 
 
 def _hold_verb(count: int) -> str:
@@ -272,16 +259,22 @@ def _hold_verb(count: int) -> str:
 
 def _match_cells(held: WorkerMatch, prompt: int) -> Cells:
     return [
-        [Span(worker_name(held.instance, held.rank), "name")],
-        [f"{held.tokens:,}"],
-        [percentage(held.tokens, prompt)],
-        _bar(held.tiers, prompt),
-        [_tier_prefixes(held.tiers)],
+        Span(worker_name(held.instance, held.rank), "name"),
+        f"{held.tokens:,}",
+        percentage(held.tokens, prompt),
+        _tier_prefixes(held.tiers),
         _trust(held.trust),
     ]
 
 
-def _print_selection(selected: Selection, prompt: int, console: Console) -> None:
+def _print_table(titles: tuple[str, ...], rows: list[Cells], urls: list[str | None], console: Console) -> None:
+    """Print rows; with a column of `urls` if there are any."""
+    if urls:
+        titles, rows = (*titles, "url"), [[*row, url or "-"] for row, url in zip(rows, urls, strict=True)]
+    console.lines(table(titles, rows, _LEFT))
+
+
+def _print_selection(selected: Selection, console: Console, *, wide: bool) -> None:
     console.line(Span(worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
     console.line(selected.why)
     considered = selected.considered or []
@@ -289,100 +282,42 @@ def _print_selection(selected: Selection, prompt: int, console: Console) -> None
         console.note(
             "left out: " + first_names([f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in left_out])
         )
-    rows = [_candidate_cells(one, prompt) for one in considered]
-    _table(("worker", "score", "to compute", "load", "tokens", "held", "tiers", "trust"), rows, console)
-    _legend([one.tiers for one in considered], console)
+    rows = [_candidate_cells(one) for one in considered]
+    titles = ("worker", "score", "to compute", "load", "tokens", "tiers", "trust")
+    _print_table(titles, rows, [one.url for one in considered] * wide, console)
 
 
-def _candidate_cells(one: ScoredCandidate, prompt: int) -> Cells:
+def _candidate_cells(one: ScoredCandidate) -> Cells:
     return [
-        [Span(worker_name(one.instance, one.rank), "name")],
-        [f"{one.score:.3f}"],
-        [percentage(one.uncached, 1)],
-        [f"{one.load:.2f}"],
-        [f"{one.tokens:,}"],
-        _bar(one.tiers, prompt),
-        [_tier_prefixes(one.tiers)],
+        Span(worker_name(one.instance, one.rank), "name"),
+        f"{one.score:.3f}",
+        percentage(one.uncached, 1),
+        f"{one.load:.2f}",
+        f"{one.tokens:,}",
+        _tier_prefixes(one.tiers),
         _trust(one.trust),
     ]
 
 
 # --- layout
 
-
-def _table(titles: Sequence[str], rows: Sequence[Cells], console: Console) -> None:
-    """Print rows in columns, with numbers aligned to the right."""
-    head: Cells = [[Span(title, "dim")] for title in titles]
-    whole = [head, *rows]
-    widths = [max(_width(row[place]) for row in whole) for place in range(len(titles))]
-    for row in whole:
-        line: list[Part] = []
-        for title, cell, width in zip(titles, row, widths, strict=True):
-            blank = " " * (width - _width(cell))
-            line += [*cell, blank, "  "] if title in _LEFT else [blank, *cell, "  "]
-        console.line(*_strip_end(line))
-
-
-_LEFT: Final = frozenset({"worker", "held", "tiers", "trust"})
-
-
-def _strip_end(line: list[Part]) -> list[Part]:
-    while isinstance(line[-1], str) and not line[-1].strip():
-        line.pop()
-    return line
-
-
-def _width(cell: Sequence[Part]) -> int:
-    return sum(len(printable(part.text if isinstance(part, Span) else part)) for part in cell)
-
-
-def _bar(tiers: Mapping[str, int], prompt: int) -> list[Part]:
-    bar: list[Part] = []
-    drawn = 0
-    for tier, tokens in tiers_by_reach(tiers):
-        cells = max(min(BAR_CELLS, round(BAR_CELLS * tokens / max(prompt, 1))), drawn)
-        bar += _cells(_TIERS.get(tier, _OTHER_TIER), cells - drawn)
-        drawn = cells
-    return [*bar, *_cells(_NOT_HELD, BAR_CELLS - drawn)]
-
-
-def _cells(look: tuple[str, str, Style], count: int) -> list[Part]:
-    return [Span(look[not _draws_blocks()] * count, look[2])] if count else []
-
-
-def _draws_blocks() -> bool:
-    try:
-        "█▓▒░·".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeError, LookupError):
-        return False
-    return True
+_LEFT: Final = frozenset({"worker", "tiers", "trust", "url"})
 
 
 def _tier_prefixes(tiers: Mapping[str, int]) -> str:
     return ", ".join(f"{tier} {tokens:,}" for tier, tokens in tiers_by_reach(tiers))
 
 
-def _legend(all_tiers: Sequence[Mapping[str, int]], console: Console) -> None:
-    names = dict.fromkeys(tier for tiers in all_tiers for tier, _ in tiers_by_reach(tiers))
-    looks = [(_TIERS.get(tier, _OTHER_TIER), f"down to {tier}") for tier in names]
-    parts: list[Part] = []
-    for look, name in [*looks, (_NOT_HELD, "to be computed")]:
-        parts += [*_cells(look, 1), Span(f" {name}   ", "dim")]
-    console.note(*parts)
-
-
 def _trust(trust: TrustStatus) -> list[Part]:
     reason = f" ({trust.reason})" if trust.reason else " (attested)" if trust.attested else ""
-    return [Span(trust.state, trust_style(Trust(trust.state))), reason]
+    return [Span(trust.state, TRUST_STYLES[trust.state]), reason]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_prompt(parser)
     add_service(parser)
-    parser.add_argument("--model", metavar="NAME", help="model of the tokens; required if the service has several models")
-    parser.add_argument("--tenant", metavar="NAME", help="tenant (default: default)")
-    parser.add_argument("--group", metavar="NAME", help="routing group (default: default)")
+    add_scope(parser, model="model of the tokens; required if the service has several models")
     parser.add_argument("--lora", metavar="NAME", help="LoRA adapter of the prompt (default: none)")
     parser.add_argument("--salt", metavar="SALT", help="cache salt of the prompt (default: none)")
     parser.add_argument(
@@ -391,4 +326,4 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="include the last token, whose block engines recompute (default: exclude it)",
     )
     parser.add_argument("--select", action="store_true", help="ask which worker should get the prompt, and why")
-    add_output(parser, "the service's response as one JSON object")
+    add_output(parser, "the service's response", TABLES)

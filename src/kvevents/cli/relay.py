@@ -17,7 +17,8 @@ from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
 from kvevents.errors import ConfigError
-from kvevents.relay import Relay, RelayStatus, prometheus
+from kvevents.prometheus import require as require_prometheus
+from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings
 from kvevents.relay.status import serve_metrics
 from kvevents.settings import FilePath, Host, Port, Positive, PublicKey
@@ -31,11 +32,13 @@ DESCRIPTION: Final = (
 )
 EXAMPLES: Final = """\
   kvevents relay tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 --journal /var/lib/kvevents/relay
-  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay-endpoint tcp://*:6558 --token-policy hash
+  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay tcp://*:6558 --token-policy hash
   kvevents relay gpu=127.0.0.1:5557,127.0.0.1:5558 cpu=127.0.0.1:5657,127.0.0.1:5658   two tiers of one worker
   kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
 """
 
+LIVE_SECONDS: Final = 30.0
+"""Seconds without a turn of the relay after which `/livez` is 503. A turn takes milliseconds, and a snapshot some seconds."""
 POLL_SECONDS: Final = 0.5
 """Seconds between two checks for changes of state to log."""
 HINT_SECONDS: Final = 5.0
@@ -73,9 +76,12 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
         return RelaySettings(upstreams=tuple(source for each in engines for source in each.ranks(self.ranks)), **options)
 
 
+RELAY_FLAGS: Final = {"tokens": "--token-policy", "replay_endpoint": "--replay"}
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    settings = SettingsParser(RelayCommandSettings, "relay", flags=CURVE_FLAGS | {"tokens": "--token-policy"})
+    settings = SettingsParser(RelayCommandSettings, "relay", flags=CURVE_FLAGS | RELAY_FLAGS)
     settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", engine)
     settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")
@@ -97,17 +103,25 @@ def run(args: Namespace) -> int:
     settings = config.relay()
     configure_logging(args)
     if config.metrics_port is not None:
-        prometheus.require()  # before the relay binds its endpoints
+        require_prometheus()  # before the relay binds its endpoints
     with StopSignal() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
+        turned_at = time.monotonic()
+
+        def live() -> str:
+            silence = time.monotonic() - turned_at
+            return f"the relay has done nothing for {silence:.0f} s" if silence > LIVE_SECONDS else ""
+
         if config.metrics_port is not None:
-            closing.callback(serve_metrics(relay.status, config.metrics_port, config.metrics_host))
-        until = math.inf if args.duration is None else time.monotonic() + args.duration
+            closing.callback(serve_metrics(relay.status, config.metrics_port, config.metrics_host, live))
+        until = math.inf if args.duration is None else turned_at + args.duration
         logger = RelayStatusLogger(relay.status)
 
         def is_over() -> bool:
+            nonlocal turned_at
+            turned_at = time.monotonic()
             logger.poll()
-            return stop.requested or time.monotonic() > until
+            return stop.requested or turned_at > until
 
         relay.run(is_over)
     return OK

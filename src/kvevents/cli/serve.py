@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from argparse import ArgumentParser, Namespace
-from typing import Final
+from argparse import Action, ArgumentParser, Namespace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final, NoReturn
 
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SHARED_FLAGS, SettingsParser, add_check, add_sources, read_sources
 from kvevents.cli.signals import add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.errors import MissingDependencyError
 from kvevents.service import process as server
 from kvevents.service.settings import ServiceSettings
 
@@ -27,10 +30,23 @@ EXAMPLES: Final = """\
 """
 
 
+class PlaneIsMissing(Action):
+    """Raises `MissingDependencyError` for an option that another distribution has."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise MissingDependencyError("a replica of a plane needs kvevents-plane", "plane")
+
+
+def find_plane() -> Any:
+    """Return the module of the distribution kvevents-plane with the settings of a replica; None if it is not installed."""
+    return import_module("kvevents_plane.replica.settings") if find_spec("kvevents_plane") else None
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
+    replica = find_plane()
     settings = SettingsParser(
-        ServiceSettings,
+        ServiceSettings if replica is None else replica.ReplicaSettings,
         "serve",
         flags=SHARED_FLAGS | {"replica": "--replica-name", "tls.certificate": "--https-cert"},
         tables={"tls": "https"},
@@ -41,7 +57,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_sources(parser.add_argument_group("engines to subscribe to"), settings)
     settings.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
     plane = parser.add_argument_group("replica of a plane (builds the index from the plane's log instead of from engines)")
-    settings.add(plane, "plane.servers", "plane.name", "replica", *LOGIN_SETTINGS)
+    if replica is None:
+        plane.add_argument("--nats", action=PlaneIsMissing, metavar="URL", help="needs kvevents[plane]")
+    else:
+        settings.add(plane, "plane.servers", "plane.name", "replica", *LOGIN_SETTINGS)
     add_log_options(parser)
     settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)
@@ -50,6 +69,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     settings = read_sources(args.settings.read(args), args)
+    replica = find_plane()
+    open_source = None if replica is None else replica.index_source(settings)
     if args.check:
         server.check(settings, args.config)
         Console().note(Span("these settings can be used", "good"))
@@ -59,5 +80,6 @@ def run(args: Namespace) -> int:
     logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
     configure_threads()
     with trimming_memory(keep=server.HEAP_RESERVE_BYTES):
-        server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
+        announce = logging.getLogger("kvevents").info
+        server.serve(settings, args.config, lambda url: announce("listening at %s", url), open_source)
     return OK

@@ -39,6 +39,7 @@ from kvevents.cli.options import (
     engine_url,
     port,
     positive_int,
+    positive_seconds,
     seconds,
     size,
     whole_number,
@@ -88,7 +89,7 @@ class Setting:
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
         self.adds: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
         """Whether values of the file, the variable and the option are joined, instead of replacing each other."""
-        self._least: Final = next((each.least for each in parts if isinstance(each, Range)), 0)
+        self._range: Final = next((each for each in parts if isinstance(each, Range)), Range())
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
         self._default: Final = default
@@ -96,10 +97,12 @@ class Setting:
 
     def read(self, text: str) -> Any:
         """Return the value of a text, or one item of a list. Raises `ArgumentTypeError`."""
+        if self._unit is Unit.SECONDS and self._range.is_open:
+            return positive_seconds(text)
         if self._unit in _READERS:
             return _READERS[self._unit](text)
         if int in self._types:
-            return positive_int(text) if self._least >= 1 else whole_number(text)
+            return positive_int(text) if self._range.least >= 1 else whole_number(text)
         kind: Any = Literal[self._choices] if self._choices else self._types[0]
         try:
             return msgspec.convert(text, kind, strict=False)
@@ -390,7 +393,7 @@ def worker_source(text: str) -> dict[str, Any]:
         raise ArgumentTypeError(f"invalid worker {text!r}: expected NAME=tcp://HOST:PORT")
     source = engine(text)
     found = {"instance": source.name, "rank": source.rank, "endpoint": source.endpoint}
-    return found if source.replay_endpoint is None else {**found, "replay_endpoint": source.replay_endpoint}
+    return found if source.replay_endpoint in {None, source.endpoint} else {**found, "replay_endpoint": source.replay_endpoint}
 
 
 def dns_source(text: str) -> dict[str, Any]:
@@ -432,10 +435,10 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
         default=[],
         type=dns_source,
         metavar="NAME[,REPLAY_PORT]",
-        help="subscribe to the engines that a DNS name resolves to: HOST:PORT or _service._tcp.NAME; without "
-        "REPLAY_PORT, as in HOST:5557,5558, their streams are never EXACT; can be repeated",
+        help="subscribe to the engines that a DNS name resolves to: HOST:PORT or _service._tcp.NAME; with REPLAY_PORT, as in "
+        "HOST:5557,5558, lost batches are repaired, without it no stream is EXACT; can be repeated",
     )
-    settings.add(parser, "source_files")
+    settings.add(parser, "kubernetes.selector", "kubernetes.namespaces", "kubernetes.pools", "source_files")
     parser.add_argument("--model", help="model of --worker, --engine and --dns")
     parser.add_argument(
         "--block-size",

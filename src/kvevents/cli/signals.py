@@ -128,12 +128,13 @@ def add_log_options(parser: ArgumentParser | Group) -> None:
 
 
 def configure_logging(args: Namespace) -> None:
-    """Write the logs of this package to stderr, at the level and in the format of the options."""
+    """Write the logs of kvevents to stderr, at the level and in the format of the options."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = args.log_format == "json"
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("kvevents").setLevel(args.log_level.upper())
+    for package in ("kvevents", "kvevents_plane"):
+        logging.getLogger(package).setLevel(args.log_level.upper())
 
 
 class JsonFormatter(logging.Formatter):

@@ -18,17 +18,17 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Span
+from kvevents.cli.console import Console, Span, table
 from kvevents.cli.options import add_output, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.errors import ConfigError, ExternalError, KVEventsError
-from kvevents.routing import POLICIES
-from kvevents.sim.report import check_matplotlib, page
+from kvevents.errors import ExternalError, KVEventsError
+from kvevents.sim.picture import check_picture, write_picture
 from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
 from kvevents.sim.results import Comparison, PolicyResult
+from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import FleetSettings, SimulationSettings
 from kvevents.sim.simulated_fleet import Progress, simulate
-from kvevents.text_format import duration, plural
+from kvevents.text_format import percentage, plural
 
 
 def add_simulation(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -50,7 +50,8 @@ def read_simulation(args: Namespace) -> SimulationSettings:
 
 # --- processes
 
-OnProgress: TypeAlias = Callable[[str, Progress], None]
+OnProgress: TypeAlias = Callable[[str, int, Progress], None]
+"""Receives the policy and the seed of a simulation, and its progress."""
 
 _SPAWNED: Final = get_context("spawn")
 """A new process does not inherit the threads and locks of this one."""
@@ -62,6 +63,7 @@ class WorkerError(ExternalError):
 
 class _Run(NamedTuple):
     policy: str
+    seed: int
     process: SpawnProcess
     pipe: Connection
 
@@ -74,41 +76,43 @@ class _Run(NamedTuple):
 
 
 def run_policies(
-    policies: Sequence[str], settings: SimulationSettings, *, jobs: int, on_progress: OnProgress
+    policies: Sequence[str], settings: SimulationSettings, *, seeds: int = 1, jobs: int, on_progress: OnProgress
 ) -> list[PolicyResult]:
-    """Return the results in the order of `policies`. At most `jobs` simulations run at a time, each in a process of its own.
+    """Return the results in the order of `policies`, each with consecutive seeds.
 
-    Raises the errors of `simulate`, and `WorkerError`. No process is left behind after an error.
+    At most `jobs` simulations run at a time, each in a process of its own. Raises the errors of `simulate`, and `WorkerError`.
+    No process is left behind after an error.
     """
-    if min(jobs, len(policies)) == 1:
-        return [_simulate(settings, each, partial(on_progress, each)) for each in policies]
+    planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
+    if min(jobs, len(planned)) == 1:
+        return [_simulate(settings, *each, partial(on_progress, *each)) for each in planned]
     resource_tracker.ensure_running()  # before Python 3.12 its start unblocks signals that `_block_interrupts` blocks
-    waiting, running, results = deque(policies), dict[Any, _Run](), dict[str, PolicyResult]()
+    waiting, running, results = deque(planned), dict[Any, _Run](), dict[tuple[str, int], PolicyResult]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                run = _start(waiting.popleft(), settings)
+                run = _start(*waiting.popleft(), settings)
                 running[run.pipe] = run
             for pipe in wait(list(running)):
                 run = running[pipe]
                 message = _receive(run)
                 if isinstance(message, PolicyResult):
-                    results[run.policy] = message
+                    results[run.policy, run.seed] = message
                     running.pop(pipe).end()
                 else:
-                    on_progress(run.policy, message)
+                    on_progress(run.policy, run.seed, message)
     finally:
         for run in running.values():
             run.end()
-    return [results[policy] for policy in policies]
+    return [results[each] for each in planned]
 
 
-def _start(policy: str, settings: SimulationSettings) -> _Run:
+def _start(policy: str, seed: int, settings: SimulationSettings) -> _Run:
     ours, theirs = _SPAWNED.Pipe(duplex=False)
-    process = _SPAWNED.Process(target=_run_in_child, args=(theirs, policy, settings), daemon=True)
+    process = _SPAWNED.Process(target=_run_in_child, args=(theirs, policy, seed, settings), daemon=True)
     with theirs, _block_interrupts():
         process.start()
-    return _Run(policy, process, ours)
+    return _Run(policy, seed, process, ours)
 
 
 def _receive(run: _Run) -> Progress | PolicyResult:
@@ -126,15 +130,16 @@ def _receive(run: _Run) -> Progress | PolicyResult:
     return message
 
 
-def _run_in_child(pipe: Connection, policy: str, settings: SimulationSettings) -> None:
+def _run_in_child(pipe: Connection, policy: str, seed: int, settings: SimulationSettings) -> None:
     with suppress(BrokenPipeError):  # the parent process has ended
         try:
-            pipe.send(_simulate(settings, policy, pipe.send))
+            pipe.send(_simulate(settings, policy, seed, pipe.send))
         except KVEventsError as error:
             pipe.send(error)
 
 
-def _simulate(settings: SimulationSettings, policy: str, report: Callable[[Progress], None]) -> PolicyResult:
+def _simulate(settings: SimulationSettings, policy: str, seed: int, report: Callable[[Progress], None]) -> PolicyResult:
+    settings = msgspec.structs.replace(settings, seed=seed)
     result = simulate(settings, policy, settings.generate(), progress=report)
     report(Progress(result.seconds, result.requests, result.finished + result.refused))
     return result
@@ -153,16 +158,20 @@ def _block_interrupts() -> Iterator[None]:
 # --- the command
 
 DESCRIPTION: Final = (
-    "Simulate a fleet under each routing policy, with the same requests and in virtual time, and compare the time to the first "
-    "token, the hit rate and the balance. The cached tokens of every prompt are also compared with an index that is built from "
-    "the events; exit code 1 means that they differed. The same options give the same output."
+    "Simulate a fleet under each routing policy, with the same requests and in virtual time, and say whether events pay: "
+    "whether the policy that needs them is faster than all that do not, and finds more in caches. The cached tokens of every "
+    "prompt are also compared with an index that is built from the events; exit code 1 means that they differed. The same "
+    "options give the same output."
 )
 EXAMPLES: Final = """\
   kvevents sim compare
-  kvevents sim compare --policy prefix-aware --policy round-robin --workload agents --rate 8
-  kvevents sim compare --trace conversation_trace.jsonl.gz --trace-speed 2 --engines 16 --html report.html
+  kvevents sim compare --workload agents --rate 8 --routers 4 --seeds 5
+  kvevents sim compare --trace conversation_trace.jsonl.gz --trace-speed 2 --engines 16 --picture compared.svg
   kvevents sim compare --requests 200 -o json | jq -c .policies[0].hit_rate
 """
+
+
+SEEDS: Final = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -171,10 +180,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--policy", action="append", choices=list(POLICIES), help="simulate this policy; can be repeated (default: all)"
     )
     parser.add_argument(
+        "--seeds",
+        type=positive_int,
+        default=SEEDS,
+        metavar="N",
+        help="simulate each policy with N seeds, from --seed on, for means and intervals (default: %(default)s)",
+    )
+    parser.add_argument(
         "-j", "--jobs", type=positive_int, metavar="N", help="simulations at the same time (default: the number of CPUs)"
     )
     add_output(parser, "one JSON object with all results")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with figures to FILE, which is replaced")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the comparison into FILE (.svg, .png or .pdf), which is replaced"
+    )
     add_simulation(parser)
 
 
@@ -183,28 +201,30 @@ def run(args: Namespace) -> int:
     console = Console()
     settings = read_simulation(args)
     policies = list(dict.fromkeys(args.policy or POLICIES))
-    if args.html is not None:
-        check_matplotlib()
-        _check_writable(args.html)
-    total, done = settings.count(), set[str]()
+    if args.picture is not None:
+        check_picture(args.picture)
+    requests, finished = settings.count(), {policy: dict[int, int]() for policy in policies}
+    total = requests * args.seeds
+
+    def on_progress(policy: str, seed: int, progress: Progress) -> None:
+        finished[policy][seed] = progress.finished
+        shares = (f"{name} {percentage(sum(counts.values()), total)}" for name, counts in finished.items())
+        console.progress(", ".join(shares))
+
     try:
-        with progress_bars(policies, total) as show:
-
-            def on_progress(policy: str, progress: Progress) -> None:
-                show(policy, progress)
-                if progress.finished >= total:
-                    done.add(policy)
-
-            jobs = args.jobs or len(os.sched_getaffinity(0))
-            results = run_policies(policies, settings, jobs=jobs, on_progress=on_progress)
+        jobs = args.jobs or len(os.sched_getaffinity(0))
+        results = run_policies(policies, settings, seeds=args.seeds, jobs=jobs, on_progress=on_progress)
     except KeyboardInterrupt:
-        console.note(f"interrupted after {len(done)} of {plural(len(policies), 'simulation')}; their results are discarded")
+        done = sum(count >= requests for counts in finished.values() for count in counts.values())
+        console.note(
+            f"interrupted after {done} of {plural(len(policies) * args.seeds, 'simulation')}; their results are discarded"
+        )
         return INTERRUPTED
-    comparison = Comparison(settings=report_settings(settings, requests=total), policies=results)
+    comparison = Comparison(settings=report_settings(settings, requests=requests, seeds=args.seeds), policies=results)
     print_comparison(comparison, console, json=args.output == "json")
-    if args.html is not None:
-        write_text(args.html, page(comparison))
-        console.note(f"wrote {args.html}")
+    if args.picture is not None:
+        write_picture(args.picture, comparison)
+        console.note(f"wrote {args.picture}")
     return FAILED if report_disagreements(results, console) else OK
 
 
@@ -215,9 +235,8 @@ def print_comparison(comparison: Comparison, console: Console, *, json: bool) ->
         return
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
-    console.line(Span("  ".join(cell.text for cell in head).rstrip(), "dim"))
-    for name, *figures in lines:
-        console.line(Span(name.text, "name"), *(Span(f"  {cell.text}", "good" if cell.best else "plain") for cell in figures))
+    spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.best else "plain") for c in figures)] for n, *figures in lines]
+    console.lines(table([cell.text for cell in head], spans, {"policy"}))
     console.line(summary(comparison))
 
 
@@ -237,47 +256,3 @@ def report_disagreements(results: list[PolicyResult], console: Console) -> int:
             f"index and engines disagree on {plural(wrong, 'lookup')}; this is a defect of kvevents, please report it",
         )
     return wrong
-
-
-def _check_writable(file: Path) -> None:
-    """Raise `ConfigError` before the simulation if the report cannot be written after it."""
-    if file.is_dir():
-        raise ConfigError(f"cannot write {file}: it is a directory; use the name of a file")
-    if not file.parent.is_dir():
-        raise ConfigError(f"cannot write {file}: the directory {file.parent} does not exist")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file. Raises `ConfigError`."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
-
-
-# --- progress
-
-
-@contextmanager
-def progress_bars(policies: Sequence[str], total: int) -> Iterator[Callable[[str, Progress], None]]:
-    """Show a bar for each policy on stderr. The yielded function updates one. Needs a terminal and the package rich."""
-    try:
-        from rich import progress as rich  # noqa: PLC0415 - optional package
-        from rich.console import Console  # noqa: PLC0415 - as above
-    except ImportError:
-        yield lambda _policy, _now: None
-        return
-    console = Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.TextColumn("{task.completed:,} / {task.total:,}"),
-        rich.TextColumn("{task.fields[now]}"),
-    )
-    with rich.Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as shown:
-        tasks = {policy: shown.add_task(policy, total=total, now="") for policy in policies}
-
-        def update(policy: str, now: Progress) -> None:
-            shown.update(tasks[policy], completed=now.finished, now=f"{duration(now.now)} of the fleet's time")
-
-        yield update

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span
+from kvevents.cli.console import TRUST_STYLES, Console, Line, Span, is_terminal, live_lines, table, terminal_size
 from kvevents.cli.options import add_output, add_wait_for_subscriber, factor, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.signals import StopSignal
-from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements, write_text
+from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
+from kvevents.client.names import worker_name
 from kvevents.errors import ConfigError
-from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
 from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
+from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import SimulationSettings
 from kvevents.text_format import duration, percentage, plural
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 DESCRIPTION: Final = (
     "Run a fleet of simulated engines that publish events over real sockets, with a router that sends requests to them, and "
@@ -53,7 +53,6 @@ OWN_SUBSCRIBERS: Final = 1
 MAX_ROWS: Final = 24
 """Workers in the table; the rest is counted."""
 _BAR_LENGTH: Final = 24
-_STYLES: Final = {"EXACT": "green", "REPLAYING": "cyan", "DEGRADED": "yellow", "CONNECTING": "magenta", "STALE": "bold red"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -146,7 +145,7 @@ def note_delay(behind: float, console: Console) -> None:
 
 
 def _repeat(settings: SimulationSettings) -> Iterator[Request]:
-    """Yield the requests of a workload again and again; a generator gets another seed each time."""
+    """Yield the requests of a workload repeatedly, without an end; a generator gets another seed each time."""
     start, seed = 0.0, settings.seed
     while True:
         last = 0.0
@@ -181,7 +180,10 @@ def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, blo
         # Strings and numbers of JSON are valid TOML.
         lines = [f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in values.items()]
         text += "\n[[sources]]\n" + "".join(lines)
-    write_text(file, text)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def _wait_for_subscriber(fleet: LiveFleet, seconds: float | None) -> None:
@@ -218,24 +220,17 @@ FRAME_SECONDS: Final = 0.25
 
 @contextmanager
 def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Show the fleet: a table on a terminal with the package rich, else a line at intervals; nothing if `quiet`.
+    """Show the fleet: a table on a terminal, else a line at intervals; nothing if `quiet`.
 
     The yielded function updates the view if it is due, so it can be called often.
     """
     if quiet:
         yield lambda: None
         return
-    try:
-        from rich.console import Console as RichConsole  # noqa: PLC0415 - optional package
-        from rich.live import Live  # noqa: PLC0415 - as above
-    except ImportError:
-        pass  # lines without it
-    else:
-        terminal = RichConsole(stderr=True)
-        if terminal.is_interactive:
-            with Live(console=terminal, auto_refresh=False, transient=True) as live:
-                yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
-            return
+    if is_terminal(sys.stderr):
+        with live_lines(sys.stderr) as show:
+            yield _limit_rate(lambda: show(fleet_table(fleet)), FRAME_SECONDS)
+        return
     yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
 
 
@@ -267,23 +262,14 @@ def fleet_line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> s
     )
 
 
-def fleet_table(fleet: LiveFleet) -> Group:
+def fleet_table(fleet: LiveFleet) -> list[Line]:
     """Return the state of the fleet as a line and a table of its workers."""
-    from rich.console import Group  # noqa: PLC0415 - optional package
-    from rich.table import Table  # noqa: PLC0415 - as above
-    from rich.text import Text  # noqa: PLC0415 - as above
-
     views = fleet.views()
-    capacity = fleet.settings.size.blocks
-    table = Table(box=None, pad_edge=False)
-    for title in ("worker", "trust", "cache", "blocks", "running", "waiting", "hit rate", "batches", "starts"):
-        table.add_column(title, justify="left" if title in {"worker", "trust", "cache"} else "right", header_style="dim")
-    for view in views[:MAX_ROWS]:
-        source, rank = view.worker
-        table.add_row(
-            f"{source}/{rank}",
-            Text(view.trust, _STYLES.get(view.trust, "")),
-            _bar(view.blocks / capacity),
+    rows = [
+        (
+            worker_name(*view.worker),
+            Span(view.trust, TRUST_STYLES[view.trust]),
+            _bar(view.blocks / fleet.settings.size.blocks),
             f"{view.blocks:,}",
             f"{view.running:,}",
             f"{view.waiting:,}",
@@ -291,9 +277,12 @@ def fleet_table(fleet: LiveFleet) -> Group:
             f"{view.batches:,}",
             f"{view.restarts + 1:,}",
         )
-    if len(views) > MAX_ROWS:
-        table.caption = f"and {len(views) - MAX_ROWS:,} more"
-    return Group(Text(f"{fleet.name}  {fleet_line(fleet, views)}"), table)
+        for view in views[:MAX_ROWS]
+    ]
+    titles = ("worker", "trust", "cache", "blocks", "running", "waiting", "hit rate", "batches", "starts")
+    more = [[f"and {len(views) - MAX_ROWS:,} more"]] if len(views) > MAX_ROWS else []
+    head = textwrap.wrap(f"{fleet.name}  {fleet_line(fleet, views)}", terminal_size(sys.stderr)[0])
+    return [*([line] for line in head), *table(titles, rows, {"worker", "trust", "cache"}), *more]
 
 
 def _bar(part: float) -> str:

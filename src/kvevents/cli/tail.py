@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, encode_delivery, encode_trust
-from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
+from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
+from kvevents.stream import Batch, Delivery
 from kvevents.subscriber import Subscriber
 
 DESCRIPTION: Final = (
@@ -23,7 +23,7 @@ EXAMPLES: Final = """\
   kvevents tail tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --source-name pod-7
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --type removed,cleared
-  kvevents tail 10.0.0.7:5557 --no-replay -o json -n 100 | jq .events
+  kvevents tail 10.0.0.7:5557 --no-replay -o json -n 100 | jq -c '.events // empty'
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --curve-key router.key_secret --curve-server-key engine-0.key
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle-timeout 60      report losses only
 """
@@ -72,26 +72,36 @@ def _event_types(text: str) -> list[str]:
 def run(args: Namespace) -> int:
     """Print deliveries until a limit or a signal ends the command."""
     console = Console()
-    width = len(f"{source_name(args)}/{args.ranks - 1}")
-    view: View = JsonView(console) if args.output == "json" else TextView(console, LineFormat(width, args.detail))
+    sources = read_sources(args)
+    width = max(len(f"{source.name}/{source.rank}") for source in sources)
+    lines = None if args.output == "json" else LineFormat(width, args.detail)
+
+    def show(delivery: Delivery) -> None:
+        if lines is None:
+            console.data(encode_delivery(delivery))
+        else:
+            console.lines(lines.delivery(delivery))
+
     types = tuple(EVENT_TYPES[name] for name in args.type) if args.type else None
     event_filter = EventFilter(types, args.medium)
     remaining: int | None = args.count
     with StopSignal() as stop:
-        sources = read_sources(args)
         note_missing_endpoints(args, console)
         with Subscriber(sources) as subscriber:
             deliveries, trust_changes = DeliveryLoop(subscriber, args, stop), TrustChanges(subscriber)
             for delivery in deliveries:
                 if delivery is None:
                     for source, rank, trust in trust_changes.poll():
-                        view.trust(source, rank, trust)
+                        if lines is None:
+                            console.data(encode_trust(source, rank, trust))
+                        else:
+                            console.line(*lines.trust(source, rank, trust))
                     console.check_reader()
                 elif not isinstance(delivery, Batch):
-                    view.delivery(delivery)
+                    show(delivery)
                 elif (batch := event_filter.apply(delivery)) is not None:
                     if args.detail != "quiet":
-                        view.delivery(batch)
+                        show(batch)
                     if remaining is not None:
                         remaining -= 1
                         if not remaining:
@@ -120,44 +130,3 @@ class EventFilter:
             return True
         # Before vLLM 0.10.2 and SGLang 0.5.9 events had no medium, since the GPU was the only one.
         return (event.medium or MEDIUM_GPU).upper() == self._medium
-
-
-class View(Protocol):
-    """Prints deliveries and changes of trust."""
-
-    def delivery(self, delivery: Delivery) -> None: ...
-
-    def trust(self, source: str, rank: int, trust: Trust) -> None: ...
-
-
-class TextView:
-    """Prints lines for people."""
-
-    def __init__(self, console: Console, lines: LineFormat) -> None:
-        self._console = console
-        self._lines = lines
-
-    def delivery(self, delivery: Delivery) -> None:
-        if isinstance(delivery, Reset):
-            self._console.line(*self._lines.reset(delivery))
-        elif isinstance(delivery, Gap):
-            self._console.line(*self._lines.gap(delivery))
-        else:
-            for line in self._lines.batch(delivery):
-                self._console.line(*line)
-
-    def trust(self, source: str, rank: int, trust: Trust) -> None:
-        self._console.line(*self._lines.trust(source, rank, trust))
-
-
-class JsonView:
-    """Prints JSON objects."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def delivery(self, delivery: Delivery) -> None:
-        self._console.data(encode_delivery(delivery))
-
-    def trust(self, source: str, rank: int, trust: Trust) -> None:
-        self._console.data(encode_trust(source, rank, trust))

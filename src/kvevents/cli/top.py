@@ -11,18 +11,15 @@ import tty
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console
+from kvevents.cli.console import Console, is_terminal, live_lines, terminal_size
 from kvevents.cli.options import add_output, add_service, make_client, positive_int, positive_seconds
+from kvevents.cli.top_view import TopView
 from kvevents.client.polling import SOURCE_ORDERS, Poller, PollResult
-from kvevents.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from kvevents.cli.top_view import TopView
 
 DESCRIPTION: Final = (
     "Watch the fleet of a service: trust, blocks, rates and losses of each source, the least trusted first.\n"
@@ -71,6 +68,8 @@ class Keyboard:
 
 
 DEFAULT_INTERVAL: Final = 1.0
+UNLIMITED: Final = 1_000
+"""Columns of a frame that is written to a file or a pipe, which fits everything."""
 
 
 def run(args: Namespace) -> int:
@@ -89,7 +88,8 @@ def _print_once(poller: Poller, args: Namespace) -> None:
     if args.output == "json":
         Console().data(msgspec.json.encode(_limit_sources(frame, args.limit)))
     else:
-        _view(args).show(frame)
+        columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED
+        Console().lines(TopView(args.limit).draw(frame, columns, None))
 
 
 def _print_objects(poller: Poller, args: Namespace) -> None:
@@ -102,28 +102,19 @@ def _print_objects(poller: Poller, args: Namespace) -> None:
 
 
 def _show_live(poller: Poller, args: Namespace) -> None:
-    view = _view(args)
-    if not view.is_terminal:
+    if not is_terminal(sys.stdout):
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
-    with view.live() as update, Keyboard() as keyboard:
+    view = TopView(args.limit)
+    with live_lines(sys.stdout, whole=True) as show, Keyboard() as keyboard:
         while True:
-            update(poller.poll_or_error())
+            columns, rows = terminal_size(sys.stdout)
+            show(view.draw(poller.poll_or_error(), columns, rows - 1))
             if keyboard.wait(args.interval):
                 return
 
 
 def _limit_sources(frame: PollResult, limit: int | None) -> PollResult:
     return frame if limit is None else msgspec.structs.replace(frame, sources=frame.sources[:limit])
-
-
-def _view(args: Namespace) -> TopView:
-    try:
-        from kvevents.cli.top_view import TopView  # noqa: PLC0415 - JSON output does not need rich
-    except ImportError as error:
-        raise MissingDependencyError(
-            "text output needs the package rich: pip install 'kvevents[service]', or use --output json"
-        ) from error
-    return TopView(args.limit)
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from math import ceil
 from typing import Final, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import destroy_context, disable_monitor
 
 CURVE_TIMEOUT: Final = 3.0
-"""Seconds to connect and for the CURVE handshake, which takes milliseconds."""
+"""Maximum time to connect and for the CURVE handshake, which takes milliseconds."""
 
 CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
 
@@ -57,17 +57,17 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
 
 
 def _first_outcome(monitor: zmq.Socket[bytes], timeout: float) -> CurveOutcome:
-    until = time.monotonic() + timeout
-    while (left := until - time.monotonic()) > 0 and monitor.poll(ceil(1000 * left)):
-        found = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
-        if found is not None:
-            return found
+    deadline = time.monotonic() + timeout
+    while (remaining := deadline - time.monotonic()) > 0 and monitor.poll(ceil(1000 * remaining)):
+        outcome = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
+        if outcome is not None:
+            return outcome
     return "silent"
 
 
 MAX_PROBED_RANKS: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
-"""Seconds to probe one port next to the engine's."""
+"""Maximum time to probe one port after that of the engine."""
 
 BOTH_CONNECT: Final = (
     "an engine whose own endpoint has a concrete host connects instead of listening;"
@@ -127,15 +127,15 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Check
     """Return findings about `endpoint`, and whether it is possible to subscribe to it."""
     if endpoint.startswith("inproc://"):
         return [fail("address", f"{endpoint} exists in the process of the engine only", BINDS)], False
-    found = split_tcp(endpoint)
-    if found is not None and (found[0] in {"*", "0.0.0.0"} or found[1] == 0):  # noqa: S104 - compared, not bound
+    target = split_tcp(endpoint)
+    if target is not None and (target[0] in {"*", "0.0.0.0"} or target[1] == 0):  # noqa: S104 - compared, not bound
         return [
             fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind")
         ], False
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome in {"curve", "socket"}:
-        wrong = _curve_fault("address", endpoint, handshake, curve, zmq.SUB)
-        return ([ok("address", f"{endpoint} accepts the key")], True) if wrong is None else ([wrong], False)
+        fault = _curve_fault("address", endpoint, handshake, curve, zmq.SUB)
+        return ([ok("address", f"{endpoint} accepts the key")], True) if fault is None else ([fault], False)
     if handshake.outcome != "socket":
         return [_report_no_socket("address", endpoint, handshake)], False
     if not handshake.is_publisher:
@@ -167,10 +167,10 @@ def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, 
 def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
-    before = endpoint_of_rank(endpoint, -1)
+    former_endpoint = endpoint_of_rank(endpoint, -1)
     events = (
-        f"{before} is a publisher"
-        if before and _is_publisher(before)
+        f"{former_endpoint} is a publisher"
+        if former_endpoint and _is_publisher(former_endpoint)
         else "the port of the events is often the one below it, 5557 by default"
     )
     return fail(
@@ -200,29 +200,17 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResu
 
 
 def next_ranks(endpoint: str) -> int:
-    """Return how many of the next ports are publishers too, such as those of further ranks."""
-    count = 0
-    for neighbour in _following_endpoints(endpoint):
-        if not _is_publisher(neighbour):
-            break
-        count += 1
-    return count
-
-
-def _following_endpoints(endpoint: str) -> Iterator[str]:
-    for distance in range(1, MAX_PROBED_RANKS):
-        neighbour = endpoint_of_rank(endpoint, distance)
-        if neighbour is None:
-            return
-        yield neighbour
+    """Return the number of publishers on the next ports, such as those of further ranks."""
+    neighbours = (endpoint_of_rank(endpoint, distance) for distance in range(1, MAX_PROBED_RANKS))
+    return sum(1 for _ in takewhile(lambda neighbour: neighbour is not None and _is_publisher(neighbour), neighbours))
 
 
 def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
     """Return the endpoint `distance` ports further; None if it is not TCP or there is no such port."""
-    found = split_tcp(endpoint)
-    if found is None or not 0 < found[1] + distance <= MAX_PORT:
+    target = split_tcp(endpoint)
+    if target is None or not 0 < target[1] + distance <= MAX_PORT:
         return None
-    return f"tcp://{found[0]}:{found[1] + distance}"
+    return f"tcp://{target[0]}:{target[1] + distance}"
 
 
 def _is_publisher(endpoint: str) -> bool:

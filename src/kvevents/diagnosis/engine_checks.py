@@ -1,4 +1,4 @@
-"""All checks of one engine, in order: address, replay, what arrives, and the trust that a subscriber reaches."""
+"""All checks of one engine, in order: address, replay, received messages, and the trust that a subscriber reaches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvevents.zeromq.keys import Curve
 
 POLL_SECONDS: Final = 0.02
 MEMORY_LIMIT: Final = 1 << 30
-"""Most bytes of the index that is filled meanwhile."""
+"""Maximum size of the index that is filled during the checks."""
 
 
 class Stop(Protocol):
@@ -54,11 +54,11 @@ class Engine:
     """The engine to check."""
 
     endpoint: str
-    """Where its events are, `tcp://HOST:PORT`."""
+    """Endpoint of its events, `tcp://HOST:PORT`."""
     replay: str | None = None
-    """Its replay endpoint; None looks for one at the next port."""
+    """The engine's replay endpoint; None means that the next port is checked for one."""
     no_replay: bool = False
-    """Whether not to look for one."""
+    """Whether the search for a replay endpoint is left out."""
     topic_prefix: str = ""
     bind: bool = False
     """Listen at the endpoint, for an engine that connects."""
@@ -73,15 +73,15 @@ class EngineChecks:
     def __init__(self, engine: Engine, stop: AbstractContextManager[Stop]) -> None:
         """`stop` is entered when messages are received, which takes `engine.seconds`."""
         self.replay = engine.replay
-        """The replay endpoint: as given, or as found; None without one."""
+        """The replay endpoint, from the settings or from the search; None without one."""
         self._engine = engine
         self._stop = stop
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
         if not self._engine.bind:
-            found, publishes = check_address(self._engine.endpoint, self._engine.curve)
-            yield from found
+            findings, publishes = check_address(self._engine.endpoint, self._engine.curve)
+            yield from findings
             if not publishes:
                 return
         replay: list[CheckResult] = []
@@ -90,8 +90,8 @@ class EngineChecks:
             if self.replay is None:
                 replay.append(self._find_replay(sample, stop))
             if self.replay is not None:
-                found, response = check_replay(self.replay, self._engine.curve)
-                replay += found
+                findings, response = check_replay(self.replay, self._engine.curve)
+                replay += findings
             status = self._watch(sample, stop)
         yield from self._traffic(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
@@ -115,13 +115,13 @@ class EngineChecks:
 
     def _comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
-        verified: str | None = None
+        endpoint: str | None = None
         if self.replay is not None and response is not None and response.is_answered:
             comparison = compare(self.replay, sample.numbers, self._engine.curve)
             if (finding := check_stream(self.replay, comparison)) is not None:
                 yield finding
-            verified = self.replay if comparison.is_same_stream else None
-        if (losses := check_losses(sample.numbers, verified, self._engine.curve)) is not None:
+            endpoint = self.replay if comparison.is_same_stream else None
+        if (losses := check_losses(sample.numbers, endpoint, self._engine.curve)) is not None:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
@@ -144,9 +144,9 @@ class EngineChecks:
 
         return Subscriber(self._source(), decode=False, sink=PrefixIndex(memory_limit=MEMORY_LIMIT))
 
-    def _repeat(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
-        until = time.monotonic() + self._engine.seconds
-        while time.monotonic() < until and not done():
+    def _repeat(self, stop: Stop, turn: Callable[[], None], is_done: Callable[[], bool] = lambda: False) -> None:
+        deadline = time.monotonic() + self._engine.seconds
+        while time.monotonic() < deadline and not is_done():
             stop.check()
             turn()
 
@@ -168,18 +168,18 @@ class EngineChecks:
             curve=self._engine.curve,
         )
 
-    def _traffic(self, sample: TrafficSample, response: ReplaySample | None, connected: bool) -> Iterator[CheckResult]:
-        """Check what arrives. If nothing does, check topic and dialect of the replayed batches."""
+    def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
+        """Check the received messages. If nothing does, check topic and dialect of the replayed batches."""
         engine = self._engine
-        yield check_traffic(sample, connected=connected)
-        replayed = response is not None and not sample.messages
-        contents = decode_sample(response) if response is not None and replayed else sample.contents
-        topics = count_topics(response) if response is not None and replayed else sample.topics
+        yield check_traffic(sample, is_connected=is_connected)
+        is_replay = response is not None and not sample.messages
+        contents = decode_sample(response) if response is not None and is_replay else sample.contents
+        topics = count_topics(response) if response is not None and is_replay else sample.topics
         neighbours = 0 if engine.bind else next_ranks(engine.endpoint)
         checks = (
             check_topic(topics, engine.topic_prefix),
             check_frames(sample),
-            check_decoding(contents, "replayed" if replayed else "live"),
+            check_decoding(contents, "replayed" if is_replay else "live"),
             check_ranks(contents.ranks, neighbours),
         )
         yield from (finding for finding in checks if finding is not None)

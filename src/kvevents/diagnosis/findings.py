@@ -43,5 +43,5 @@ def fail(check: str, text: str, advice: str) -> CheckResult:
 
 def worst(findings: list[CheckResult]) -> Severity:
     """Return the worst verdict of the findings."""
-    found = {finding.verdict for finding in findings}
-    return next((verdict for verdict in (Severity.FAIL, Severity.WARN) if verdict in found), Severity.OK)
+    verdicts = {finding.verdict for finding in findings}
+    return next((verdict for verdict in (Severity.FAIL, Severity.WARN) if verdict in verdicts), Severity.OK)

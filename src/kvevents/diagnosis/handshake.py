@@ -1,15 +1,13 @@
 """Finds out what listens at an endpoint, by the opening of a ZMTP connection without libzmq.
 
 libzmq only reports that a handshake failed. The bytes show why: a peer names its security mechanism and its socket type before
-it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23). `_converse`
-does no I/O.
+it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Generator
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -45,29 +43,8 @@ class Handshake(NamedTuple):
 
 
 def perform_handshake(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
-    """Do what `perform_handshake_async` does, for callers without an event loop."""
+    """Run `perform_handshake_async` for callers without an event loop."""
     return asyncio.run(perform_handshake_async(endpoint, seconds))
-
-
-def _converse() -> Generator[tuple[bytes, int], bytes, Handshake]:
-    """Yield bytes to send and the number of bytes to read next; send it the bytes read, fewer if the peer has closed."""
-    # Only up to the version: a peer that sees another mechanism than its own closes before it names its own.
-    greeting = yield _GREETING[: MECHANISM.start], len(_GREETING)
-    if not greeting:
-        return Handshake("closed")
-    if greeting[0] != SIGNATURE or len(greeting) < len(_GREETING):
-        return Handshake("not-zeromq", "HTTP" if greeting.startswith(b"HTTP/") else "")
-    mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
-    if mechanism != "NULL":
-        return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
-    # The peer now names its socket type. If it saw ours first, it would close if the two do not fit.
-    head = yield _GREETING[MECHANISM.start :], 2
-    body = (yield b"", head[1]) if len(head) == 2 else b""
-    if not body.startswith(_READY):
-        return Handshake("closed")
-    _, has_type, rest = body.partition(_SOCKET_TYPE)
-    size = int.from_bytes(rest[:4], "big")
-    return Handshake("socket", rest[4 : 4 + size].decode("ascii", "replace") if has_type else "")
 
 
 def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
@@ -105,7 +82,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
         return _handshake_of_error(error)
     try:
         async with asyncio.timeout_at(end):
-            return await _run_conversation(reader, writer)
+            return await _exchange_greetings(reader, writer)
     except TimeoutError:
         return Handshake("silent")
     except OSError:
@@ -116,17 +93,31 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
             await writer.wait_closed()
 
 
-async def _run_conversation(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    conversation = _converse()
-    sent, size = next(conversation)
-    while True:
-        writer.write(sent)
-        try:
-            received = await reader.readexactly(size)
-        except asyncio.IncompleteReadError as error:
-            received = error.partial
-        try:
-            sent, size = conversation.send(received)
-        except StopIteration as result:
-            handshake: Handshake = result.value
-            return handshake
+async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
+    # Send the greeting only up to the version: a peer that sees another mechanism than its own closes before it names its own.
+    writer.write(_GREETING[: MECHANISM.start])
+    greeting = await _read_bytes(reader, len(_GREETING))
+    if not greeting:
+        return Handshake("closed")
+    if greeting[0] != SIGNATURE or len(greeting) < len(_GREETING):
+        return Handshake("not-zeromq", "HTTP" if greeting.startswith(b"HTTP/") else "")
+    mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+    if mechanism != "NULL":
+        return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
+    # The peer now names its socket type. If it got ours first, it would close when the types do not fit.
+    writer.write(_GREETING[MECHANISM.start :])
+    head = await _read_bytes(reader, 2)
+    body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""
+    if not body.startswith(_READY):
+        return Handshake("closed")
+    _, has_type, fields = body.partition(_SOCKET_TYPE)
+    size = int.from_bytes(fields[:4], "big")
+    return Handshake("socket", fields[4 : 4 + size].decode("ascii", "replace") if has_type else "")
+
+
+async def _read_bytes(reader: asyncio.StreamReader, size: int) -> bytes:
+    """Return this number of bytes, or fewer if the peer has closed."""
+    try:
+        return await reader.readexactly(size)
+    except asyncio.IncompleteReadError as error:
+        return error.partial

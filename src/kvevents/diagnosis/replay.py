@@ -18,13 +18,13 @@ from kvevents.zeromq.keys import Curve
 PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
 """Engines pause for 0.2 s at most."""
 COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
-"""For an answer that is compared with live batches."""
+"""Limits of an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
-"""Requests until an answer contains a compared batch. Answers can have holes, and engines publish before they store."""
+"""Maximum requests until an answer contains a compared batch. Answers can have holes, and engines publish before they store."""
 MAX_MISSING: Final = 1_000_000
-"""Most missing batches that are requested again: a hundred times as many as an engine keeps by default."""
+"""Maximum number of missing batches that are requested again: a hundred times as many as an engine keeps by default."""
 _RETRIES: Final = 4
-"""Further requests for batches that are missing in an answer. A subscriber retries as long as it receives new ones."""
+"""Maximum further requests for batches that an answer lacks. A subscriber retries as long as it receives new ones."""
 
 USE_REPLAY: Final = (
     'use the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'
@@ -33,9 +33,9 @@ USE_REPLAY: Final = (
 
 
 def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], ReplaySample | None]:
-    """Request all batches, and again those that are missing. Return findings and the response."""
-    if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint, curve)) is not None:
-        return [wrong], None
+    """Request all batches, and request missing ones again. Return findings and the response."""
+    if not endpoint.startswith("inproc://") and (fault := check_replay_address(endpoint, curve)) is not None:
+        return [fault], None
     sample = sample_replay(endpoint, (0,), PATIENCE, curve)
     if not sample.is_answered:
         text = f"{endpoint} does not answer within {PATIENCE.silence:g} s"
@@ -66,27 +66,27 @@ def _report_reply(endpoint: str, sample: ReplaySample) -> CheckResult:
         return ok("replay", f"{endpoint} answers and has no batches yet ({', '.join(sample.shapes)})")
     first, last = sample.batches[0].seq, sample.batches[-1].seq
     shapes = " and ".join(sorted(sample.shapes))
-    held = f"{endpoint} has #{first} to #{last}, {plural(len(sample.batches), 'batch')}, as {shapes}"
+    contents = f"{endpoint} has #{first} to #{last}, {plural(len(sample.batches), 'batch')}, as {shapes}"
     if first == 0:
-        return ok("replay", held if sample.holes else f"{held}: complete since the engine started")
+        return ok("replay", contents if sample.holes else f"{contents}: complete since the engine started")
     if begins_with_clear(sample.batches[0].payload):
-        return ok("replay", f"{held}; the first is a snapshot of batches 0 to {first}, so a late subscriber is complete")
+        return ok("replay", f"{contents}; the first is a snapshot of batches 0 to {first}, so a late subscriber is complete")
     advice = "subscribe before traffic starts, or raise buffer_steps; a late subscriber lacks the batches that are gone"
-    return warn("replay", f"{held}; batches before #{first} are gone", advice)
+    return warn("replay", f"{contents}; batches before #{first} are gone", advice)
 
 
 def _losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[CheckResult]:
-    found: list[CheckResult] = []
+    findings: list[CheckResult] = []
     if sample.is_cut:
         text = f"the response was cut off after {plural(len(sample.batches), 'batch')}, since it does not end"
-        found.append(warn("replay", text, "subscribers cut it off as well; check what listens there"))
+        findings.append(warn("replay", text, "subscribers cut it off as well; check what listens there"))
     elif not sample.has_end:
         text = "the end marker is missing: engines lose it when their send queue is full"
         advice = "kvevents detects the end by a timeout; a client that waits for the marker would hang"
-        found.append(warn("replay", text, advice))
+        findings.append(warn("replay", text, advice))
     if sample.holes:
-        found.append(_holes(endpoint, sample, curve))
-    return found
+        findings.append(_holes(endpoint, sample, curve))
+    return findings
 
 
 def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckResult:
@@ -95,15 +95,15 @@ def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckRes
     if count > MAX_MISSING:
         advice = "no engine keeps that many: check the port, since this may be another service"
         return warn("replay", text, advice)
-    missing = {seq for first, last in sample.holes for seq in range(first, last + 1)}
-    again = sample_replay(endpoint, missing, PATIENCE, curve, requests=_RETRIES)
-    left = missing - {batch.seq for batch in again.batches}
-    if not left:
+    numbers = {seq for first, last in sample.holes for seq in range(first, last + 1)}
+    retry = sample_replay(endpoint, numbers, PATIENCE, curve, requests=_RETRIES)
+    lost_numbers = numbers - {batch.seq for batch in retry.batches}
+    if not lost_numbers:
         advice = "kvevents requests them again; other clients lose them. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; a second request returned them: the engine's send queue overflows", advice)
-    if len(left) < len(missing):
+    if len(lost_numbers) < len(numbers):
         advice = "kvevents requests them again as long as it receives new ones, and reports the rest as a gap: see trust below"
-        return warn("replay", f"{text}; after {_RETRIES} more requests {len(left):,} of them are missing", advice)
+        return warn("replay", f"{text}; after {_RETRIES} more requests {len(lost_numbers):,} of them are missing", advice)
     advice = "the engine could not encode these batches, or its buffer lost them: see its log"
     return warn("replay", f"{text}, also in further responses: these batches are lost", advice)
 
@@ -148,13 +148,14 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
         return None
     if not numbers.missing:
         return ok("losses", f"{plural(numbers.received, 'live batch')}, no sequence number missing")
-    text = f"{numbers.missing:,} of {numbers.missing + numbers.received:,} live batches did not arrive ({numbers.shown})"
+    text = f"{numbers.missing:,} of {numbers.missing + numbers.received:,} live batches did not arrive ({numbers.gaps_text})"
     if endpoint is None or not numbers.gaps:
         return warn("losses", text, _UNREPAIRED)
-    missing = {seq for first, last in numbers.gaps for seq in range(first, last + 1)}
-    sample = sample_replay(endpoint, missing, COMPARE_PATIENCE, curve, requests=COMPARE_REQUESTS)
-    held = missing & {batch.seq for batch in sample.batches}
-    return warn("losses", f"{text}; replay has {len(held):,} of these {len(missing):,}", _LOSSY if held else _UNREPAIRED)
+    lost_numbers = {seq for first, last in numbers.gaps for seq in range(first, last + 1)}
+    sample = sample_replay(endpoint, lost_numbers, COMPARE_PATIENCE, curve, requests=COMPARE_REQUESTS)
+    stored = lost_numbers & {batch.seq for batch in sample.batches}
+    text += f"; replay has {len(stored):,} of these {len(lost_numbers):,}"
+    return warn("losses", text, _LOSSY if stored else _UNREPAIRED)
 
 
 def find_replay_endpoint(
@@ -165,23 +166,24 @@ def find_replay_endpoint(
     Return a finding, and the endpoint if it provably belongs to the stream. `wait_for_live` waits until `numbers` has a batch.
     """
     candidate = endpoint_of_rank(endpoint, 1 + next_ranks(endpoint))
-    nothing = "no replay endpoint given, so lost batches stay lost"
+    problem = "no replay endpoint given, so lost batches stay lost"
     if candidate is None:
-        return warn("replay", nothing, USE_REPLAY), None
+        return warn("replay", problem, USE_REPLAY), None
     handshake = perform_handshake(candidate)
     if handshake.outcome not in {"socket", "curve"} or (handshake.outcome == "socket" and handshake.detail != "ROUTER"):
-        found = f"nothing listens at {candidate}" if handshake.outcome == "refused" else f"{candidate} is not a replay endpoint"
-        return warn("replay", f"{nothing}; {found}", USE_REPLAY), None
+        is_refused = handshake.outcome == "refused"
+        detail = f"nothing listens at {candidate}" if is_refused else f"{candidate} is not a replay endpoint"
+        return warn("replay", f"{problem}; {detail}", USE_REPLAY), None
     wait_for_live()
     if not numbers.newest:
-        text = f"{nothing}; {candidate} may be one, but no live batch arrived to compare with it"
+        text = f"{problem}; {candidate} may be one, but no live batch arrived to compare with it"
         return warn("replay", text, f"if it belongs to this engine, use --replay {candidate}"), None
     comparison = compare(candidate, numbers, curve)
     if not comparison.is_answered:
-        text = f"{nothing}; {candidate} is open and does not answer replay requests"
-        busy = "if it belongs to this engine, which may hang or be busy"
-        return warn("replay", text, f"{busy}, try again with --replay {candidate}, then restart it"), None
+        text = f"{problem}; {candidate} is open and does not answer replay requests"
+        condition = "if it belongs to this engine, which may hang or be busy"
+        return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart it"), None
     if not comparison.is_same_stream:
-        return warn("replay", f"{nothing}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
+        return warn("replay", f"{problem}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"
     return ok("replay", text, f"use --replay {candidate} with other commands"), candidate

@@ -18,22 +18,22 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import connect_or_bind, destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
-"""Most messages of one answer that are read. An engine keeps 10,000 batches, so a longer answer never ends."""
+"""Maximum number of messages of one answer that are read. An engine keeps 10,000 batches, so a longer answer never ends."""
 _SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
 
 
 class Patience(NamedTuple):
-    """How long an answer is read."""
+    """Time limits of reading an answer."""
 
     silence: float
     """Seconds without a message after which an answer has ended."""
     seconds: float
-    """Seconds of a whole answer."""
+    """Maximum number of seconds of a whole answer."""
 
 
 @dataclass(slots=True)
 class ReplaySample:
-    """What a replay endpoint sent in answer to one or several requests."""
+    """The answers of a replay endpoint to one or several requests."""
 
     batches: list[ReplayBatch] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
@@ -54,14 +54,14 @@ class ReplaySample:
     def holes(self) -> list[tuple[int, int]]:
         """Ranges of sequence numbers that are missing between the first and the last of one answer."""
         pairs = zip(self.batches, self.batches[1:], strict=False)
-        return [(one.seq + 1, other.seq - 1) for one, other in pairs if other.seq > one.seq + 1]
+        return [(batch.seq + 1, successor.seq - 1) for batch, successor in pairs if successor.seq > batch.seq + 1]
 
     def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
         """Read an answer until it ends, or until a malformed message if `is_strict`. Return whether any message arrived."""
-        until = time.monotonic() + patience.seconds
+        deadline = time.monotonic() + patience.seconds
         self.has_end = self.is_cut = False
         for count in range(MAX_REPLY_MESSAGES):
-            wait = min(patience.silence, until - time.monotonic())
+            wait = min(patience.silence, deadline - time.monotonic())
             if wait <= 0 or not socket.poll(ceil(1000 * wait)):
                 self.is_cut = wait <= 0
                 return count > 0
@@ -81,12 +81,12 @@ class ReplaySample:
         return True
 
     def compare(self, live: Iterable[tuple[int, bytes]]) -> LiveComparison:
-        """Compare live batches with those of the answers."""
-        held = {batch.seq: batch.payload for batch in self.batches}
-        found: dict[bool | None, list[int]] = {True: [], False: [], None: []}
+        """Compare live batches with the batches of the answers."""
+        payloads = {batch.seq: batch.payload for batch in self.batches}
+        numbers: dict[bool | None, list[int]] = {True: [], False: [], None: []}
         for seq, payload in live:
-            found[held[seq] == payload if seq in held else None].append(seq)
-        return LiveComparison(self.is_answered, len(found[True]), found[False], found[None])
+            numbers[payloads[seq] == payload if seq in payloads else None].append(seq)
+        return LiveComparison(self.is_answered, len(numbers[True]), numbers[False], numbers[None])
 
 
 class LiveComparison(NamedTuple):
@@ -122,13 +122,13 @@ def send_request(socket: zmq.Socket[bytes], start: int) -> None:
 
 
 def sample_replay(
-    endpoint: str, wanted: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
+    endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
-    """Request batches from the first missing one on, at most `requests` times, until all of `wanted` arrived, or any of them.
+    """Request batches from the first missing one on, at most `requests` times, until all of `numbers` arrived, or any of them.
 
-    Stop at a request without an answer. Raise `EndpointError` if the socket cannot connect.
+    Stop after a request without an answer. Raise `EndpointError` if the socket cannot connect.
     """
-    sample, left = ReplaySample(), set(wanted)
+    sample, outstanding = ReplaySample(), set(numbers)
     for _ in range(requests):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -138,11 +138,11 @@ def sample_replay(
             if curve is not None:
                 curve.apply(socket)
             connect_or_bind(socket, endpoint, bind=False)
-            send_request(socket, min(left))
+            send_request(socket, min(outstanding))
             is_answered = sample.read(socket, patience)
         finally:
             destroy_context(context)
-        left.difference_update(batch.seq for batch in sample.batches)
-        if not is_answered or not left or (any_of and len(left) < len(wanted)):
+        outstanding.difference_update(batch.seq for batch in sample.batches)
+        if not is_answered or not outstanding or (any_of and len(outstanding) < len(numbers)):
             break
     return sample

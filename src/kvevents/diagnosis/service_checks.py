@@ -8,20 +8,22 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvevents.client import Client, ServiceRequestError
+from kvevents.client.names import source_issues, worker_name
+from kvevents.client.protocol import UNAVAILABLE
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
-from kvevents.client.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError, source_issues, worker_name
 from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
-from kvevents.package_metadata import documented, version
+from kvevents.package_metadata import version
 from kvevents.text_format import duration, first_names, percentage, plural, size
 
 ENOUGH_LOOKUPS: Final = 20
-"""Lookups without a hit that are a fault."""
+"""Number of lookups without any hit from which on there is a fault."""
 FULL: Final = 0.9
-"""Share of the memory limit above which there is a warning."""
+"""Share of the memory limit in use above which there is a warning."""
 LATE_SNAPSHOTS: Final = 3
-"""Snapshot intervals without a snapshot after which there is a warning."""
+"""Number of snapshot intervals without a snapshot after which there is a warning."""
 
 _LOGS: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
@@ -31,7 +33,7 @@ _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 class ServiceChecks:
     """The checks of one service."""
 
-    def __init__(self, client: ServiceClient) -> None:
+    def __init__(self, client: Client) -> None:
         self.version: str | None = None
         """Release of the service, after the first response."""
         self._client = client
@@ -42,8 +44,8 @@ class ServiceChecks:
             yield from self._findings()
         except ServiceRequestError as error:
             check = "access" if error.status in {401, 403} else "service"
-            other = self._other_port() if error.reason in _NOT_HTTP else None
-            yield other or fail(check, error.sentence, error.hint or _LOGS)
+            finding = self._other_port() if error.reason in _NOT_HTTP else None
+            yield finding or fail(check, error.sentence, error.hint or _LOGS)
 
     def _other_port(self) -> CheckResult | None:
         """Return a finding if the port is that of an engine."""
@@ -55,14 +57,14 @@ class ServiceChecks:
         return fail("service", text, f"use the service's port, 8090 by default; kvevents doctor {place} checks the engine")
 
     def _findings(self) -> Iterator[CheckResult]:
-        health = self._client.get("/health", HealthAnswer, status=UNAVAILABLE)
-        ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
+        health = self._client.get("/health", HealthAnswer, also=UNAVAILABLE)
+        ready = self._client.ready()
         yield from check_ready(ready)
         stats = self._client.get("/v1/stats", StatsAnswer)
         self.version = stats.version
         yield check_version(self._client.url, stats)
         yield from check_health(health, stats)
-        answer = self._client.get("/v1/sources", SourcesAnswer)
+        answer = self._client.sources()
         yield from check_fleet(answer, time.time())
         yield check_lookups(stats)
         yield check_memory(stats)
@@ -80,7 +82,7 @@ def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[CheckResult]:
         check_block_sizes(sources),
         check_lag(sources),
         check_load(sources),
-        *check_losses(sources, now),
+        check_losses(sources, now),
         check_rejected(sources),
     )
     yield from (finding for finding in checks if finding is not None)
@@ -140,13 +142,13 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
     """Check the memory of the index."""
-    used = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
+    usage = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
-        text = f"{used}; {plural(stats.evicted, 'block')} were refused at the limit"
+        text = f"{usage}; {plural(stats.evicted, 'block')} were refused at the limit"
         return warn("memory", text, "raise --memory-limit: matches are too short, and the workers DEGRADED")
     if stats.memory_limit is None:
-        return ok("memory", f"{used}, without a limit")
-    text = f"{used}, {percentage(stats.index_bytes, stats.memory_limit)} of the limit of {size(stats.memory_limit)}"
+        return ok("memory", f"{usage}, without a limit")
+    text = f"{usage}, {percentage(stats.index_bytes, stats.memory_limit)} of the limit of {size(stats.memory_limit)}"
     if stats.index_bytes > FULL * stats.memory_limit:
         return warn("memory", text, "raise --memory-limit before blocks are refused")
     return ok("memory", text)
@@ -172,78 +174,17 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 # --- checks of the fleet
 
 MAX_LISTED: Final = 10
-"""Sources that one check lists, the worst first; the rest is counted."""
+"""Maximum number of sources that one check lists, the worst first; others are counted."""
 PATIENCE_SECONDS: Final = 10.0
-"""Time of a source to connect or to catch up before that is a fault. Seconds are normal."""
+"""Time that a source may take to connect or to catch up; longer is a fault. Seconds are normal."""
 LATE_SECONDS: Final = 1.0
-"""Lag that is a warning: a router with older events sends prompts to blocks that are gone."""
+"""Lag above which there is a warning: a router with older events sends prompts to blocks that are gone."""
 SILENT_SECONDS: Final = 600.0
-"""Time without a batch that is a warning."""
+"""Time without a batch after which there is a warning."""
 RECENT_SECONDS: Final = 3_600.0
-"""Age of a loss up to which it is a warning."""
+"""Age up to which a loss is a warning."""
 
-_REPLAY: Final = "register the engine with its replay endpoint (replay_endpoint), and enable that in the engine"
-_CHECK_ENGINE: Final = "run on the service's host: kvevents doctor {endpoint}"
-_UP: Final = f"check that the engine runs; {_CHECK_ENGINE}"
-_EXACT_AGAIN: Final = "exact again after the next AllBlocksCleared or restart of the engine"
-_PORTS: Final = "register it with the engine's own endpoints: endpoint is where it publishes, replay_endpoint where it replays"
-_NAME: Final = "check the name; inside Kubernetes use a headless service"
-_LISTENS: Final = "check that the engine runs with KV events enabled and a wildcard endpoint such as tcp://*:5557"
-_ROUTE: Final = "check the address, routes, firewalls and network policies between the service's host and the engine"
-_KEYS: Final = "configure matching keys in the service (curve) and the engine; `kvevents keys` creates them"
-_IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
-_INDEX: Final = "update the engine, or report it with a recording (kvevents record)"
-_ADVICE: Final[dict[Reason, str]] = {
-    Reason.UNRESOLVED: _NAME,
-    Reason.REFUSED: _LISTENS,
-    Reason.UNANSWERED: _ROUTE,
-    Reason.UNREACHABLE: _ROUTE,
-    Reason.NOT_ZEROMQ: _PORTS,
-    Reason.WRONG_SOCKET: _PORTS,
-    Reason.KEYS: _KEYS,
-    Reason.NO_PEER: "is the engine up, and does it connect to this service's host and port?",
-    Reason.REPLAY_UNRESOLVED: _NAME,
-    Reason.REPLAY_REFUSED: f"{_REPLAY}; {_CHECK_ENGINE}",
-    Reason.REPLAY_UNANSWERED: _ROUTE,
-    Reason.REPLAY_UNREACHABLE: _ROUTE,
-    Reason.REPLAY_NOT_ZEROMQ: _PORTS,
-    Reason.REPLAY_WRONG_SOCKET: _PORTS,
-    Reason.REPLAY_KEYS: _KEYS,
-    Reason.NO_REPLAY: _REPLAY,
-    Reason.REPLAY_SILENT: f"check that its replay endpoint is right, and reachable from the service's host; {_CHECK_ENGINE}",
-    Reason.REPLAY_FOREIGN: "register it with the replay endpoint of this engine and rank",
-    Reason.REPLAY_UNCONFIRMED: "if this stays, the replay endpoint belongs to another engine or rank",
-    Reason.IDENTITY: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine lets the service verify the stream",
-    Reason.LOST: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it",
-    Reason.REJECTED: f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}",
-    Reason.DIVERGED: (
-        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook#kveventssourcediverged')}"
-    ),
-    Reason.UNATTESTED: "report it with a recording (`kvevents record`); it ends when the engine's digest matches again",
-    Reason.UNCERTAIN_COPIES: (
-        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines')}"
-    ),
-    Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
-    Reason.SENDER: "see the reason: the upstream of a relay is not exact, or the engine does not announce everything",
-    Reason.RANK: "compare the registered ports with those of the engine's ranks: those of two ranks are swapped",
-    Reason.SHARED: "give each publisher its own topic, or its own endpoint",
-    Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
-    Reason.EVICTED: "raise --memory-limit, or distribute the engines over several services",
-    Reason.BLOCK_SIZE: "register it with its block size, or without one",
-    Reason.ORPHANS_DROPPED: _INDEX,
-    Reason.SET_ASIDE: _INDEX,
-    Reason.UNKNOWN_PARENTS: "the engine's events contradict each other: use a newer release of it, or report this",
-    Reason.ESTIMATED_MATCHES: f"see the reason, and {documented('concepts/prefix-match#estimates')}",
-    Reason.FAILED: "restart the service, and report the traceback in its log",
-    Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
-    Reason.NOT_FOLLOWED: "register the engine with the service (POST /register), or remove it from the candidates",
-    Reason.CONNECTING: _UP,
-    Reason.REPLAYING: f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}",
-    Reason.DISCONNECTED: _UP,
-    Reason.OTHER: f"see the reason; {_CHECK_ENGINE}",
-}
-"""The advice for each reason. Of several reasons, the first one in this table counts."""
-_PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING})
+_PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
 """Reasons that are normal for a short time."""
 
 
@@ -270,15 +211,15 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
     ranks: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for source in sources:
         ranks[source.tenant, source.group, source.instance].add(source.rank)
-    if not any(any(found) for found in ranks.values()):
+    if not any(any(numbers) for numbers in ranks.values()):
         return None
-    missing = [
+    names = [
         worker_name(instance, rank, tenant, group)
-        for (tenant, group, instance), found in sorted(ranks.items())
-        for rank in sorted(set(range(min(max(found), len(found) + MAX_LISTED))) - found)
+        for (tenant, group, instance), numbers in sorted(ranks.items())
+        for rank in sorted(set(range(min(max(numbers), len(numbers) + MAX_LISTED))) - numbers)
     ]
-    if missing:
-        text = f"{first_names(missing)}: not registered, though later ranks are"
+    if names:
+        text = f"{first_names(names)}: not registered, though later ranks are"
         return warn("ranks", text, "its blocks are not found: register every rank, or use --engine, which finds them")
     return ok("ranks", "no rank is missing")
 
@@ -286,30 +227,25 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
 def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Check which sources are not EXACT, why, and since when."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
-    found = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
-    yield from _worst_of(found, "trust")
+    findings = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
+    yield from _worst_of(findings, "trust")
     if exact:
-        attested = sum(source.trust.attested for source in sources)
-        confirmed = f", {attested:,} of them attested by the engine" if attested else ""
-        yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT{confirmed}")
+        count = sum(source.trust.attested for source in sources)
+        note = f", {count:,} of them attested by the engine" if count else ""
+        yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT{note}")
 
 
 def _trust_finding(source: SourceView, now: float) -> CheckResult:
     state = source.trust.state
-    since = max(now - source.since, 0.0)
+    seconds = max(now - source.since, 0.0)
     reason = source_issues(source)
-    text = f"{_worker_name(source)} is {state} for {duration(since)}{f': {reason}' if reason else ''}"
+    text = f"{_worker_name(source)} is {state} for {duration(seconds)}{f': {reason}' if reason else ''}"
     codes = set(source.trust.reason_codes)
-    if state != "DEGRADED":
-        codes.discard(Reason.REPLAY_UNPROVEN)  # true of every stream that connects or catches up
-    known = [advice for code, advice in _ADVICE.items() if code in codes]
-    if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None and codes <= _PHASES:
+    if state in {"CONNECTING", "REPLAYING"} and seconds <= PATIENCE_SECONDS and source.fault is None and codes <= _PHASES:
         return warn("trust", text, "wait a moment, and run doctor again")
     if state == "DEGRADED" and codes == {Reason.REPLAY_UNPROVEN} and source.batches == source.replayed:
-        return ok("trust", text, _IDLE)
-    found = fail if state in {"CONNECTING", "STALE"} else warn
-    advice = known[0] if known else _UP
-    return found("trust", text, advice.format(endpoint=source.endpoint))
+        return ok("trust", text, source.advice)
+    return (fail if state in {"CONNECTING", "STALE"} else warn)("trust", text, source.advice)
 
 
 def _worker_name(source: SourceView) -> str:
@@ -319,13 +255,13 @@ def _worker_name(source: SourceView) -> str:
 _WORST_FIRST: Final = (Severity.FAIL, Severity.WARN, Severity.OK)
 
 
-def _worst_of(found: Sequence[CheckResult], check: str) -> Iterator[CheckResult]:
-    """Return the worst findings, and how many more there are."""
-    ordered = sorted(found, key=lambda finding: _WORST_FIRST.index(finding.verdict))
-    yield from ordered[:MAX_LISTED]
-    if rest := ordered[MAX_LISTED:]:
-        text = f"and {plural(len(rest), 'source')} more"
-        yield CheckResult(check, rest[0].verdict, text, "see `kvevents top`")
+def _worst_of(findings: Sequence[CheckResult], check: str) -> Iterator[CheckResult]:
+    """Return the worst findings, and the number of the others."""
+    sorted_findings = sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.verdict))
+    yield from sorted_findings[:MAX_LISTED]
+    if others := sorted_findings[MAX_LISTED:]:
+        text = f"and {plural(len(others), 'source')} more"
+        yield CheckResult(check, others[0].verdict, text, "see `kvevents top`")
 
 
 def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
@@ -333,13 +269,14 @@ def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
     sizes = sorted({size for source in sources for size in source.block_sizes})
     if not sizes:
         return None
-    declared = [source for source in sources if source.block_sizes and source.declared_block_size is not None]
-    wrong = [source for source in declared if source.declared_block_size not in source.block_sizes]
-    if not wrong:
-        text = "as registered" if declared else "none is registered"
+    with_size = [source for source in sources if source.block_sizes and source.declared_block_size is not None]
+    mismatches = [source for source in with_size if source.declared_block_size not in source.block_sizes]
+    if not mismatches:
+        text = "as registered" if with_size else "none is registered"
         return ok("blocks", f"blocks of {' and '.join(map(str, sizes))} tokens, {text}")
-    pairs = [(_worker_name(source), source.declared_block_size, ", ".join(map(str, source.block_sizes))) for source in wrong]
-    text = first_names([f"{name} is registered with {registered} and sends {sent}" for name, registered, sent in pairs])
+    names = [f"{_worker_name(source)} is registered with {source.declared_block_size}" for source in mismatches]
+    lists = [", ".join(map(str, source.block_sizes)) for source in mismatches]
+    text = first_names([f"{name} and sends {sizes_sent}" for name, sizes_sent in zip(names, lists, strict=True)])
     return fail("blocks", f"tokens per block: {text}", "register them with their block size, by which routers divide prompts")
 
 
@@ -349,13 +286,13 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
     if not lags:
         return None
     ahead = {name: -lag for name, lag in lags.items() if lag < -LATE_SECONDS}
-    late = {name: lag for name, lag in lags.items() if lag > LATE_SECONDS}
+    delays = {name: lag for name, lag in lags.items() if lag > LATE_SECONDS}
     if ahead:
         text = f"clocks are ahead of the service's: {_list_lags(ahead)}"
         return warn("lag", text, "synchronise the clocks (chrony, ntpd), without which lag cannot be measured")
-    if late:
+    if delays:
         advice = "check the CPU of the service, the network and that clock; `kvevents top --sort lag` shows whether it grows"
-        return warn("lag", f"the newest batch was late: {_list_lags(late)}", advice)
+        return warn("lag", f"the newest batch was late: {_list_lags(delays)}", advice)
     return ok("lag", f"the newest batches came within {1000 * max(0.0, *lags.values()):,.0f} ms")
 
 
@@ -369,8 +306,8 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     if not loads:
         return None
     running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
-    reported = f"{len(loads):,} of {plural(len(sources), 'source')} report it"
-    return ok("load", f"{plural(running, 'request')} running and {waiting:,} waiting; {reported}")
+    summary = f"{len(loads):,} of {plural(len(sources), 'source')} report it"
+    return ok("load", f"{plural(running, 'request')} running and {waiting:,} waiting; {summary}")
 
 
 def _list_lags(seconds: dict[str, float]) -> str:
@@ -381,35 +318,30 @@ def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckRe
     """Check for sources that have never sent anything, or nothing recently."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
     ages = {_worker_name(source): now - source.last_event for source in following if source.last_event is not None}
-    never = [name for source in following if (name := _worker_name(source)) not in ages and not source.blocks]
-    silent = [f"{name} for {duration(age)}" for name, age in ages.items() if age > SILENT_SECONDS]
-    if never:
+    without_events = [name for source in following if (name := _worker_name(source)) not in ages and not source.blocks]
+    pauses = [f"{name} for {duration(age)}" for name, age in ages.items() if age > SILENT_SECONDS]
+    if without_events:
         advice = "idle engines publish nothing: send them requests, and check that KV events and prefix caching are enabled"
-        yield warn("traffic", f"nothing ever arrived from {first_names(never)}", advice)
-    if silent:
-        yield warn("traffic", f"silent: {first_names(silent)}", "an idle engine publishes nothing; check that it gets requests")
-    if following and not never and not silent:
+        yield warn("traffic", f"nothing ever arrived from {first_names(without_events)}", advice)
+    if pauses:
+        yield warn("traffic", f"silent: {first_names(pauses)}", "an idle engine publishes nothing; check that it gets requests")
+    if following and not without_events and not pauses:
         newest = f"; the newest batch arrived {duration(max(min(ages.values()), 0.0))} ago" if ages else ""
         yield ok("traffic", f"all sources send events{newest}")
 
 
-def check_losses(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
-    """Check for recent permanent losses, separately of sources without a replay endpoint; yield nothing without a loss."""
-    losing = [source for source in sources if source.lost]
-    recent = [source for source in losing if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
-    if losing and not recent:
-        yield ok("losses", f"permanently lost, none of them within the last hour: {_list_losses(losing)}")
-    without_replay = [source for source in recent if Reason.NO_REPLAY in source.trust.reason_codes]
-    if without_replay:
-        yield warn(
-            "losses",
-            f"permanently lost, some within the last hour, without a replay endpoint: {_list_losses(without_replay)}",
-            _REPLAY,
-        )
-    rest = [source for source in recent if Reason.NO_REPLAY not in source.trust.reason_codes]
-    if rest:
-        advice = "a larger buffer_steps of the engine lets replay repair more; check whether the service or the network pauses"
-        yield warn("losses", f"permanently lost, some within the last hour: {_list_losses(rest)}", advice)
+def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | None:
+    """Check for recent permanent losses; None without a loss."""
+    with_losses = [source for source in sources if source.lost]
+    recent = [source for source in with_losses if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
+    if not recent:
+        text = f"permanently lost, none of them within the last hour: {_list_losses(with_losses)}"
+        return ok("losses", text) if with_losses else None
+    advice = (
+        "a larger buffer_steps of the engine lets replay repair more, and without a replay endpoint nothing is repaired; "
+        "check whether the service or the network pauses"
+    )
+    return warn("losses", f"permanently lost, some within the last hour: {_list_losses(recent)}", advice)
 
 
 def _list_losses(sources: Sequence[SourceView]) -> str:
@@ -418,11 +350,11 @@ def _list_losses(sources: Sequence[SourceView]) -> str:
 
 def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check for events that could not be decoded or applied; None without such events."""
-    rejecting = [source for source in sources if source.rejected]
-    if not rejecting:
+    affected = [source for source in sources if source.rejected]
+    if not affected:
         return None
-    counts = first_names([f"{_worker_name(source)}: {_reasons(source)}" for source in rejecting])
-    advice = f"kvevents doctor {rejecting[0].endpoint} shows which release has written them; it may be newer than kvevents"
+    counts = first_names([f"{_worker_name(source)}: {_reasons(source)}" for source in affected])
+    advice = f"kvevents doctor {affected[0].endpoint} shows which release has written them; it may be newer than kvevents"
     return warn("decoding", f"events could not be used: {counts}", advice)
 
 

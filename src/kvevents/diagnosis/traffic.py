@@ -1,4 +1,4 @@
-"""Checks of what arrives: a sample of messages, topics, decoding, ranks, and the trust that a subscriber reached."""
+"""Checks of received messages: a sample, topics, decoding, ranks, and the trust that a subscriber reached."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.zap import secure_sockets
 
 MAX_NEWEST: Final = 32
-"""Batches whose payloads are kept for the comparison with replay."""
+"""Maximum number of batches whose payloads are kept for the comparison with replay."""
 MAX_GAPS: Final = 1_000
-"""Gaps whose sequence numbers are kept; further ones are only counted."""
+"""Maximum number of gaps whose sequence numbers are kept; further gaps are only counted."""
 MAX_GAP: Final = 10_000
-"""Longest gap whose sequence numbers are kept: as many as an engine keeps batches."""
+"""Length of the longest gap whose sequence numbers are kept: the number of batches that an engine keeps."""
 
 
 class SequenceNumbers:
-    """The sequence numbers of one stream's live batches. Several topics have several sequences, so none is kept then."""
+    """The sequence numbers of one stream's live batches. Several topics have several sequences, so no number is kept then."""
 
     def __init__(self, topic: str) -> None:
         self.received = 0
@@ -61,7 +61,7 @@ class SequenceNumbers:
         self.newest.append((seq, payload))
 
     @property
-    def shown(self) -> str:
+    def gaps_text(self) -> str:
         """The missing numbers as text."""
         return number_ranges(self.gaps) or "before a restart"
 
@@ -78,9 +78,9 @@ class SequenceNumbers:
 
 
 MAX_DECODED: Final = 20_000
-"""Messages that are decoded; further ones are only counted. Detecting a dialect takes some 50 us."""
+"""Maximum number of messages that are decoded; further messages are only counted. Detecting a dialect takes some 50 us."""
 MAX_COMPARED: Final = 500
-"""Batches that are compared to detect the dialect, since half of all batches match several dialects."""
+"""Maximum number of batches that are compared to detect the dialect, since half of all batches match several dialects."""
 MAX_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
 RECEIVE_HWM: Final = 100_000
@@ -93,7 +93,7 @@ class DecodedContents:
         self.batches = 0
         self.events: Counter[str] = Counter()
         self._dialects: Counter[str] = Counter()
-        self._compared: list[bytes] = []
+        self._payloads: list[bytes] = []
         self.rejects: Counter[str] = Counter()
         self.undecodable = 0
         """Payloads without any event that can be decoded."""
@@ -105,39 +105,39 @@ class DecodedContents:
         """Decode and count one payload."""
         if self.batches >= MAX_DECODED:
             return
-        decoded = decode_batch(payload)
+        decoding = decode_batch(payload)
         self.batches += 1
-        self.events.update(type(event).__name__ for event in decoded.batch.events)
-        self._add_rejects(decoded)
-        if decoded.batch.data_parallel_rank is not None:
-            self.ranks.add(decoded.batch.data_parallel_rank)
-        if decoded.batch.events or decoded.rejected:
+        self.events.update(type(event).__name__ for event in decoding.batch.events)
+        self._add_rejects(decoding)
+        if decoding.batch.data_parallel_rank is not None:
+            self.ranks.add(decoding.batch.data_parallel_rank)
+        if decoding.batch.events or decoding.rejected:
             # An empty batch has the same bytes in every release.
-            self._dialects[_dialect_name(decoded)] += 1
-            if len(self._compared) < MAX_COMPARED and not decoded.rejected:
-                self._compared.append(payload)
+            self._dialects[_dialect_name(decoding)] += 1
+            if len(self._payloads) < MAX_COMPARED and not decoding.rejected:
+                self._payloads.append(payload)
 
     @property
     def dialects(self) -> Counter[str]:
         """The oldest release that can have written all batches; if no release can, the releases of the single batches."""
         if self.rejects or len(self._dialects) < 2:
             return self._dialects
-        merged = _merged(self._compared)
-        dialect = None if merged is None else decode_batch(merged).dialect
+        batch = _merge_batches(self._payloads)
+        dialect = None if batch is None else decode_batch(batch).dialect
         return self._dialects if dialect is None else Counter({dialect.name: self._dialects.total()})
 
-    def _add_rejects(self, decoded: Decoded) -> None:
-        for rejected in decoded.rejected:
-            self.rejects[rejected.reason] += rejected.count
-            self.example = self.example or rejected.detail
-        self.undecodable += bool(decoded.rejected) and not decoded.batch.events
+    def _add_rejects(self, decoding: Decoded) -> None:
+        for rejection in decoding.rejected:
+            self.rejects[rejection.reason] += rejection.count
+            self.example = self.example or rejection.detail
+        self.undecodable += bool(decoding.rejected) and not decoding.batch.events
 
 
-def _dialect_name(decoded: Decoded) -> str:
-    return decoded.dialect.name if decoded.dialect else "unknown"
+def _dialect_name(decoding: Decoded) -> str:
+    return decoding.dialect.name if decoding.dialect else "unknown"
 
 
-def _merged(payloads: list[bytes]) -> bytes | None:
+def _merge_batches(payloads: list[bytes]) -> bytes | None:
     """Return one batch with the events of all; None if the batches are not arrays of the same length."""
     try:
         parts = [msgspec.msgpack.decode(payload, type=list[msgspec.Raw]) for payload in payloads]
@@ -192,10 +192,10 @@ class TrafficSample:
         self._context.term()
 
     def take(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for messages, and count those that have arrived."""
-        waiting = self._socket.poll(ceil(1000 * timeout))
+        """Wait up to `timeout` seconds for messages, and count the messages that have arrived."""
+        is_readable = self._socket.poll(ceil(1000 * timeout))
         self.seconds = time.monotonic() - self._began
-        if not waiting:
+        if not is_readable:
             return
         for _ in range(MAX_PER_TURN):
             try:
@@ -222,13 +222,13 @@ class TrafficSample:
 _TOPICS_SHOWN: Final = 5
 
 
-def check_traffic(sample: TrafficSample, *, connected: bool) -> CheckResult:
+def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
     """Check whether messages arrive."""
     seconds = max(round(sample.seconds, 1), 0.1)
     if sample.messages:
         amount = f"{plural(sample.messages, 'message')}, {sample.bytes:,} bytes in {seconds:g} s"
         return ok("traffic", f"{amount} ({sample.messages / seconds:.1f} a second)")
-    if not connected:
+    if not is_connected:
         advice = "with --bind, configure this host's address as the engine's endpoint; without, see address above"
         return fail("traffic", f"nothing arrived in {seconds:g} s, and there was no connection", advice)
     return warn(
@@ -242,23 +242,23 @@ def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
     """Check whether `prefix` matches the topics; None without a topic."""
     if not topics:
         return None
-    seen = ", ".join(f"{_name(topic)} ({count:,})" for topic, count in topics.most_common(_TOPICS_SHOWN))
-    missed = sum(count for topic, count in topics.items() if not topic.startswith(prefix.encode()))
-    if not missed:
+    topics_text = ", ".join(f"{_name(topic)} ({count:,})" for topic, count in topics.most_common(_TOPICS_SHOWN))
+    mismatch_count = sum(count for topic, count in topics.items() if not topic.startswith(prefix.encode()))
+    if not mismatch_count:
         every = "all topics are received" if not prefix else f"all begin with {prefix!r}"
-        return ok("topic", f"{every}; seen: {seen}")
+        return ok("topic", f"{every}; seen: {topics_text}")
     common = _common_prefix(topics)
     advice = f"use --topic-prefix {common!r}" if common else "omit --topic-prefix to receive all topics"
-    if missed == topics.total():
-        return fail("topic", f"no topic begins with {prefix!r}, so a subscriber receives nothing; seen: {seen}", advice)
-    return warn("topic", f"{plural(missed, 'message')} do not begin with {prefix!r}; seen: {seen}", advice)
+    if mismatch_count == topics.total():
+        return fail("topic", f"no topic begins with {prefix!r}, so a subscriber receives nothing; seen: {topics_text}", advice)
+    return warn("topic", f"{plural(mismatch_count, 'message')} do not begin with {prefix!r}; seen: {topics_text}", advice)
 
 
 def _common_prefix(topics: Counter[bytes]) -> str:
     # The first and the last of sorted strings differ earliest.
     first, last = min(topics), max(topics)
-    same = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
-    return first[:same].decode("utf-8", "ignore")
+    length = next((index for index, (left, right) in enumerate(zip(first, last, strict=False)) if left != right), len(first))
+    return first[:length].decode("utf-8", "ignore")
 
 
 def _name(topic: bytes) -> str:
@@ -267,17 +267,17 @@ def _name(topic: bytes) -> str:
 
 def check_frames(sample: TrafficSample) -> CheckResult | None:
     """Check whether messages have the frames of live batches; None if all have."""
-    broken = sample.malformed.total()
-    if not broken:
+    malformed_count = sample.malformed.total()
+    if not malformed_count:
         return None
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sample.malformed.most_common())
-    text = f"{broken:,} of {plural(sample.messages, 'message')} are not [topic, number, payload]: {reasons}"
-    if broken == sample.messages:
+    text = f"{malformed_count:,} of {plural(sample.messages, 'message')} are not [topic, number, payload]: {reasons}"
+    if malformed_count == sample.messages:
         return fail("decoding", text, "these are not KV events; check the port, which may be that of another service")
     return warn("decoding", text, "something else publishes at this address too; use a separate port for KV events")
 
 
-def check_decoding(contents: DecodedContents, where: str) -> CheckResult | None:
+def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None:
     """Check whether payloads can be decoded, and which release has written them; None without a batch."""
     if not contents.batches:
         return None
@@ -288,37 +288,38 @@ def check_decoding(contents: DecodedContents, where: str) -> CheckResult | None:
     events = ", ".join(f"{count:,} {name}" for name, count in sorted(contents.events.items())) or "no events"
     if not contents.rejects:
         return ok(
-            "decoding", f"{plural(contents.batches, 'batch')} {where}: {events}; oldest release with this format: {dialects}"
+            "decoding", f"{plural(contents.batches, 'batch')} {origin}: {events}; oldest release with this format: {dialects}"
         )
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in contents.rejects.most_common())
     if contents.undecodable == contents.batches:
-        text = f"none of {plural(contents.batches, 'batch')} {where} can be decoded: {reasons}; {contents.example}"
+        text = f"none of {plural(contents.batches, 'batch')} {origin} can be decoded: {reasons}; {contents.example}"
         return fail("decoding", text, "check the port, and that the engine neither encrypts nor compresses its events")
     text = (
-        f"{plural(contents.batches, 'batch')} {where}, not all decodable: {reasons}; {contents.example}; dialects: {dialects}"
+        f"{plural(contents.batches, 'batch')} {origin}, not all decodable: {reasons}; {contents.example}; dialects: {dialects}"
     )
     return warn("decoding", text, "the rest is delivered; report the engine's release, which may be newer than this kvevents")
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
     """Check the data-parallel ranks here and on the next ports; None without further ranks."""
-    here = ", ".join(map(str, sorted(ranks)))
+    numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
-        text = f"ranks {here} share this endpoint, as behind a relay, which numbers their batches as one stream"
+        text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"
         return ok("ranks", text, "engines that number their own batches need one endpoint per rank: port + rank")
-    seen = f"batches have rank {here}" if ranks else "batches have no rank"
+    summary = f"batches have rank {numbers}" if ranks else "batches have no rank"
     if neighbours:
-        text = f"{seen}; the next {plural(neighbours, 'port')} publish too"
+        text = f"{summary}; the next {plural(neighbours, 'port')} publish too"
         return ok("ranks", text, f"if they are ranks of the same engine: kvevents tail ... --ranks {neighbours + 1}")
-    return ok("ranks", f"{seen}; no further publisher on the next port") if ranks else None
+    return ok("ranks", f"{summary}; no further publisher on the next port") if ranks else None
 
 
+_WAIT: Final = "raise --duration; if this stays, the replay endpoint belongs to another engine"
 _ADVICE: Final[dict[DegradedReason, str]] = {
     DegradedReason.NO_REPLAY: "use a replay endpoint with --replay",
     DegradedReason.REPLAY_SILENT: "see replay above",
     DegradedReason.REPLAY_FOREIGN: "use this engine's replay endpoint with --replay; the current one belongs to another stream",
-    DegradedReason.REPLAY_UNCONFIRMED: "raise --duration; if this stays, the replay endpoint belongs to another engine",
-    DegradedReason.REPLAY_UNPROVEN: "raise --duration; if this stays, the replay endpoint belongs to another engine",
+    DegradedReason.REPLAY_UNCONFIRMED: _WAIT,
+    DegradedReason.REPLAY_UNPROVEN: _WAIT,
     DegradedReason.IDENTITY: "the connection was lost meanwhile; a larger buffer_steps lets a subscriber verify the stream",
     DegradedReason.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     DegradedReason.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
@@ -337,15 +338,16 @@ _IDLE: Final = "send the engine a request; the next batch confirms the replay en
 def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
     """Check the trust that a subscriber reached."""
     counters = status.counters
-    so_far = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"
+    progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"
     if counters.compacted:
-        so_far += f"; a snapshot represents {counters.compacted:,} older ones"
-    text = f"{status.trust}, {so_far}"
+        progress += f"; a snapshot represents {counters.compacted:,} older ones"
+    text = f"{status.trust}, {progress}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
     if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN} and not counters.live:
         return ok("trust", text, _IDLE)
-    advice = "; ".join(_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons)
+    hints = [_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons]
+    advice = "; ".join(dict.fromkeys(hints))
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:

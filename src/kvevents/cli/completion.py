@@ -1,0 +1,30 @@
+"""`kvevents completion`: what a shell needs to complete the command line."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Final
+
+from argcomplete.shell_integration import shellcode
+
+from kvevents.cli.command import OK
+from kvevents.cli.console import Console
+
+DESCRIPTION: Final = "Print the code by which a shell completes commands, options and their values."
+EXAMPLES: Final = """\
+  kvevents completion bash      in ~/.bashrc: eval "$(kvevents completion bash)"
+  kvevents completion zsh       in ~/.zshrc: eval "$(kvevents completion zsh)"
+  kvevents completion fish      into ~/.config/fish/completions/kvevents.fish
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
+def run(args: Namespace) -> int:
+    """Print the code."""
+    code: str = shellcode(["kvevents"], shell=args.shell)
+    Console().data(code.encode())
+    return OK

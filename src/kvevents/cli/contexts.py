@@ -1,0 +1,48 @@
+"""Contexts: services by name, with their tokens and authorities, in a file that commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvevents.errors import ConfigError
+from kvevents.settings import convert, read_toml, suggestion
+
+FILE_VARIABLE: Final = "KVEVENTS_CONTEXTS"
+NAME_VARIABLE: Final = "KVEVENTS_CONTEXT"
+
+
+class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A service, and how to ask it."""
+
+    service: str
+    """URL."""
+    token_file: str | None = None
+    tls_ca: str | None = None
+    """PEM file of the authority of its certificate."""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`contexts.toml`: `current = "prod"`, and a table `[contexts.NAME]` for each context."""
+
+    contexts: dict[str, Context] = {}
+    current: str | None = None
+
+
+def context_file() -> Path:
+    """Return the path of the file of contexts."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get(FILE_VARIABLE) or f"{home}/kvevents/contexts.toml").expanduser()
+
+
+def find_context(name: str | None) -> Context | None:
+    """Return the context of this name, by default of the variable or the file; None without one. Raises `ConfigError`."""
+    path = context_file()
+    found = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
+    wanted = name or os.environ.get(NAME_VARIABLE) or found.current
+    if wanted is not None and wanted not in found.contexts:
+        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, found.contexts)} {path} has none of this name")
+    return None if wanted is None else found.contexts[wanted]

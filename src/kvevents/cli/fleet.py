@@ -1,0 +1,222 @@
+"""`kvevents register`, `unregister`, `sources` and `reservations`: the fleet of a service."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from kvevents.cli.command import OK
+from kvevents.cli.console import Console, Line, Span, table
+from kvevents.cli.options import (
+    TABLES,
+    add_output,
+    add_scope,
+    add_service,
+    endpoint,
+    endpoint_or_url,
+    make_client,
+    positive_int,
+    scope_of,
+    whole_number,
+    write_object,
+)
+from kvevents.cli.top_view import COLUMNS, LEFT
+from kvevents.client import Client
+from kvevents.client.names import worker_name
+from kvevents.client.polling import PolledSources, sort_sources
+from kvevents.client.schemas import RegisterRequest, Reservation, ReservationsAnswer, SourceView, UnregisterRequest
+from kvevents.text_format import duration
+
+
+class FleetCommand(NamedTuple):
+    """A command for the fleet of a service: `add` declares its own options, `ask` returns the answer."""
+
+    DESCRIPTION: str
+    EXAMPLES: str
+    add: Callable[[ArgumentParser], None]
+    ask: Callable[[Client, Namespace], Any]
+    show: Callable[[Any, bool], list[Line]]
+    """Return the lines of an answer, with the columns of `wide` if wanted."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the options of this command."""
+        self.add(parser)
+        add_service(parser)
+        add_output(parser, "the service's response", TABLES)
+
+    def run(self, args: Namespace) -> int:
+        """Ask the service, and print the response."""
+        with make_client(args) as client:
+            answer = self.ask(client, args)
+        console = Console()
+        if not write_object(answer, args.output, console):
+            console.lines(self.show(answer, args.output == "wide"))
+        return OK
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not key or not separator:
+        raise ArgumentTypeError(f"invalid label {text!r}: expected KEY=VALUE")
+    return key, value
+
+
+# --- register and unregister
+
+
+def _add_instance(parser: ArgumentParser, ranks: str) -> None:
+    parser.add_argument("instance", metavar="NAME", help="name of the engine in answers")
+    add_scope(parser, required=True)
+    parser.add_argument("--rank", type=whole_number, metavar="R", help=f"data-parallel rank (default: {ranks})")
+
+
+def _add_register(parser: ArgumentParser) -> None:
+    _add_instance(parser, "0; of a URL all ranks")
+    parser.add_argument(
+        "endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help="endpoint of its events, or URL of its HTTP server"
+    )
+    parser.add_argument("--replay", metavar="ENDPOINT", type=endpoint, help="its replay endpoint (default: none)")
+    parser.add_argument("--block-size", type=positive_int, metavar="TOKENS", help="tokens per block (default: as received)")
+    parser.add_argument("--lease", type=positive_int, metavar="S", help="unregister it after S seconds unless it is renewed")
+    parser.add_argument("--label", type=_label, action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
+
+
+def _register(client: Client, args: Namespace) -> Any:
+    is_url = args.endpoint.startswith("http")
+    return client.register(
+        RegisterRequest(
+            instance_id=args.instance,
+            endpoint="" if is_url else args.endpoint,
+            url=args.endpoint if is_url else None,
+            replay_endpoint=args.replay,
+            dp_rank=args.rank,
+            block_size=args.block_size,
+            lease_seconds=args.lease,
+            labels=dict(args.label),
+            **scope_of(args),
+        )
+    )
+
+
+def _unregister(client: Client, args: Namespace) -> Any:
+    return client.unregister(UnregisterRequest(instance_id=args.instance, dp_rank=args.rank, **scope_of(args)))
+
+
+def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
+    return [[Span(f"{name}  ", "dim"), str(value)] for name, value in answer.items() if value]
+
+
+REGISTER: Final = FleetCommand(
+    "Register an engine at a service, which follows its events from then on. Repeat it to renew a lease.",
+    """\
+  kvevents register engine-0 tcp://10.0.0.7:5557 --replay tcp://10.0.0.7:5558 --model llama
+  kvevents register engine-0 http://10.0.0.7:8000 --model llama --lease 60      the engine names its endpoints
+  kvevents register engine-1 10.0.0.8:5557 --model llama --label zone=a --context prod
+""",
+    _add_register,
+    _register,
+    _show_fields,
+)
+UNREGISTER: Final = FleetCommand(
+    "Unregister an engine, or one of its ranks: the service forgets its blocks.",
+    """\
+  kvevents unregister engine-0 --model llama
+  kvevents unregister engine-0 --model llama --rank 1
+  kvevents unregister engine-0 --model llama --context prod
+""",
+    lambda parser: _add_instance(parser, "all"),
+    _unregister,
+    _show_fields,
+)
+
+# --- sources and reservations
+
+
+_WIDE: Final[dict[str, Callable[[SourceView], str]]] = {
+    "endpoint": lambda one: one.endpoint,
+    "replay": lambda one: one.replay_endpoint or "-",
+    "url": lambda one: one.url or "-",
+    "origin": lambda one: one.origin,
+    "labels": lambda one: ",".join(f"{key}={value}" for key, value in one.labels.items()) or "-",
+}
+
+
+def _show_sources(answer: PolledSources, wide: bool) -> list[Line]:
+    more = _WIDE if wide else {}
+    now = time.time()
+    columns = [column for column in COLUMNS if column.title not in {"batches/s", "running / waiting"}]
+    rows = [
+        [
+            *(Span(column.cell(one, now), column.style(one)) for column in columns),
+            *(show(one) for show in more.values()),
+        ]
+        for one in sort_sources(answer.sources, "name")
+    ]
+    titles = [*(column.title for column in columns), *more]
+    faults = [f"{name}: {sentence}" for name, sentences in answer.faults.items() for sentence in sentences]
+    shown = table(titles, rows, LEFT | more.keys()) if rows else [["no engine is registered"]]
+    return [*shown, *([Span(fault, "bad")] for fault in faults)]
+
+
+def _add_sources(parser: ArgumentParser) -> None:
+    parser.add_argument("instance", nargs="?", metavar="NAME", help="name of one engine (default: all)")
+    add_scope(parser, model="model (default: all)", default="all")
+
+
+def _ask_sources(client: Client, args: Namespace) -> Any:
+    filters = scope_of(args) | ({} if args.instance is None else {"instance": args.instance})
+    return client.get("/v1/sources", PolledSources, filters)
+
+
+def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> list[Line]:
+    titles = ("id", "worker", "model", "progress", "prompt", "uncached", "output", "expires in", "url")[: 9 if wide else 8]
+    rows = [
+        (
+            Span(one.id, "name"),
+            worker_name(one.instance, one.rank, one.tenant, one.group),
+            one.model,
+            one.progress,
+            *(f"{count:,}" for count in (one.prompt_tokens, one.uncached_tokens, one.output_tokens)),
+            duration(one.expires_in),
+            one.url or "-",
+        )[: len(titles)]
+        for one in (answer.reservations if isinstance(answer, ReservationsAnswer) else [answer])
+    ]
+    return table(titles, rows, {"id", "worker", "model", "progress", "url"}) if rows else [["no reservation is open"]]
+
+
+def _ask_reservations(client: Client, args: Namespace) -> Any:
+    if args.id is not None:
+        return client.reservation(args.id)
+    return client.get("/v1/reservations", ReservationsAnswer, {"limit": str(args.limit)})
+
+
+def _add_reservations(parser: ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", metavar="ID", help="one reservation (default: all that are open)")
+    parser.add_argument("--limit", type=positive_int, default=100, metavar="N", help="show N of them (default: %(default)s)")
+
+
+SOURCES: Final = FleetCommand(
+    "Print the engines that a service follows, how far each can be trusted, and why.",
+    """\
+  kvevents sources
+  kvevents sources engine-0 --model llama -o yaml
+  kvevents sources -o wide --context prod
+""",
+    _add_sources,
+    _ask_sources,
+    _show_sources,
+)
+RESERVATIONS: Final = FleetCommand(
+    "Print the open reservations of a service, those that expire first at the top.",
+    """\
+  kvevents reservations
+  kvevents reservations request-17 -o json
+  kvevents reservations --limit 1000 -o wide
+""",
+    _add_reservations,
+    _ask_reservations,
+    _show_reservations,
+)
