@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -36,7 +37,9 @@ API: Final = {
     "kvevents.wire": "Decode and encode payloads of every engine release",
     "kvevents.index": "The prefix index",
     "kvevents.routing": "Routing policies, and readings of engines' loads",
-    "kvevents.client": "Asks a service",
+    "kvevents.compat.vllm": "The names of `vllm.distributed.kv_events` of vLLM 0.33",
+    "kvevents.compat.sglang": "The names of `sglang.srt.disaggregation.kv_events` of SGLang 0.5.23",
+    "kvevents.client": "Clients of a service, blocking and asyncio",
     "kvevents.client.schemas": "Types of a service's requests and answers",
     "kvevents.relay": "The relay as a library",
     "kvevents.zeromq.keys": "CURVE keys",
@@ -51,10 +54,12 @@ API: Final = {
 
 def api_pages() -> dict[str, str]:
     """Return a page for each public module, by its path in the site."""
-    return {
+    pages = {
         f"reference/api/{module}.md": f"# {module}\n\n{text}.\n\n::: {module}\n    options:\n      show_root_heading: false\n"
         for module, text in API.items()
     }
+    pages["reference/api/kvevents.subscriber.md"] += "\n::: kvevents.subscriber.front_end.Options\n"
+    return pages
 
 
 def api() -> str:
@@ -62,10 +67,18 @@ def api() -> str:
     return table(("module", "what it is for"), ((f"[{module}](api/{module}.md)", text) for module, text in API.items()))
 
 
+def readme() -> str:
+    """Return what the README says of kvevents, for the home of the site, which has its own list of beginnings."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    parts = {part.partition("\n")[0]: part for part in text.split("\n## ")}
+    chosen = (parts[title] for title in ("# kvevents", "Install", "Try it", "When not to use it"))
+    return "\n## ".join(chosen).removeprefix("# kvevents\n").replace("](docs/", "](")
+
+
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(each) for each in line)} |" for line in lines) + "\n"
+    return "\n".join(f"| {' | '.join(_cell(text) for text in line)} |" for line in lines) + "\n"
 
 
 def _cell(text: str) -> str:
@@ -79,7 +92,7 @@ def all_commands() -> Iterator[tuple[tuple[str, ...], Command]]:
     """Yield each command that runs something, with its words."""
     for command in COMMANDS:
         if isinstance(command, CommandGroup):
-            yield from (((command.name, each.name), each) for each in command.commands)
+            yield from (((command.name, subcommand.name), subcommand) for subcommand in command.commands)
         else:
             yield (command.name,), command
 
@@ -111,21 +124,21 @@ def help_of(*words: str) -> str:
 
 def settings() -> str:
     """Return a table of settings for each command that has any."""
-    found = []
+    sections = []
     for words, command in all_commands():
         parser = CommandParser(" ".join(words))
         command.load().add_arguments(parser)
         of_command: SettingsParser[Any] | None = parser.get_default("settings")
         if of_command is not None:
             options = frozenset(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of them
-            rows = (row for each in of_command.settings.values() for row in _setting_rows(each, options))
-            found.append(f"## kvevents {' '.join(words)}\n\n{table(('key', 'option', 'variable', 'meaning'), rows)}")
-    return "\n".join(found)
+            rows = (row for setting in of_command.settings.values() for row in _setting_rows(setting, options))
+            sections.append(f"## kvevents {' '.join(words)}\n\n{table(('key', 'option', 'variable', 'meaning'), rows)}")
+    return "\n".join(sections)
 
 
 def _setting_rows(setting: Setting, options: frozenset[str]) -> Iterator[tuple[str, ...]]:
     text = setting.help.replace("%%", "%")
-    limits = next((str(each) for each in parts_of(setting.kind) if isinstance(each, Range)), "")
+    limits = next((str(part) for part in parts_of(setting.kind) if isinstance(part, Range)), "")
     meaning = f"{text}; {limits}" if limits and limits != "at least 0" else text
     option = f"`{setting.flag}`" if setting.flag in options else ""
     yield f"`{setting.path}`", option, f"`{setting.variable}`", meaning
@@ -135,11 +148,11 @@ def _setting_rows(setting: Setting, options: frozenset[str]) -> Iterator[tuple[s
 
 def _table_rows(path: str, kind: Any) -> Iterator[tuple[str, ...]]:
     """Yield the fields of a table in a list of tables, and of the tables in it."""
-    for struct in {each: None for each in types_in(kind) if issubclass(each, msgspec.Struct)}:
+    for struct in {type_: None for type_ in types_in(kind) if issubclass(type_, msgspec.Struct)}:
         for field in msgspec.structs.fields(struct):
             default = field.default
-            shown = "" if default in (msgspec.NODEFAULT, None, "", (), False) else f" (default: {default})"
-            yield f"`{path}.{field.name}`", "", "", field_docstring(struct, field.name).rstrip(".") + shown
+            suffix = "" if default in (msgspec.NODEFAULT, None, "", (), False) else f" (default: {default})"
+            yield f"`{path}.{field.name}`", "", "", field_docstring(struct, field.name).rstrip(".") + suffix
             yield from _table_rows(f"{path}.{field.name}", field.type)
 
 
@@ -149,8 +162,8 @@ def _table_rows(path: str, kind: Any) -> Iterator[tuple[str, ...]]:
 def http() -> str:
     """Return each endpoint with its parameters, then each type of a body with its fields."""
     document = openapi_document()
-    operations = "\n".join(_operation(each, document) for each in ENDPOINTS)
-    kinds = _structs(*(kind for each in ENDPOINTS for kind in (each.takes, each.gives)))
+    operations = "\n".join(_operation(endpoint, document) for endpoint in ENDPOINTS)
+    kinds = _structs(*(kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives)))
     schemas = document["components"]["schemas"]
     types = "\n".join(_schema(name, schema, kinds.get(name)) for name, schema in sorted(schemas.items()))
     return f"## Endpoints\n\n{operations}\n## Types\n\n{types}"
@@ -163,14 +176,14 @@ def _operation(endpoint: Route, document: dict[str, Any]) -> str:
     takes = [_type(body["application/json"]["schema"])] if body else []
     takes += ["token ids as unsigned 32-bit little-endian numbers"] if "application/octet-stream" in body else []
     answer = operation["responses"][str(endpoint.status)]["content"]
-    gives = [f"{_type(each['schema'])} as `{media}`".removeprefix(" as ") for media, each in answer.items()]
+    gives = [f"{_type(content['schema'])} as `{media}`".removeprefix(" as ") for media, content in answer.items()]
     lines = [f"### {endpoint.method} {endpoint.path}", "", f"{operation['summary']} {role}", ""]
     lines += [f"Body: {' or '.join(takes)}.", ""] if takes else []
     lines += [f"Answer: {endpoint.status}, {', '.join(gives)}.", ""]
     if operation["parameters"]:
         rows = (
-            (f"`{each['name']}`", _type(each["schema"]), each["description"] + (" (required)" if each["required"] else ""))
-            for each in operation["parameters"]
+            (f"`{field['name']}`", _type(field["schema"]), field["description"] + (" (required)" if field["required"] else ""))
+            for field in operation["parameters"]
         )
         lines.append(table(("parameter", "type", "meaning"), rows))
     return "\n".join(lines) + "\n"
@@ -178,14 +191,14 @@ def _operation(endpoint: Route, document: dict[str, Any]) -> str:
 
 def _structs(*kinds: Any) -> dict[str, type[msgspec.Struct]]:
     """Return these structs and all in their fields, by name."""
-    found: dict[str, type[msgspec.Struct]] = {}
+    structs: dict[str, type[msgspec.Struct]] = {}
     waiting = list(kinds)
     while waiting:
-        for each in types_in(waiting.pop()):
-            if issubclass(each, msgspec.Struct) and each.__name__ not in found:
-                found[each.__name__] = each
-                waiting += [field.type for field in msgspec.structs.fields(each)]
-    return found
+        for type_ in types_in(waiting.pop()):
+            if issubclass(type_, msgspec.Struct) and type_.__name__ not in structs:
+                structs[type_.__name__] = type_
+                waiting += [field.type for field in msgspec.structs.fields(type_)]
+    return structs
 
 
 def _schema(name: str, schema: dict[str, Any], kind: type[msgspec.Struct] | None) -> str:
@@ -193,10 +206,10 @@ def _schema(name: str, schema: dict[str, Any], kind: type[msgspec.Struct] | None
     rows = (
         (
             f"`{field}`",
-            _type(each) + (", required" if field in required else ""),
-            each.get("description") or (field_docstring(kind, field) if kind is not None else ""),
+            _type(value) + (", required" if field in required else ""),
+            value.get("description") or (field_docstring(kind, field) if kind is not None else ""),
         )
-        for field, each in schema.get("properties", {}).items()
+        for field, value in schema.get("properties", {}).items()
     )
     body = table(("field", "type", "meaning"), rows) if schema.get("properties") else f"{_type(schema)}\n"
     return f"### {name}\n\n{schema.get('description', '').partition(chr(10))[0]}\n\n{body}"
@@ -208,9 +221,9 @@ def _type(schema: dict[str, Any]) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
     if "enum" in schema:
-        return ", ".join(f"`{each}`" for each in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "")
     if kind == "array":
         items = schema.get("items") or {}
@@ -227,14 +240,14 @@ def dialect_rows() -> str:
     """Return the dialects: one row for each change on the wire."""
     newest: dict[str, Dialect] = {}
     rows = []
-    for each in dialects():
-        before = newest.get(each.engine)
-        added = [f"`{name}`" for name in each.stored_fields if before is None or name not in before.stored_fields]
-        form = f"{each.batch_form} of {'maps' if each.event_form == 'map' else 'arrays'}"
-        topic = "with the topic" if each.has_replay_topic else "without the topic"
-        hashes = "signed" if each.has_signed_hashes else "unsigned or bytes"
-        rows.append((each.engine, each.since, form, hashes, topic, ", ".join(added)))
-        newest[each.engine] = each
+    for dialect in dialects():
+        older = newest.get(dialect.engine)
+        fields = [f"`{name}`" for name in dialect.stored_fields if older is None or name not in older.stored_fields]
+        form = f"{dialect.batch_form} of {'maps' if dialect.event_form == 'map' else 'arrays'}"
+        topic = "with the topic" if dialect.has_replay_topic else "without the topic"
+        hashes = "signed" if dialect.has_signed_hashes else "unsigned or bytes"
+        rows.append((dialect.engine, dialect.since, form, hashes, topic, ", ".join(fields)))
+        newest[dialect.engine] = dialect
     return table(("engine", "from release", "batch", "hashes", "replay replies", "new fields of stores"), iter(rows))
 
 
@@ -243,17 +256,18 @@ def dialect_rows() -> str:
 
 def tables() -> str:
     """Return the columns of each table, and the reasons for blocks without keys."""
-    heads = [f"## `{each.name}`\n\n{each.meaning[0].upper()}{each.meaning[1:]}.\n\n" for each in TABLES]
+    heads = [f"## `{table_.name}`\n\n{table_.meaning[0].upper()}{table_.meaning[1:]}.\n\n" for table_ in TABLES]
     rows = [
-        [(f"`{name}`", kind + ", or null" * null, meaning) for name, kind, meaning, null in each.columns] for each in TABLES
+        [(f"`{name}`", kind + ", or null" * null, meaning) for name, kind, meaning, null in table_.columns] for table_ in TABLES
     ]
-    found = [head + table(("column", "type", "meaning"), iter(each)) for head, each in zip(heads, rows, strict=True)]
+    sections = [head + table(("column", "type", "meaning"), iter(lines)) for head, lines in zip(heads, rows, strict=True)]
     reasons = table(("`unkeyed`", "meaning"), ((f"`{reason}`", meaning) for reason, meaning in UNKEYED.items()))
-    return "\n".join([*found, f"## Blocks without a key\n\n{reasons}"])
+    return "\n".join([*sections, f"## Blocks without a key\n\n{reasons}"])
 
 
 GENERATED: Final[dict[str, Callable[[], str]]] = {
     "api": api,
+    "readme": readme,
     "commands": commands,
     "settings": settings,
     "http": http,

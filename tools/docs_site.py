@@ -39,7 +39,19 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> None:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Return the text of a page for Python-Markdown."""
-    return links_to_repository(separate_blocks(with_generated(markdown)), page.file.src_uri)
+    source = page.file.src_uri
+    return links_to_repository(separate_blocks(with_pictures(with_generated(markdown), source)), source)
+
+
+def with_pictures(markdown: str, source: str) -> str:
+    """Put the picture in place of each diagram."""
+    from tools.docs_pictures import DIAGRAM, DOCS, picture_of  # noqa: PLC0415 - as above
+
+    def replace(diagram: re.Match[str]) -> str:
+        place = posixpath.relpath(picture_of(diagram[1]).relative_to(DOCS).as_posix(), posixpath.dirname(source) or ".")
+        return f"![Diagram]({place})"
+
+    return DIAGRAM.sub(replace, markdown)
 
 
 def with_generated(markdown: str) -> str:
@@ -48,7 +60,7 @@ def with_generated(markdown: str) -> str:
         return markdown
     from tools.docs_reference import GENERATED  # noqa: PLC0415 - imports all of kvevents
 
-    return _GENERATED.sub(lambda found: GENERATED[found[1]](), markdown)
+    return _GENERATED.sub(lambda match: GENERATED[match[1]](), markdown)
 
 
 def separate_blocks(markdown: str) -> str:

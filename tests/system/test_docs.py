@@ -27,11 +27,12 @@ from kvevents.cli.program import make_parser
 from kvevents.compat import sglang, vllm
 from kvevents.endpoints import should_bind
 from kvevents.index import PrefixIndex
-from kvevents.plane import records, snapshots
 from kvevents.relay import journal_format
 from kvevents.stream import TRANSITIONS, Checkpoint
 from kvevents.wire import encode_batch
+from kvevents_plane import records, snapshots
 from service_cases import engine, prompt
+from tools.docs_pictures import PICTURES, diagrams
 from tools.ports import reserve_port
 
 DOCS = paths.ROOT / "docs"
@@ -49,6 +50,11 @@ def test_the_state_diagram_is_the_transition_table() -> None:
     diagram += [f"    {one} --> {other}: {', '.join(inputs)}" for (one, other), inputs in edges.items()]
     text = (DOCS / "concepts" / "replay.md").read_text()
     assert text.split("```mermaid\n")[-1].split("\n```")[0] == "\n".join(diagram)
+
+
+def test_every_diagram_has_its_picture_for_the_site() -> None:
+    """`python -m tools.docs_pictures` draws them."""
+    assert diagrams().keys() == set(PICTURES.glob("*.svg"))
 
 
 def test_versions_of_formats_are_those_of_the_code() -> None:
@@ -151,6 +157,26 @@ def test_the_snippet_of_the_readme_prints_the_output_shown_below_it(ports: tuple
     assert (ran.stdout, ran.stderr, ran.returncode) == (shown, "", 0)
 
 
+def find_row(page: str, *expected: str) -> list[str]:
+    """Return the cells of the row of a page that has all these cells."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in (DOCS / page).read_text().splitlines()]
+    return next(row for row in rows if set(expected) <= set(row))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages_that_it_links_to() -> None:
+    """`make figures` and `make study` write these pages."""
+    readme, study = (" ".join(path.read_text().split()) for path in (README, DOCS / "guides" / "routing-study.md"))
+    gains = dict(re.findall(r"\*\*(\d) routers?\*\*.*?is ([\d.]+ to [\d.]+ times)", study))
+    assert f"behind two routers 90% of first tokens come [{gains['2']}](docs/guides/routing-study.md) as late" in readme
+    assert f"90% of first tokens then come [{gains['1']}](docs/guides/routing-study.md) as late" in readme
+    assert "27.5 requests a second with events and 28.9 with its tree" in study
+    _, _, ours, theirs, *_ = find_row("figures.md", "publish() p50, busy", "vllm 0.33.0")
+    assert f"`publish()` takes [{ours}](docs/figures.md#publishers), vLLM 0.33.0's {theirs.partition(' (')[0]}." in readme
+    _, _, ours, theirs, *_ = find_row("figures.md", "replay of 10,000, lost by a late reader", "sglang 0.5.23")
+    assert (ours, f"[{theirs.partition(' (')[0].strip()} of them]" in readme) == ("0", True)
+    assert "51,000 requests none is predicted wrongly" in " ".join((DOCS / "concepts/prefix-match.md").read_text().split())
+
+
 ROUTERS = DOCS / "quickstart" / "routers.md"
 
 
@@ -193,12 +219,52 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
+# --- installation
+
+OUR_PACKAGE = re.compile(r"(?<![\w/-])kvevents(?:[-_](?:native|plane))?(?:\[[\w,]+\])?(?![\w/.@-])")
+INSTALL_PAGE = DOCS / "install.md"
+
+
+def test_no_command_can_take_our_packages_from_a_registry() -> None:
+    """Packages of our names in a registry would be those of others: pip takes ours from files that we built."""
+    texts = [*list_documents(), *paths.ROOT.glob("*/**/Dockerfile"), *(paths.ROOT / "examples").rglob("*.py")]
+    texts += [*(paths.ROOT / "src").rglob("*.py"), *(paths.ROOT / "plane" / "src").rglob("*.py"), paths.ROOT / "Makefile"]
+    lines = [line for path in texts for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
+    installs = [found[0] for line in lines for found in re.finditer(r"pip install [^`|;]*", line)]
+    ours = [line for line in installs if OUR_PACKAGE.search(line)]
+    assert len(ours) >= 5
+    assert [line for line in ours if not re.search(r" dist/(kvevents-)?\*\.whl", line) and "--no-index" not in line] == []
+
+
+def test_the_page_of_installation_has_every_extra_and_what_the_build_needs() -> None:
+    text = INSTALL_PAGE.read_text(encoding="utf-8")
+    project = tomllib.loads((paths.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["extras"]
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {*extras, "native", "plane", "all"}
+    crates = tomllib.loads((paths.ROOT / "native" / "Cargo.toml").read_text(encoding="utf-8"))
+    python, rust = project["project"]["requires-python"].removeprefix(">="), crates["workspace"]["package"]["rust-version"]
+    assert f"needs Python {python} with\n`venv`, Rust {rust}, a C compiler" in text
+    for dependency in project["project"]["dependencies"]:
+        assert dependency.partition(">=")[2] in text
+
+
 # --- every document
 
 
 def test_codespell_finds_no_misspelt_word() -> None:
     """codespell reads documents, docstrings, comments and messages, but not tests, because they misspell options on purpose."""
-    read = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "src", "native", "deploy", "observability"]
+    read = [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs",
+        "src",
+        "plane",
+        "native",
+        "deploy",
+        "observability",
+    ]
     read += ["examples", "benchmarks", "tools", "tests/README.md", "mkdocs.yml", "Makefile"]
     command = [sys.executable, "-m", "codespell_lib", *read]
     done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False, timeout=60)
@@ -237,6 +303,13 @@ def test_the_program_accepts_the_commands_of_documents(path: Path, capsys: pytes
         except SystemExit as ended:
             code = ended.code
         assert code == 0, (words, capsys.readouterr().err)
+
+
+@every_document
+def test_python_of_documents_is_at_most_88_columns_wide(path: Path) -> None:
+    """The site shows no more beside its navigation."""
+    lines = [line for block in python_blocks(path) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88 and "adr" not in path.parts] == []
 
 
 def test_documents_have_at_least_40_commands() -> None:

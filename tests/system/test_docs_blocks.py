@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import paths
 from cli_cases import RECORDING, run
 from doc_blocks import SHELLS, Block, CommandRunner, ShellCommand, blocks_of, commands_of, has_same_shape, list_documents
+from kvevents.cli.contexts import find_context
 from kvevents.sim.costs import PRESETS
 from kvevents.sim.workloads import SAMPLE
 from nats_logins import Operator
@@ -38,17 +39,15 @@ REASONS_BY_LANGUAGE = {
     "mermaid": "a picture",
     "text": "what a command or a snippet prints",
     "rust": "the crate compiles them: cargo test --doc",
-    "dockerfile": "needs the image of an engine; tests/system/test_deploy_runs.py has our own",
 }
 """Why blocks of these languages are not executed here."""
 
 REASONS_BY_PROGRAM = {
     "make": "test_docs.py looks the target up; what it does takes minutes",
     "pip": "make wheels-check installs the wheels",
-    "docker": "there is no container engine; the pipeline builds the image",
+    "docker": "there is no container engine; the pipeline builds the image, and test_images.py checks both Dockerfiles",
     "kubectl": "there is no cluster; test_helm_chart.py validates the manifests",
     "helm": "there is no cluster; test_helm_chart.py renders the chart with this command",
-    "printf": "a step of the same guide: test_helm_chart.py",
     "vllm": "test_docs.py: the options are those of the release's configuration",
     "python -m sglang.launch_server": "as for vllm",
     "echo": "changes an installed SGLang",
@@ -86,8 +85,8 @@ PYTHON = {
 
 TOML = {
     "docs/guides/service.md": "test_the_settings_of_the_guide_are_accepted",
-    "docs/guides/kubernetes.md": "test_the_settings_in_the_guide_to_kubernetes_are_accepted",
     "docs/guides/plane.md": "test_the_settings_in_the_guide_to_planes_are_accepted",
+    "docs/reference/cli.md": "test_the_contexts_in_the_reference_are_accepted",
 }
 JSON = {
     "docs/guides/service.md": "test_the_requests_of_the_guide_work",
@@ -245,9 +244,7 @@ def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, check
     replaced |= {f"127.0.0.1:{port}": f"127.0.0.1:{reserve_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
     if relative_name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
-        replaced["--wait-for-subscriber"] = (
-            "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay-endpoint tcp://127.0.0.1:*"
-        )
+        replaced["--wait-for-subscriber"] = "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay tcp://127.0.0.1:*"
     with CommandRunner(tmp_path, replaced) as reader:
         run_commands(path, reader, checked)
 
@@ -267,7 +264,7 @@ def test_the_commands_for_a_plane_work(addresses: Addresses, checked: set[str], 
 def test_the_client_of_grpc_in_the_guide_works(addresses: Addresses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client imports modules that are generated from the protocol definition in this checkout."""
     monkeypatch.syspath_prepend(str(paths.ROOT / "src/kvevents/service/proto/kvevents/v1"))
-    [block] = [each for each in blocks_of(DOCS / "guides" / "service.md") if each.language == "python"]
+    [block] = [each for each in blocks_of(DOCS / "guides" / "service.md") if "import grpc" in each.text]
     names: dict[str, Any] = {"grpc": grpc}
     exec(block.text.replace("127.0.0.1:8090", addresses.service.removeprefix("http://")), names)  # noqa: S102 - our own document
     assert [worker.instance for worker in names["answer"].workers] == ["7"]
@@ -280,15 +277,19 @@ def check_settings(command: str, folder: Path, text: str, *more: object) -> None
     assert (ended.code, ended.err.strip()) == (0, "these settings can be used")
 
 
-def test_the_settings_in_the_guide_to_kubernetes_are_accepted(tmp_path: Path) -> None:
-    [block] = [each for each in blocks_of(DOCS / "guides" / "kubernetes.md") if each.language == "toml"]
-    check_settings("serve", tmp_path, block.text, "--port", 0)
-
-
 def test_the_settings_in_the_guide_to_planes_are_accepted(tmp_path: Path) -> None:
     [block] = [each for each in blocks_of(DOCS / "guides" / "plane.md") if each.language == "toml"]
     Operator().credentials(tmp_path / "bridge.creds")
     check_settings("bridge", tmp_path, block.text.replace("/etc/kvevents/", f"{tmp_path}/"))
+
+
+def test_the_contexts_in_the_reference_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = [each for each in blocks_of(DOCS / "reference" / "cli.md") if each.language == "toml"]
+    (tmp_path / "contexts.toml").write_text(block.text)
+    monkeypatch.setenv("KVEVENTS_CONTEXTS", str(tmp_path / "contexts.toml"))
+    context = find_context(None)
+    assert context is not None
+    assert context.service == "https://indexer.example:8090"
 
 
 def test_the_scenario_in_the_reference_is_valid() -> None:

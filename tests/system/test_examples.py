@@ -307,7 +307,7 @@ def compose(name: str) -> dict[str, Any]:
 def start(stack: ExitStack, cluster: Cluster, services: dict[str, Any], **names: str) -> list[Program]:
     """Start each service of the image `kvevents`. The port is explicit, because another test might use the default port."""
     local = names | {f"//{name}:": "//127.0.0.1:" for name in services}
-    commands = [each["command"] for each in services.values() if each["image"] == "kvevents"]
+    commands = [each["command"] for each in services.values() if each["image"].startswith("kvevents:")]
     commands = [[*command, "--port=8090"] if command[0] == "serve" else command for command in commands]
     return [stack.enter_context(cluster.run(command, **local)) for command in commands]
 

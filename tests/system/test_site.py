@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,23 @@ def build(site: Path, config: Path = CONFIG) -> subprocess.CompletedProcess[str]
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every link, anchor and name of the API is found, and every page is in the navigation."""
+    """Every link, anchor and name of the API is found, every page is in the navigation, and none needs another host."""
     built = build(tmp_path)
     assert (built.returncode, "WARNING" in built.stderr) == (0, False), built.stderr
     pages = {str(page.relative_to(tmp_path).parent) for page in tmp_path.rglob("index.html")}
-    assert {".", "concepts/stream", "reference/api", "reference/api/kvevents.index", "reference/cli"} <= pages
+    assert {".", "install", "concepts/stream", "reference/api", "reference/api/kvevents.index", "reference/cli"} <= pages
+    subscriber = (tmp_path / "reference/api/kvevents.subscriber/index.html").read_text()
+    names = [
+        "Subscriber.trust",
+        "Subscriber.status",
+        "Subscriber.add",
+        "AsyncSubscriber.wait_for",
+        "Options.sink",
+        "Options.limits",
+    ]
+    assert [name for name in names if f'{name}"' not in subscriber] == []
+    others = re.compile(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"')
+    assert {address for page in tmp_path.rglob("index.html") for address in others.findall(page.read_text())} == set()
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
