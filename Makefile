@@ -10,6 +10,10 @@ BENCH_STAMP := $(VENV)/.ready-bench
 # The native module, built in place. Cargo rebuilds only what changed; without a change it is not even asked.
 NATIVE := native/python/kvevents_native/_native.abi3.so
 NATIVE_SOURCES := native/Cargo.lock $(shell find native -path native/target -prune -o -name Cargo.toml -print -o -path '*/src/*.rs' -print)
+
+# The environment that builds distributions.
+PACKAGING := build/packaging/bin
+
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 FUZZ ?= 20
@@ -17,7 +21,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage collected crate lint types mypy pyright bench bench-native bench-check bench-native-program figures study docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system kubernetes coverage collected crate lint types mypy pyright bench bench-native bench-check bench-native-program figures study docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny contract clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,8 +54,18 @@ integration: $(NATIVE) $(TESTS_STAMP)  ## Tests with sockets, processes and NATS
 system: $(NATIVE) $(TESTS_STAMP)  ## Tests with Prometheus, a browser, clusters, faults, and everything together
 	$(PYTEST) $(PARALLEL) tests/system
 
+# Its program is built once and kept: `make test` has the watches that it recorded, and needs neither Go nor etcd.
+API_SERVER := .cache/kubernetes/kube-apiserver
+
+kubernetes: $(NATIVE) $(API_SERVER)  ## Discovery with a real API server of Kubernetes (Go 1.24 and etcd; its first build takes 7 minutes and 3 GB)
+	KVEVENTS_KUBERNETES=1 $(PYTEST) -s tests/system/test_kubernetes_server.py tests/system/test_helm_api_server.py $(KUBERNETES)
+
+$(API_SERVER): $(addprefix tools/kubernetes/,main.go go.mod go.sum) $(STAMP)
+	tools/setup kubernetes
+	cd tools/kubernetes && nice -n 15 go build -buildvcs=false -trimpath -ldflags '-s -w' -o $(abspath $@) .
+
 coverage: $(NATIVE) $(TESTS_STAMP)  ## The whole suite, then a report of the lines and the modules that no test reaches
-	$(PYTEST) $(PARALLEL) --cov=kvevents --cov-report=term-missing:skip-covered
+	$(PYTEST) $(PARALLEL) --cov=kvevents --cov=kvevents_plane --cov-report=term-missing:skip-covered
 
 crate:  # only the document of the index has tests; those of the others would compile all libraries a second time
 	+cargo test $(CARGO_FLAGS) --workspace --lib --tests
@@ -60,8 +74,10 @@ crate:  # only the document of the index has tests; those of the others would co
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@if command -v biome >/dev/null; then biome ci; else echo "no biome (npm install -g @biomejs/biome): the page is not linted"; fi
 	cargo fmt --all --check --manifest-path native/Cargo.toml
 	cargo fmt --check --manifest-path benchmarks/native/Cargo.toml
+	cargo fmt --check --manifest-path tools/contract/Cargo.toml
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --workspace --all-targets --all-features -- -D warnings
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --package kvevents-python --features python -- -D warnings  # as in wheels
 
@@ -85,8 +101,9 @@ bench-native: bench-check bench-native-program  ## Our index beside those of Dyn
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
 # A job of CI, and not part of `make test`: the rivals bring several hundred crates, which take minutes to fetch and to check.
-bench-check:  ## Whether the harness of `make bench-native` still compiles, without optimising it: minutes, downloads crates
+bench-check:  ## Whether the harness of `make bench-native`, and the example in Rust, still compile, without optimising: minutes, downloads crates
 	cargo check --locked --manifest-path benchmarks/native/Cargo.toml
+	cargo check --locked --manifest-path examples/rust/Cargo.toml
 
 bench-native-program:
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
@@ -102,7 +119,7 @@ engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each 
 	$(BIN)/python -m tests.system.engines $(ENGINES)
 	$(BIN)/python -m tests.system.engines.sglang_runs $(SGLANG)
 
-conform: $(NATIVE)  ## `kvevents conform` for ours and released rivals (100 MB once, and 400 MB of engines), which writes its page
+conform: $(NATIVE)  ## `kvevents conform` for ours and released rivals (200 MB once, and 400 MB of engines), which writes its page
 	$(BIN)/python -m tools.conform.results $(CONFORM)
 
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
@@ -148,32 +165,43 @@ sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under A
 	  RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg thread_sanitizer" \
 	  cargo test $(CARGO_FLAGS) --package kvevents-index --lib --tests --target $$host --target-dir native/target/threads
 
-dist: $(STAMP)  ## Wheels and source distributions of kvevents (any platform) and kvevents-native (this platform), in dist/
-	rm -rf dist
+dist:  ## Wheels and source distributions of kvevents, kvevents-native and kvevents-plane, in dist/; needs no .venv: 3 minutes
+	PYTHON=$(PYTHON) tools/setup wheels
 	+$(MAKE) --no-print-directory licences
-	$(BIN)/python -m hatchling build -d dist
-	cd native/python && $(abspath $(BIN))/maturin build --release --sdist --out ../../dist
+	rm -rf dist
+	$(PACKAGING)/python -m hatchling build -d dist
+	cd plane && ../$(PACKAGING)/python -m hatchling build -d ../dist
+	cd native/python && ../../$(PACKAGING)/maturin sdist --out ../../dist
+	cd native/python && ../../$(PACKAGING)/maturin build --release --interpreter ../../$(PACKAGING)/python --out ../../dist
+	@echo "install them with: pip install dist/*.whl 'kvevents[all]'"
 
 wheels-check: dist  ## Install the wheels into fresh environments of every Python found, use them, and run what documents say: minutes, downloads
-	$(BIN)/python tools/check_wheels.py dist
+	$(PACKAGING)/python tools/check_wheels.py dist
 
 pure-check:  ## The same of the pure wheel alone, without Rust and .venv, with PYTHON and any other that is found
 	rm -rf build && $(PYTHON) -m venv build/packaging
-	build/packaging/bin/python -m pip install --quiet 'hatchling>=1.27,<2'
-	build/packaging/bin/python -m hatchling build -d build/dist
+	$(PACKAGING)/python -m pip install --quiet 'hatchling>=1.27,<2'
+	$(PACKAGING)/python -m hatchling build -d build/dist
+	cd plane && ../$(PACKAGING)/python -m hatchling build -d ../build/dist
 	$(PYTHON) tools/check_wheels.py --pure build/dist
 
 licences:  # of the crates in the native wheel, which takes every LICENSE* along
 	$(PYTHON) tools/licences.py native/python/LICENSE-THIRD-PARTY
 
-version:
-	@sed -n 's/^version = "\(.*\)"$$/\1/p' native/Cargo.toml
+VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' native/Cargo.toml)
 
-image:  ## The container image, as kvevents:latest
-	docker build --file deploy/Dockerfile --tag kvevents .
+version:
+	@echo $(VERSION)
+
+image:  ## The container image, as kvevents:VERSION
+	docker build --file deploy/Dockerfile --tag kvevents:$(VERSION) --build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$$(git rev-parse HEAD) --build-arg SOURCE=$(KVEVENTS_REPOSITORY) .
 
 deny:  ## Licences, sources and advisories of the crates; needs cargo-deny (cargo install --locked cargo-deny)
 	cargo deny --manifest-path native/Cargo.toml check
+
+contract:  ## The Rust code of the gRPC contract, after a change of query.proto or of tools/contract; compiles prost's compiler: a minute
+	cargo run --quiet --locked --manifest-path tools/contract/Cargo.toml
 
 $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	touch $(VENV)/.building  # its age is that of the sources it was begun with: an edit meanwhile is not lost
@@ -181,7 +209,7 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	  --features python,testing
 	touch -r $(VENV)/.building $(NATIVE)
 
-$(STAMP): pyproject.toml native/python/pyproject.toml tools/setup tools/constraints.txt
+$(STAMP): pyproject.toml native/python/pyproject.toml plane/pyproject.toml tools/setup tools/constraints.txt
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 
@@ -194,4 +222,4 @@ $(BENCH_STAMP): tools/setup $(STAMP)  # wrk, which asks the service
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf native/python/LICENSE-THIRD-PARTY $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target benchmarks/native/target $(NATIVE)
+	rm -rf native/python/LICENSE-THIRD-PARTY $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target benchmarks/native/target tools/contract/target $(NATIVE)

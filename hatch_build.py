@@ -1,8 +1,8 @@
 """Adds extras, addresses and the README to the metadata of `kvevents`.
 
-Extras that use the compiled package require the same version of it. The addresses are those of the repository that a release is
-built in, and of its documentation site, which its workflow passes in the environment variables `KVEVENTS_REPOSITORY` and
-`KVEVENTS_SITE`; other builds have none.
+Extras that use the compiled package, or the plane, require the same version of it. The addresses are those of the repository
+that a release is built in, and of its documentation site. The release's workflow passes them in the environment variables
+`KVEVENTS_REPOSITORY` and `KVEVENTS_SITE`; other builds have none.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class ProjectHook(MetadataHookInterface):
         extras = {name: list(requirements) for name, requirements in self.config["extras"].items()}
         for name in self.config["needs-native"]:
             extras.setdefault(name, []).append(native)
+        extras["plane"] = [f"kvevents-plane=={metadata['version']}"]
         extras["all"] = sorted({requirement for requirements in extras.values() for requirement in requirements})
         metadata["optional-dependencies"] = extras
         readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")

@@ -17,25 +17,26 @@ from tools import released
 def main() -> int:
     """Run the chosen trials. Return 0 if every judged figure was met, else 1."""
     options = _options()
-    chosen = [trial for trial in TRIALS if options.only is None or any(word in trial.name for word in options.only)]
-    if not chosen:
+    trials = [trial for trial in TRIALS if options.only is None or any(word in trial.name for word in options.only)]
+    if not trials:
         sys.exit(f"no trial has such a name; there are {', '.join(trial.name for trial in TRIALS)}")
-    _fetch_rivals({name for trial in chosen for name in trial.contenders})
+    _fetch_rivals({name for trial in trials for name in trial.contenders})
     began, runs = time.monotonic(), options.runs or (3 if options.quick else 5)
     results: Results = {}
-    for trial in chosen:
+    for trial in trials:
         print(f"{trial.name} ...", file=sys.stderr, flush=True)
         results[trial.name] = measure(trial, runs, options.quick)
-    found = rows(FIGURES, results)
+    table = rows(FIGURES, results)
     if options.json:
-        print(json.dumps({"machine": report.machine(), "rows": [row.plain() for row in found], "runs": results}))
+        print(json.dumps({"machine": report.machine(), "rows": [row.plain() for row in table], "runs": results}))
     else:
         print(report.machine())
         print(f"medians of {runs} interleaved runs or fewer (least to most); benchmarks/README.md says how each is taken\n")
-        print(report.table(found))
-        missed = sum(row.met is False for row in found)
-        print(f"\n{missed or 'none'} missed of {sum(row.met is not None for row in found)}; {time.monotonic() - began:.0f} s")
-    return int(any(row.met is False for row in found))
+        print(report.table(table))
+        missed_rows = sum(row.met is False for row in table)
+        judged = sum(row.met is not None for row in table)
+        print(f"\n{missed_rows or 'none'} missed of {judged}; {time.monotonic() - began:.0f} s")
+    return int(any(row.met is False for row in table))
 
 
 def _fetch_rivals(contenders: set[str]) -> None:

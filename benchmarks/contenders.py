@@ -17,7 +17,7 @@ MAX_QUEUE_SIZE: Final = 100_000
 
 
 class Publisher(Protocol):
-    """What the harness does with a publisher while it measures."""
+    """The methods of a publisher that the harness uses."""
 
     def publish(self, events: Any) -> None: ...
 
@@ -38,10 +38,10 @@ class Contender:
 
     def publisher(self, port: int, replay_port: int) -> Publisher:
         """Bound to two TCP ports, with the engines' default limits written out."""
-        made: Publisher = self.types().ZmqEventPublisher(
+        instance: Publisher = self.types().ZmqEventPublisher(
             0, f"tcp://*:{port}", f"tcp://*:{replay_port}", BUFFER_STEPS, HWM, MAX_QUEUE_SIZE, "kv-events"
         )
-        return made
+        return instance
 
     def batches(self, count: int, blocks: int, seed: int = 1) -> list[Any]:
         """`count` batches of one store of `blocks` blocks each: random 64-bit hashes, token ids below 128,000.
@@ -50,23 +50,23 @@ class Contender:
         """
         types, draw = self.types(), random.Random(seed)  # noqa: S311 - test data
         tail = ("GPU", None) if self.named else ("GPU",)
-        made = []
+        result = []
         for _ in range(count):
             hashes = [draw.getrandbits(63) for _ in range(blocks)]
             tokens = [draw.randrange(VOCABULARY) for _ in range(blocks * BLOCK_SIZE)]
-            stored = types.BlockStored(hashes, draw.getrandbits(63), tokens, BLOCK_SIZE, None, *tail)
-            made.append(types.KVEventBatch(1.7e9, [stored]))
-        return made
+            event = types.BlockStored(hashes, draw.getrandbits(63), tokens, BLOCK_SIZE, None, *tail)
+            result.append(types.KVEventBatch(1.7e9, [event]))
+        return result
 
 
-def _ours() -> Any:
+def _load_ours() -> Any:
     from kvevents import events, publisher  # noqa: PLC0415 - the engines' processes must not load us
 
     return type("kvevents", (), vars(events) | {"ZmqEventPublisher": publisher.ZmqEventPublisher})
 
 
 # Read once a millisecond, so of each only the queue: the engines offer nothing else, and our `stats` counts much more.
-def _queued(publisher: Any) -> int:
+def _queue_length(publisher: Any) -> int:
     return len(publisher._queue)  # noqa: SLF001
 
 
@@ -74,7 +74,7 @@ def _queue_size(publisher: Any) -> int:
     return int(publisher._event_queue.qsize())  # noqa: SLF001
 
 
-OURS: Final = Contender("ours", _ours, _queued, named=True)
+OURS: Final = Contender("ours", _load_ours, _queue_length, named=True)
 VLLM: Final = Contender("vllm", lambda: released.load(released.VLLM_NEWEST), _queue_size, named=True)
 SGLANG: Final = Contender("sglang", lambda: released.load(released.SGLANG), _queue_size, named=False)
 CONTENDERS: Final = {contender.name: contender for contender in (OURS, VLLM, SGLANG)}

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -33,12 +34,12 @@ LINE: Final = 120
 def find_faults(pool: Executor) -> Iterator[str]:
     """Yield what is wrong with the defaults."""
     runs = [pool.submit(run_settings, settings) for settings in ({}, *OTHER_SETTINGS)]
-    compared = pool.submit(run_command, "--output=json")
-    default, *others = (run.result() for run in runs)
-    for settings, other in zip(OTHER_SETTINGS, others, strict=True):
-        if is_better(other, default):
-            yield f"{settings} is better than the defaults: {other} instead of {default}"
-    for result in msgspec.json.decode(compared.result().stdout, type=Comparison).policies:
+    comparison = pool.submit(run_command, "--output=json")
+    default, *other_runs = (run.result() for run in runs)
+    for settings, columns in zip(OTHER_SETTINGS, other_runs, strict=True):
+        if is_better(columns, default):
+            yield f"{settings} is better than the defaults: {columns} instead of {default}"
+    for result in msgspec.json.decode(comparison.result().stdout, type=Comparison).policies:
         for worker in result.workers:
             if not worker.requests:
                 yield f"{result.policy} sends no request to {worker.source}"
@@ -47,8 +48,7 @@ def find_faults(pool: Executor) -> Iterator[str]:
 def run_settings(settings: dict[str, Any]) -> list[float]:
     """Run `prefix-aware` with some settings, and return the columns by which policies differ. Smaller is better."""
     fleet = FleetSettings(block_size=128)  # large blocks, so that the run is short
-    chosen = policy("prefix-aware", fleet.seed, **settings)
-    result = simulate(fleet, "prefix-aware", workload("trace"), chosen=chosen)
+    result = simulate(fleet, "prefix-aware", workload("trace"), chosen=partial(policy, "prefix-aware", **settings))
     assert result.ttft is not None, "some requests were answered"
     larger_is_better = (result.hit_rate, result.output_tokens_per_second)
     return [result.ttft.p50, result.ttft.p90, result.ttft.p99, *(-value for value in larger_is_better), result.imbalance]
@@ -56,7 +56,7 @@ def run_settings(settings: dict[str, Any]) -> list[float]:
 
 def is_better(other: list[float], default: list[float]) -> bool:
     """Return whether other settings are as good as the defaults in every column, and better in one."""
-    return other != default and all(theirs <= ours for theirs, ours in zip(other, default, strict=True))
+    return other != default and all(value <= reference for value, reference in zip(other, default, strict=True))
 
 
 def run_command(*options: str) -> subprocess.CompletedProcess[str]:
@@ -67,8 +67,8 @@ def run_command(*options: str) -> subprocess.CompletedProcess[str]:
 
 def with_example(reference: str) -> str:
     """Return the reference with what the command prints, in lines that fit into a document."""
-    ended = run_command()
-    printed = [line for text in (ended.stderr, ended.stdout) for line in text.splitlines()]
-    lines = [part for line in printed for part in ([line] if len(line) <= LINE else textwrap.wrap(line, LINE))]
+    process = run_command()
+    output = [line for text in (process.stderr, process.stdout) for line in text.splitlines()]
+    lines = [part for line in output for part in ([line] if len(line) <= LINE else textwrap.wrap(line, LINE))]
     example = "\n".join(["$ kvevents sim compare", *lines, "```"])
     return re.sub(r"^\$ kvevents sim compare$.*?^```$", lambda _: example, reference, count=1, flags=re.DOTALL | re.MULTILINE)

@@ -17,8 +17,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def cpu_seconds_of_threads(pid: int) -> float:
-    """Return the same of the threads that live now, to the nanosecond."""
-    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    """Return the CPU seconds of the threads that exist now, to the nanosecond."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def resident_bytes(pid: int) -> int:
@@ -29,5 +29,5 @@ def resident_bytes(pid: int) -> int:
 
 def percentile(values: Sequence[float], per_cent: float) -> float:
     """Return a percentile of values in any order."""
-    ordered = sorted(values)
-    return float(ordered[min(len(ordered) - 1, int(len(ordered) * per_cent / 100))])
+    sorted_values = sorted(values)
+    return float(sorted_values[min(len(sorted_values) - 1, int(len(sorted_values) * per_cent / 100))])

@@ -41,45 +41,45 @@ def measure(runs: int, native_runs: int, quick: bool) -> dict[str, Any]:
     options = ["--quick"] if quick else []
     subprocess.run(["make", "bench-native-program"], check=True, cwd=CHECKOUT)  # noqa: S607 - make of the path
     command = [sys.executable, "-m", "benchmarks", "--json", "--runs", str(runs), *options]
-    found: dict[str, Any] = json.loads(_output(command))
+    report: dict[str, Any] = json.loads(_output(command))
     native = [json.loads(_output([str(NATIVE), "--json", *options])) for _ in range(native_runs)]
     return {
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "commit": _output(["git", "describe", "--always", "--dirty", "--abbrev=10"]).strip(),
-        "machine": found["machine"],
+        "machine": report["machine"],
         "rust": _output(["rustc", "--version"]).strip(),
         "runs": runs,
-        "rows": found["rows"],
+        "rows": report["rows"],
         "native": native,
     }
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints. Exit code 1 means that a figure was missed, which the page says."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=CHECKOUT)  # noqa: S603 - ours
-    if done.returncode not in {0, 1}:
-        done.check_returncode()
-    return done.stdout
+    """Return the output of a command. Exit code 1 means that a figure was missed, which the page says."""
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=CHECKOUT)  # noqa: S603 - ours
+    if process.returncode not in {0, 1}:
+        process.check_returncode()
+    return process.stdout
 
 
 def page(results: dict[str, Any]) -> str:
     """The page in Markdown."""
-    compared = [row for row in results["rows"] if row["ratio"] and not row["context"]]
-    verdicts = [_verdict(row["ratio"], more=row["unit"] == "/s") for row in compared]
+    comparisons = [row for row in results["rows"] if row["ratio"] and not row["context"]]
+    verdicts = [_verdict(row["ratio"], is_larger_better=row["unit"] == "/s") for row in comparisons]
     origin = (
         f"`make figures` measured everything on this page in one session, and wrote it: {results['date']}, commit"
         f" {results['commit']}, {results['rust']}. Machine: {results['machine']}."
     )
-    reading = (
+    legend = (
         f"A cell is the median of at most {results['runs']} runs, with the least and the most in brackets;"
         " contenders take turns. The ratio is ours to theirs. `benchmarks/README.md` says how each figure is taken."
     )
     counts = (
-        f"Of {len(compared)} comparisons kvevents is better in {verdicts.count('better')}, within {EQUAL:.0%} in"
+        f"Of {len(comparisons)} comparisons kvevents is better in {verdicts.count('better')}, within {EQUAL:.0%} in"
         f" {verdicts.count('equal')}, and worse in {verdicts.count('worse')}."
     )
-    worse = (row for row, verdict in zip(compared, verdicts, strict=True) if verdict == "worse")
-    lines = ["# Figures", "", origin, "", reading, "", "## Wins and losses", "", counts, "", *_losses(worse)]
+    losses = (row for row, verdict in zip(comparisons, verdicts, strict=True) if verdict == "worse")
+    lines = ["# Figures", "", origin, "", legend, "", "## Wins and losses", "", counts, "", *_losses(losses)]
     for words, (title, text) in SECTIONS.items():
         rows = [row for row in results["rows"] if row["trial"].startswith(tuple(words.split()))]
         if not rows:
@@ -98,10 +98,10 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _verdict(ratio: float, *, more: bool) -> str:
+def _verdict(ratio: float, *, is_larger_better: bool) -> str:
     if abs(ratio - 1) < EQUAL:
         return "equal"
-    return "better" if (ratio > 1) is more else "worse"
+    return "better" if (ratio > 1) is is_larger_better else "worse"
 
 
 def _losses(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
@@ -123,14 +123,14 @@ def _native(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
     yield "## Index, native"
     yield ""
     yield "Rust libraries on equal input: payloads of vLLM in, sums of scores out. The ratio is ours to the best of the others."
-    for at, part in enumerate(runs[0]):
+    for index, part in enumerate(runs[0]):
         sides = part["sides"]
         head = (f"| | {' | '.join(sides)} | ratio |", "|---" * (len(sides) + 2) + "|")
         yield from ("", f"### {part['title']}", "", *head)
         for number_of_row, row in enumerate(part["rows"]):
-            rows = [run[at]["rows"][number_of_row] for run in runs]
-            cells = [_cell([each["cells"][side] for each in rows]) for side in range(len(sides))]
-            ratios = [each["measured"] for each in rows if " of " in each["reach"]]  # others are judged by a number alone
+            rows = [run[index]["rows"][number_of_row] for run in runs]
+            cells = [_cell([cell["cells"][side] for cell in rows]) for side in range(len(sides))]
+            ratios = [cell["measured"] for cell in rows if " of " in cell["reach"]]  # others are judged by a number alone
             yield f"| {row['what']} | {' | '.join(cells)} | {f'{median(ratios):.2f}' if ratios else ''} |"
 
 
@@ -138,8 +138,8 @@ def _cell(texts: list[str]) -> str:
     """Median, least and most of one cell in all runs; cells with more than a number as they were in the first."""
     if len(texts) == 1 or not all(re.fullmatch(r"[\d.]+", text) for text in texts):
         return texts[0]
-    ordered = sorted(texts, key=float)
-    return f"{ordered[len(ordered) // 2]} ({ordered[0]} to {ordered[-1]})" if ordered[0] != ordered[-1] else ordered[0]
+    values = sorted(texts, key=float)
+    return f"{values[len(values) // 2]} ({values[0]} to {values[-1]})" if values[0] != values[-1] else values[0]
 
 
 def main() -> None:

@@ -52,12 +52,12 @@ def count(port: int) -> None:
 
 
 def live(port: int) -> None:
-    """Measure how late batches are, whose timestamps are of the monotonic clock; report on request, and start afresh."""
+    """Measure the delay of batches whose timestamps are those of the monotonic clock; report on request, and begin again."""
     socket = _sub(port)
     decode = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, msgspec.Raw]).decode
     socket.recv_multipart()
     send_line("ready")
-    late: list[float] = []
+    delays: list[float] = []
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -65,21 +65,21 @@ def live(port: int) -> None:
         ready = dict(poller.poll())
         if socket in ready:
             payload = socket.recv_multipart()[2]
-            late.append(time.monotonic() - decode(payload)[0])
+            delays.append(time.monotonic() - decode(payload)[0])
         elif receive_line() is None:
             return
         else:
-            send_line({"median": median(late or [0.0]), "longest": max(late, default=0.0), "batches": len(late)})
-            late = []
+            send_line({"median": median(delays or [0.0]), "longest": max(delays, default=0.0), "batches": len(delays)})
+            delays = []
 
 
-def lost(seen: Collection[int], count: int) -> int:
-    """Batches missing from a replay of a buffer of `count`, by the numbers that came.
+def lost(numbers: Collection[int], count: int) -> int:
+    """Return how many batches are missing from a replay of a buffer of `count` batches, by the received numbers.
 
     The buffer moves on while live batches are published, and a reply may go on with them: so more than `count` numbers may
     come, which makes up for none that is missing between the first and the last.
     """
-    return max(count, max(seen) - min(seen) + 1) - len(seen) if seen else count
+    return max(count, max(numbers) - min(numbers) + 1) - len(numbers) if numbers else count
 
 
 def replay(port: int, pace: str, count: int) -> None:
@@ -92,20 +92,20 @@ def replay(port: int, pace: str, count: int) -> None:
     send_line("ready")
     if receive_line() is None:
         return
-    started = time.monotonic()
+    start = time.monotonic()
     socket.send_multipart([b"", bytes(8)])
     if pace == "late":
         time.sleep(2.0)
-    seen: set[int] = set()
-    ended = False
-    while not ended and socket.poll(SILENCE_MS):
+    numbers: set[int] = set()
+    has_ended = False
+    while not has_ended and socket.poll(SILENCE_MS):
         frames = socket.recv_multipart()
-        ended = frames[-1] == b"" and frames[-2] == _END
-        if not ended:
-            seen.add(int.from_bytes(frames[-2], "big"))
-            if pace == "slow" and len(seen) % 20 == 0:
+        has_ended = frames[-1] == b"" and frames[-2] == _END
+        if not has_ended:
+            numbers.add(int.from_bytes(frames[-2], "big"))
+            if pace == "slow" and len(numbers) % 20 == 0:
                 time.sleep(0.005)
-    send_line({"lost": lost(seen, count), "ended": ended, "seconds": time.monotonic() - started})
+    send_line({"lost": lost(numbers, count), "ended": has_ended, "seconds": time.monotonic() - start})
 
 
 def blast(port: int, blocks: int, batches: int) -> None:

@@ -25,7 +25,7 @@ class Peer:
 
     def __init__(self, function: str, *arguments: object) -> None:
         command = [sys.executable, "-m", "benchmarks.processes", function, *map(json.dumps, arguments)]
-        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
+        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - this interpreter, with fixed arguments
             command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 

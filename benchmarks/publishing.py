@@ -13,46 +13,46 @@ from benchmarks.processes import Peer
 from tools.ports import reserve_port
 
 POOL: Final = 500
-"""Distinct batches, published in turn."""
+"""Number of distinct batches, which are published in turn."""
 WINDOW: Final = 2_000
-"""Batches that may wait in a publisher's queue of 100,000: never full, never empty while the harness feeds it."""
+"""Maximum number of batches in a publisher's queue of 100,000: never full, never empty while the harness feeds it."""
 QUIET: Final = 5.0
 """Seconds of live batches without replay: as long as the three replays take, since the longest stall grows with the time."""
 BURST: Final = 1_000
-"""Batches published back to back when busy."""
+"""Number of batches that are published without a pause when busy."""
 
 
 def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: int) -> None:
     """Publish `count` batches as fast as the publisher sends them: wait 1 ms whenever more than `WINDOW` are in its queue."""
     publish, waiting = publisher.publish, contender.waiting
-    for done in range(0, count, POOL):
+    for count_fed in range(0, count, POOL):
         while waiting(publisher) > WINDOW:
             time.sleep(0.001)
-        for batch in batches[: count - done]:
+        for batch in batches[: count - count_fed]:
             publish(batch)
 
 
-def _connected(contender: Contender, publisher: Publisher, peer: Peer) -> int:
+def _connect(contender: Contender, publisher: Publisher, peer: Peer) -> int:
     """Publish until the peer has received something; how many batches that took."""
-    receiving = Thread(target=peer.receive)
-    receiving.start()
-    probe, sent = contender.batches(1, 1)[0], 0
-    while receiving.is_alive():
+    thread = Thread(target=peer.receive)
+    thread.start()
+    probe, count = contender.batches(1, 1)[0], 0
+    while thread.is_alive():
         publisher.publish(probe)
-        sent += 1
+        count += 1
         time.sleep(0.02)
     while contender.waiting(publisher):
         time.sleep(0.01)
     time.sleep(0.1)
-    return sent
+    return count
 
 
-def _timed(publish: Callable[[Any], None], batches: list[Any], into: list[int]) -> None:
+def _time_each(publish: Callable[[Any], None], batches: list[Any], into: list[int]) -> None:
     clock = time.perf_counter_ns
     for batch in batches:
-        before = clock()
+        start = clock()
         publish(batch)
-        into.append(clock() - before)
+        into.append(clock() - start)
 
 
 def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
@@ -61,16 +61,16 @@ def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
     publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
     times: list[int] = []
     with Peer("peers.count", port) as peer:
-        _connected(contender, publisher, peer)
+        _connect(contender, publisher, peer)
         for _ in range(bursts):
-            _timed(publisher.publish, batches, times)
+            _time_each(publisher.publish, batches, times)
             while contender.waiting(publisher):
                 time.sleep(0.005)
             time.sleep(0.02)
-        nothing: list[int] = []
-        _timed(lambda _: None, batches, nothing)
+        clock_times: list[int] = []
+        _time_each(lambda _: None, batches, clock_times)
     publisher.shutdown()
-    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "clock": percentile(nothing, 50)}
+    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "clock": percentile(clock_times, 50)}
 
 
 def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, float]:
@@ -79,12 +79,12 @@ def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, fl
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     times: list[int] = []
     with Peer("peers.count", port) as peer:
-        _connected(contender, publisher, peer)
+        _connect(contender, publisher, peer)
         cpu, due = time.process_time(), time.monotonic()
         for number in range(batches):
             due += 1 / per_second
             time.sleep(max(0.0, due - time.monotonic()))
-            _timed(publisher.publish, [pool[number % POOL]], times)
+            _time_each(publisher.publish, [pool[number % POOL]], times)
         cpu = time.process_time() - cpu
     publisher.shutdown()
     return {"p50": percentile(times, 50), "p99": percentile(times, 99), "cpu": cpu / batches * 1e6}
@@ -95,14 +95,14 @@ def flow(name: str, blocks: int, count: int) -> dict[str, float]:
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     with Peer("peers.count", port) as peer:
-        probes = _connected(contender, publisher, peer)
+        probes = _connect(contender, publisher, peer)
         peer.send(probes + count - 1)
-        started, cpu = time.monotonic(), time.process_time()
+        start, cpu = time.monotonic(), time.process_time()
         feed(contender, publisher, batches, count)
         outcome = peer.receive()
         cpu = time.process_time() - cpu
     publisher.shutdown()
-    return {"rate": count / (outcome["end"] - started), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
+    return {"rate": count / (outcome["end"] - start), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
 
 
 def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, float]:
@@ -114,7 +114,7 @@ def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, flo
         time.sleep(0.01)
     result: dict[str, float] = {}
     with Peer("peers.live", port) as peer:
-        _connected(contender, publisher, peer)
+        _connect(contender, publisher, peer)
         for pace in ("quiet", "fast", "slow", "late"):
             if pace == "quiet":
                 _forget(peer)
@@ -140,11 +140,11 @@ def _forget(peer: Peer) -> None:
     peer.receive()
 
 
-def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough: Callable[[float], bool]) -> None:
+def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, is_over: Callable[[float], bool]) -> None:
     """Publish at a pace, each batch stamped with the time of its `publish`."""
     began = due = time.monotonic()
     number = 0
-    while not enough(due - began):
+    while not is_over(due - began):
         due += 1 / per_second
         time.sleep(max(0.0, due - time.monotonic()))
         batch = pool[number % POOL]
@@ -156,9 +156,9 @@ def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough:
 
 def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reader: Peer) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
-    receiving = Thread(target=lambda: outcome.update(reader.receive()))
-    receiving.start()
+    thread = Thread(target=lambda: outcome.update(reader.receive()))
+    thread.start()
     reader.send("ask")
-    _publish_for(publisher, pool, per_second, lambda _: not receiving.is_alive())
-    receiving.join()
+    _publish_for(publisher, pool, per_second, lambda _: not thread.is_alive())
+    thread.join()
     return outcome

@@ -1,4 +1,4 @@
-"""Trials of what stands between an engine and a consumer: a relay with its journal on the disk, or ZeroMQ's own forwarder.
+"""Trials of forwarders between an engine and a consumer: a relay with its journal on the disk, or ZeroMQ's own forwarder.
 
 One process publishes what an engine with a full cache publishes: each batch stores some blocks and removes as many. Another
 process counts the batches. The replay buffer of the relay is full before anything is measured, so that each batch pushes one
@@ -21,11 +21,11 @@ from benchmarks.processes import Peer, receive_line, send_line
 from tools.ports import reserve_port
 
 CAPACITY: Final = 4_000
-"""Blocks of the engine's cache."""
+"""Number of blocks of the engine's cache."""
 PACE: Final = 1_000
 """Batches per second while latency is measured."""
 WARM_UP: Final = 12_000
-"""Batches before anything is measured: more than a relay's replay buffer holds."""
+"""Number of batches before anything is measured: more than a relay's replay buffer holds."""
 WINDOW: Final = 2_000
 """Maximum number of batches on the way while the rate is measured: nothing may be lost, or a replay would count."""
 _STAMP: Final = struct.Struct(">d")
@@ -37,8 +37,8 @@ def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
         port, out, replay = (reserve_port() for _ in range(3))
         source = stack.enter_context(Peer("relaying.source", port, blocks))
         credit_port = source.receive()
-        more = [replay, str(Path(folder, "journal"))] if contender == "ours" else []
-        between = stack.enter_context(Peer(f"relaying.{'relay' if more else 'proxy'}", port, out, *more))
+        options = [replay, str(Path(folder, "journal"))] if contender == "ours" else []
+        between = stack.enter_context(Peer(f"relaying.{'relay' if options else 'proxy'}", port, out, *options))
         stack.callback(between.kill)
         between.receive()
         consumer = stack.enter_context(Peer("relaying.consumer", out, credit_port))
@@ -51,12 +51,12 @@ def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
             source.send([count, pace])
             source.receive()
             consumer.send(count)
-            before = cpu_seconds_of_threads(between.pid)
+            cpu_before = cpu_seconds_of_threads(between.pid)
             source.send("go")
-            measured = consumer.receive()
-            cpu = cpu_seconds_of_threads(between.pid) - before
+            result = consumer.receive()
+            cpu = cpu_seconds_of_threads(between.pid) - cpu_before
             source.receive()
-            return measured, cpu
+            return result, cpu
 
         send(WARM_UP, 0)
         flow, cpu = send(count, 0)
@@ -70,7 +70,7 @@ def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
 
 def source(port: int, blocks: int) -> None:
     """Publish on request: `[count, pace]`, as fast as the consumer's credit allows if the pace is 0."""
-    from benchmarks.workload import Engine  # noqa: PLC0415 - the forwarder loads nothing of ours
+    from benchmarks.workload import Engine  # noqa: PLC0415 - the forwarder loads no module of kvevents
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     events, credit = context.socket(zmq.XPUB), context.socket(zmq.PULL)
@@ -88,15 +88,15 @@ def source(port: int, blocks: int) -> None:
         payloads = engine.payloads(count)
         send_line("ready")
         receive_line()
-        granted = WINDOW
+        credit_given = WINDOW
         began = time.monotonic()
         for number, payload in enumerate(payloads):
             if pace:
                 time.sleep(max(0.0, began + number / pace - time.monotonic()))
-            while not pace and number >= granted:
-                granted += int(credit.recv())
-            stamped = payload[:2] + _STAMP.pack(time.time()) + payload[10:]
-            events.send_multipart([b"", seq.to_bytes(8, "big"), stamped])
+            while not pace and number >= credit_given:
+                credit_given += int(credit.recv())
+            payload_with_time = payload[:2] + _STAMP.pack(time.time()) + payload[10:]
+            events.send_multipart([b"", seq.to_bytes(8, "big"), payload_with_time])
             seq += 1
         while not pace and credit.poll(0):
             credit.recv()
@@ -124,9 +124,9 @@ def relay(port: int, out: int, replay: int, journal: str) -> None:
     settings = RelaySettings(
         upstreams=(upstream,), endpoint=f"tcp://127.0.0.1:{out}", replay_endpoint=f"tcp://127.0.0.1:{replay}", journal=journal
     )
-    with Relay(settings) as running:
+    with Relay(settings) as instance:
         send_line("bound")
-        running.run(lambda: False)
+        instance.run(lambda: False)
 
 
 def consumer(port: int, credit_port: int) -> None:

@@ -15,13 +15,13 @@ from benchmarks.trials import TITLES, Row
 
 
 def machine() -> str:
-    """What this ran on, in one line."""
+    """Return a description of the machine in one line."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     cpu = names[0] if names else platform.machine()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     system = f"{platform.system()} {platform.release()}, {platform.python_implementation()} {platform.python_version()}"
     libraries = f"libzmq {zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}, msgspec {version('msgspec')}"
-    return f"{cpu}, {usable} CPUs, {system}, {libraries}, load {os.getloadavg()[0]:.1f}"
+    return f"{cpu}, {cpu_count} CPUs, {system}, {libraries}, load {os.getloadavg()[0]:.1f}"
 
 
 def _lines(path: str) -> list[str]:
@@ -31,11 +31,11 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def table(found: Iterable[Row]) -> str:
+def table(rows: Iterable[Row]) -> str:
     """One line for each figure and rival: medians, and least and most of all runs in brackets."""
     lines = [("figure", "against", "ours", "theirs", "ratio", "reach", "")]
-    lines += [_line(row) for row in found]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    lines += [_line(row) for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
@@ -50,8 +50,8 @@ def spread(values: list[float], unit: str) -> str:
     """Return the median, with the least and the most if they differ."""
     if not values:
         return ""
-    middle, least, most = (number(value) for value in (median(values), min(values), max(values)))
-    return f"{middle} {unit} ({least} to {most})" if len({middle, least, most}) > 1 else f"{middle} {unit}".strip()
+    center, minimum, maximum = (number(value) for value in (median(values), min(values), max(values)))
+    return f"{center} {unit} ({minimum} to {maximum})" if len({center, minimum, maximum}) > 1 else f"{center} {unit}".strip()
 
 
 def number(value: float) -> str:

@@ -11,7 +11,7 @@ from tools.ports import reserve_port
 
 
 def bare(port: int, count: int) -> tuple[float, float]:
-    """What a reader without us writes: `recv_multipart`, a typed decoder of msgspec, a look at the number."""
+    """Read as a program without kvevents does: `recv_multipart`, a typed decoder of msgspec, a check of the number."""
     import msgspec  # noqa: PLC0415 - each process loads only what its trial is about
 
     from tools import released  # noqa: PLC0415 - as above
@@ -22,31 +22,31 @@ def bare(port: int, count: int) -> tuple[float, float]:
     socket.subscribe(b"")
     decode = msgspec.msgpack.Decoder(released.load(released.VLLM_NEWEST).KVEventBatch).decode
     socket.poll()
-    wall, cpu, expected = time.monotonic(), time.process_time(), 0
-    while expected < count:
+    wall, cpu, next_seq = time.monotonic(), time.process_time(), 0
+    while next_seq < count:
         _, seq_bytes, payload = socket.recv_multipart()
         seq = int.from_bytes(seq_bytes, "big")
         batch = decode(payload)
-        if seq != expected or not batch.events:
-            raise RuntimeError(f"expected {expected}, got {seq}")
-        expected += 1
+        if seq != next_seq or not batch.events:
+            raise RuntimeError(f"expected {next_seq}, got {seq}")
+        next_seq += 1
     return time.monotonic() - wall, time.process_time() - cpu
 
 
 def ours(port: int, count: int) -> tuple[float, float]:
-    """The same with `Subscriber`."""
+    """Read the batches with `Subscriber`."""
     from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
     from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 
     with Subscriber([Source(f"tcp://127.0.0.1:{port}", name="e0")]) as subscriber:
         first = subscriber.receive(timeout=10.0)
-        wall, cpu, expected = time.monotonic(), time.process_time(), 1
+        wall, cpu, next_seq = time.monotonic(), time.process_time(), 1
         assert isinstance(first, Batch)
-        while expected < count:
+        while next_seq < count:
             delivery = subscriber.receive(timeout=10.0)
-            if not isinstance(delivery, Batch) or delivery.seq != expected or not delivery.events:
-                raise RuntimeError(f"expected {expected}, got {delivery}")
-            expected += 1
+            if not isinstance(delivery, Batch) or delivery.seq != next_seq or not delivery.events:
+                raise RuntimeError(f"expected {next_seq}, got {delivery}")
+            next_seq += 1
     return time.monotonic() - wall, time.process_time() - cpu
 
 
@@ -68,13 +68,13 @@ def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
     with Peer("peers.engine", contender, port, replay_port, blocks, count) as engine:
         engine.receive()
         endpoints = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
-        began, cpu, expected = time.monotonic(), time.process_time(), 0
+        began, cpu, next_seq = time.monotonic(), time.process_time(), 0
         with Subscriber([Source(*endpoints, name="e0")]) as subscriber:
-            while expected < count and time.monotonic() - began < 60.0:
+            while next_seq < count and time.monotonic() - began < 60.0:
                 delivery = subscriber.receive(timeout=5.0)
-                if not isinstance(delivery, Batch) or delivery.seq != expected:
+                if not isinstance(delivery, Batch) or delivery.seq != next_seq:
                     break
-                expected += 1
+                next_seq += 1
             seconds, status = time.monotonic() - began, subscriber.status("e0")
             cpu = time.process_time() - cpu
-    return {"missing": count - expected, "seconds": seconds, "requests": status.counters.requests, "cpu": cpu / count * 1e6}
+    return {"missing": count - next_seq, "seconds": seconds, "requests": status.counters.requests, "cpu": cpu / count * 1e6}

@@ -26,7 +26,7 @@ def test_what_a_replay_of_100_batches_has_lost(seen: range | list[int], missing:
 
 @pytest.mark.parametrize(("numbers", "met"), [([0, 0, 0], True), ([0, 1, 0], False)])
 def test_a_replay_without_losses_is_met(numbers: list[int], met: bool) -> None:
-    """Of several runs none may lose a batch."""
+    """No run may lose a batch."""
     figure = next(figure for figure in FIGURES if figure.value == "lost_fast")
     (row,) = rows([figure], {"replay": {"ours": [{"lost_fast": lost(set(range(10 - number)), 10)} for number in numbers]}})
     assert row.met is met

@@ -41,8 +41,8 @@ def test_a_document_has_no_figure_of_speed_that_is_not_on_the_page(path: Path) -
     """Decision records keep the figures of their alternatives, with commit and machine."""
     if str(path.relative_to(CHECKOUT)) in GENERATED:
         return
-    known = PAGE.read_text()
-    assert [found[0] for found in SPEED.finditer(path.read_text()) if found[0] not in known] == []
+    page_text = PAGE.read_text()
+    assert [match[0] for match in SPEED.finditer(path.read_text()) if match[0] not in page_text] == []
 
 
 def row(what: str, ours: float, theirs: float, unit: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Trial:
     quick: tuple[int, ...]
     contenders: tuple[str, ...] = ("ours", "vllm", "sglang")
     most: tuple[int, int] = (5, 3)
-    """Runs, and runs of `--quick`, that suffice, however many are asked for."""
+    """Maximum number of runs, and of runs with `--quick`; more add nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Figure:
     judge: Literal["ratio at most", "ratio at least", "at most", "below", "none"] = "ratio at most"
     """`at most` and `below` are about ours by itself; `none` means no run may have any."""
     context: bool = False
-    """Whether it says how a trial went, and neither side is better for it."""
+    """Whether the figure only describes a trial, and judges neither side."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of ours against one rival."""
+    """A figure of kvevents and of one rival."""
 
     figure: Figure
     rival: str
@@ -106,24 +106,24 @@ class Row:
 
 def measure(trial: Trial, runs: int, quick: bool) -> dict[str, list[dict[str, float]]]:
     """Run a trial `runs` times for every contender, in turn: A B C, then B C A, so that no one is always first."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in trial.contenders}
+    values: dict[str, list[dict[str, float]]] = {name: [] for name in trial.contenders}
     numbers = trial.quick if quick else trial.full
     for number in range(min(runs, trial.most[quick])):
         shift = number % len(trial.contenders)
         for name in trial.contenders[shift:] + trial.contenders[:shift]:
-            found[name].append(processes.run(trial.function, name, *numbers))
-    return found
+            values[name].append(processes.run(trial.function, name, *numbers))
+    return values
 
 
 def rows(figures: Iterable[Figure], results: Results) -> list[Row]:
     """Every figure of the trials that were run, against each rival that has it, or by itself."""
-    made = []
+    result = []
     for figure in figures:
         runs = results.get(figure.trial, {})
-        found = {name: [run[figure.value] for run in each] for name, each in runs.items() if figure.value in each[0]}
-        ours = found.pop("ours", None)
+        values_of = {name: [run[figure.value] for run in side] for name, side in runs.items() if figure.value in side[0]}
+        ours = values_of.pop("ours", None)
         if ours is None:
-            made += [Row(figure, rival, values) for rival, values in found.items()]
+            result += [Row(figure, rival, values) for rival, values in values_of.items()]
         else:
-            made += [Row(figure, rival, ours, values) for rival, values in found.items()] or [Row(figure, "", ours)]
-    return made
+            result += [Row(figure, rival, ours, values) for rival, values in values_of.items()] or [Row(figure, "", ours)]
+    return result

@@ -14,7 +14,7 @@ from kvevents.wire import encode_batch
 BLOCK_SIZE: Final = 16
 VOCABULARY: Final = 128_256
 CHAIN: Final = 512
-"""Blocks of a chain of an engine: 8,192 tokens."""
+"""Number of blocks of a chain of an engine: 8,192 tokens."""
 _SPREAD: Final = 0x9E3779B97F4A7C15
 
 
@@ -34,11 +34,11 @@ def chain(draw: random.Random, length: int) -> Chain:
 def stores(prompt: Chain, per_event: int) -> Iterator[bytes]:
     """Yield the payloads, as vLLM 0.24 and later, that store a prompt in events of `per_event` blocks."""
     parent = None
-    for at in range(0, len(prompt.hashes), per_event):
-        hashes = prompt.hashes[at : at + per_event].tolist()
-        tokens = prompt.tokens[at * BLOCK_SIZE : (at + per_event) * BLOCK_SIZE].tolist()
-        stored = BlockStored(hashes, parent, tokens, BLOCK_SIZE, None, "GPU", None)
-        yield encode_batch(KVEventBatch(1.7e9, [stored], 0))
+    for start in range(0, len(prompt.hashes), per_event):
+        hashes = prompt.hashes[start : start + per_event].tolist()
+        tokens = prompt.tokens[start * BLOCK_SIZE : (start + per_event) * BLOCK_SIZE].tolist()
+        event = BlockStored(hashes, parent, tokens, BLOCK_SIZE, None, "GPU", None)
+        yield encode_batch(KVEventBatch(1.7e9, [event], 0))
         parent = hashes[-1]
 
 
@@ -72,15 +72,15 @@ class Engine:
             self._chains.append([])
         newest = self._chains[-1]
         parent = newest[-1] if newest else None
-        stored = [number * _SPREAD % 2**64 for number in range(self._next, self._next + self._blocks)]
+        hashes = [number * _SPREAD % 2**64 for number in range(self._next, self._next + self._blocks)]
         self._next += self._blocks
         self._size += self._blocks
-        newest += stored
+        newest += hashes
         events: list[KVEvent] = []
         while self._size > self._capacity:
             events.append(BlockRemoved([self._chains[0].pop()], "GPU", 0))
             self._size -= 1
             if not self._chains[0]:
                 self._chains.popleft()
-        tokens = [(value + place) % 60_000 for value in stored for place in range(BLOCK_SIZE)]
-        return [*events, BlockStored(stored, parent, tokens, BLOCK_SIZE, medium="GPU", group_idx=0)]
+        tokens = [(value + place) % 60_000 for value in hashes for place in range(BLOCK_SIZE)]
+        return [*events, BlockStored(hashes, parent, tokens, BLOCK_SIZE, medium="GPU", group_idx=0)]

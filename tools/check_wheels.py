@@ -1,7 +1,7 @@
 """Install the wheels of dist/ into fresh environments, outside of the checkout, and use them: `make wheels-check`.
 
 The pure wheel alone goes into an environment of each CPython from 3.11 on that is on the path or among pyenv's, with nothing on
-the path that could compile. Both wheels, with all extras, go into one of the oldest and one of the newest. There the commands
+the path that could compile. All wheels, with all extras, go into one of the oldest and one of the newest. There the commands
 and snippets of the documents run too: their tests come from the checkout, `kvevents` from the wheels. Dependencies come from
 the package index.
 """
@@ -43,7 +43,7 @@ OF_TESTS: Final = frozenset(
         "pytest-xdist",
     }
 )
-"""What these tests need besides kvevents."""
+"""Packages that these tests need besides kvevents."""
 SYSTEM: Final = ("/usr/bin", "/bin")
 """Where `sh` and `curl` are, which documents use."""
 
@@ -56,17 +56,17 @@ publisher = kvevents.ZmqEventPublisher(endpoint="tcp://127.0.0.1:*", replay_endp
 publisher.publish(kvevents.KVEventBatch(0.0, [kvevents.BlockStored([1], None, [1, 2, 3, 4], 4)]))
 while not publisher.stats().published:  # else the batch could come live
     time.sleep(0.01)
-seen = set()
+kinds = set()
 with kvevents.Subscriber(kvevents.Source(publisher.endpoint, publisher.replay_endpoint)) as subscriber:
-    while seen != {"live", "replayed"} or subscriber.trust().name != "EXACT":
+    while kinds != {"live", "replayed"} or subscriber.trust().name != "EXACT":
         batch = subscriber.receive(timeout=20)
         assert isinstance(batch, kvevents.Batch), batch
-        seen.add("replayed" if batch.replayed else "live")
+        kinds.add("replayed" if batch.replayed else "live")
 assert publisher.shutdown().complete
 try:
     import kvevents.index
 except kvevents.KVEventsError as error:
-    assert "pip install 'kvevents[native]'" in str(error), error
+    assert "install kvevents[native]" in str(error), error
 else:
     raise AssertionError("kvevents.index needs the native package")
 print(kvevents.__file__)
@@ -83,14 +83,14 @@ print(kvevents.__file__)
 """
 
 
-def run(*command: str | Path, folder: Path, fails: bool = False, more: tuple[str, ...] = ()) -> str:
+def run(*command: str | Path, folder: Path, fails: bool = False, folders: tuple[str, ...] = ()) -> str:
     """Return what a command prints that is run in `folder`. Raise `SystemExit` unless it ends as expected.
 
-    Only the programs of the environment, and those in the folders `more`, are on its path.
+    Only the programs of the environment, and those in `folders`, are on its path.
     """
-    path = ":".join((str(folder / "venv" / "bin"), *more))
+    path = ":".join((str(folder / "venv" / "bin"), *folders))
     environment = {"PATH": path, "HOME": str(Path.home()), "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(  # noqa: S603 - programs that this module names
+    process = subprocess.run(  # noqa: S603 - programs that this module names
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -101,19 +101,19 @@ def run(*command: str | Path, folder: Path, fails: bool = False, more: tuple[str
         env=environment,
         timeout=MAX_SECONDS,
     )
-    if (done.returncode != 0) is not fails:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
-    return done.stdout
+    if (process.returncode != 0) is not fails:
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {process.returncode}:\n{process.stdout}")
+    return process.stdout
 
 
 def interpreters() -> list[Path]:
     """Return a CPython of each version from 3.11 on, as far as they are installed."""
-    found = []
+    paths = []
     for minor in MINORS:
         name = f"python3.{minor}"
         homes = [Path(shutil.which(name) or "/nowhere"), *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))]
-        found += [home for home in reversed(homes) if home.is_file()][:1]
-    return found
+        paths += [home for home in reversed(homes) if home.is_file()][:1]
+    return paths
 
 
 def environment(python: Path, folder: Path, *arguments: str) -> Path:
@@ -136,42 +136,43 @@ def environment(python: Path, folder: Path, *arguments: str) -> Path:
 def check_pure(python: Path, wheel: Path, folder: Path) -> None:
     """Publish, replay and subscribe without the native package, and ask commands for what needs it."""
     programs = environment(python, folder, str(wheel))
-    begun = time.monotonic()
-    where = run(programs / "python", "-c", PURE, folder=folder)
-    assert Path(where.splitlines()[-1]).is_relative_to(folder), where
+    start = time.monotonic()
+    output = run(programs / "python", "-c", PURE, folder=folder)
+    assert Path(output.splitlines()[-1]).is_relative_to(folder), output
     for command in ("--version", "--help", "tail --help", "doctor --help"):
         run(programs / "kvevents", *command.split(), folder=folder)
-    for command in ("serve --model m", "relay tcp://127.0.0.1:1", "sim compare", "demo"):
-        printed = run(programs / "kvevents", *command.split(), folder=folder, fails=True)
-        assert "pip install 'kvevents[" in printed, (command, printed)
-        assert "Traceback" not in printed, printed
-    print(f"{python}: {wheel.name} works alone ({time.monotonic() - begun:.1f} s)")
+    commands = {"serve --model m": "service", "bridge": "plane", "relay tcp://127.0.0.1:1": "native", "demo": "native"}
+    for command, extra in commands.items():
+        message = run(programs / "kvevents", *command.split(), folder=folder, fails=True)
+        assert f"install kvevents[{extra}]" in message, (command, message)
+        assert "Traceback" not in message, message
+    print(f"{python}: {wheel.name} works alone ({time.monotonic() - start:.1f} s)")
 
 
 def check_whole(python: Path, dist: Path, wheel: Path, folder: Path) -> None:
     """Use the index and some commands with both wheels and all extras."""
-    programs = environment(python, folder, "--find-links", str(dist), f"{wheel}[all]")
-    begun = time.monotonic()
-    where = run(programs / "python", "-c", WHOLE, folder=folder)
-    assert Path(where.splitlines()[-1]).is_relative_to(folder), where
+    programs = environment(python, folder, *map(str, dist.glob("*.whl")), "kvevents[all]")
+    start = time.monotonic()
+    output = run(programs / "python", "-c", WHOLE, folder=folder)
+    assert Path(output.splitlines()[-1]).is_relative_to(folder), output
     run(programs / "python", "-m", "pip", "check", folder=folder)
     run(programs / "kvevents", "serve", "--model", "m", "--check", folder=folder)
     run(programs / "kvevents", "sim", "compare", "--requests", "50", folder=folder)
     demo = time.monotonic()
-    shown = run(programs / "kvevents", "demo", folder=folder)
-    assert len(shown.splitlines()) <= DEMO_LINES, shown
-    assert time.monotonic() - demo < DEMO_SECONDS, shown
-    print(shown)
-    print(f"{python}: {wheel.name}[all] works ({time.monotonic() - begun:.1f} s)")
+    page = run(programs / "kvevents", "demo", folder=folder)
+    assert len(page.splitlines()) <= DEMO_LINES, page
+    assert time.monotonic() - demo < DEMO_SECONDS, page
+    print(page)
+    print(f"{python}: {wheel.name}[all] works ({time.monotonic() - start:.1f} s)")
     check_documents(programs, folder)
 
 
 def check_documents(programs: Path, folder: Path) -> None:
     """Run the commands and the snippets of the documents in an environment with the wheels."""
     groups = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
-    needed = [each for group in groups.values() for each in group if isinstance(each, str)]
-    needed = [each for each in needed if re.split(r"[^\w-]", each, maxsplit=1)[0] in OF_TESTS]
-    run(programs / "python", "-m", "pip", "install", "--quiet", "--prefer-binary", *needed, folder=folder)
+    requirements = [item for group in groups.values() for item in group if isinstance(item, str)]
+    requirements = [item for item in requirements if re.split(r"[^\w-]", item, maxsplit=1)[0] in OF_TESTS]
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--prefer-binary", *requirements, folder=folder)
     options = (
         "-c",
         CHECKOUT / "pyproject.toml",
@@ -183,9 +184,9 @@ def check_documents(programs: Path, folder: Path) -> None:
         "--numprocesses",
         "2",
     )
-    begun = time.monotonic()
-    run(programs / "python", "-m", "pytest", *options, *(CHECKOUT / each for each in DOCUMENTS), folder=folder, more=SYSTEM)
-    print(f"the commands and snippets of the documents work ({time.monotonic() - begun:.1f} s)")
+    start = time.monotonic()
+    run(programs / "python", "-m", "pytest", *options, *(CHECKOUT / item for item in DOCUMENTS), folder=folder, folders=SYSTEM)
+    print(f"the commands and snippets of the documents work ({time.monotonic() - start:.1f} s)")
 
 
 def main() -> None:
@@ -193,17 +194,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dist", type=Path, help="the folder with the wheels")
     parser.add_argument("--pure", action="store_true", help="check the pure wheel alone")
-    given = parser.parse_args()
-    dist = given.dist.resolve()
+    options = parser.parse_args()
+    dist = options.dist.resolve()
     (wheel,) = dist.glob("kvevents-*-none-any.whl")
-    found = interpreters()
-    if not found:
+    pythons = interpreters()
+    if not pythons:
         raise SystemExit("no CPython from 3.11 on was found")
-    for python in found:
+    for python in pythons:
         with tempfile.TemporaryDirectory() as folder:
             check_pure(python, wheel, Path(folder))
-    if not given.pure:
-        for python in dict.fromkeys((found[0], found[-1])):
+    if not options.pure:
+        for python in dict.fromkeys((pythons[0], pythons[-1])):
             with tempfile.TemporaryDirectory() as folder:
                 check_whole(python, dist, wheel, Path(folder))
 

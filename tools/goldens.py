@@ -27,7 +27,7 @@ from tools.released import CHECKOUT
 GOLDENS: Final = CHECKOUT / "tests" / "data" / "dialects.jsonl"
 TOPIC: Final = "kv-events"
 SEQ: Final = 7
-"""Of the batch whose frames are kept."""
+"""Number of the batch whose frames are stored."""
 WAIT_MS: Final = 10_000
 TIMESTAMP: Final = 1_700_000_000.25
 
@@ -44,7 +44,7 @@ def main() -> int:
         if name in options.without:
             continue
         row = {"engine": options.engine, "release": options.release, "case": name}
-        print(json.dumps(row | _sent(types, [_built(types, event) for event in events], rank), separators=(",", ":")))
+        print(json.dumps(row | _send(types, [_build(types, event) for event in events], rank), separators=(",", ":")))
     return 0
 
 
@@ -55,22 +55,22 @@ def _cases(engine: str, release: str) -> Iterator[tuple[str, list[Fields], int]]
         row = json.loads(line, object_hook=lambda value: bytes.fromhex(value["$hex"]) if "$hex" in value else value)
         if (row["engine"], row["release"]) == (engine, release):
             _, events, rank = row["decoded_json"]
-            yield row["case"], [event if isinstance(event, dict) else _named(event, fields) for event in events], rank
+            yield row["case"], [event if isinstance(event, dict) else _fields_of(event, fields) for event in events], rank
 
 
-def _named(event: list[Any], dialect: Dialect) -> Fields:
+def _fields_of(event: list[Any], dialect: Dialect) -> Fields:
     """The fields of an event that was sent as an array."""
     names = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}.get(event[0], ())
     return {"type": event[0], **dict(zip(names, event[1:], strict=False))}
 
 
-def _built(types: Any, event: Fields) -> Any:
-    made = getattr(types, event["type"])
-    return made(**{name: value for name, value in event.items() if name in made.__struct_fields__})
+def _build(types: Any, event: Fields) -> Any:
+    event_type = getattr(types, event["type"])
+    return event_type(**{name: value for name, value in event.items() if name in event_type.__struct_fields__})
 
 
-def _sent(types: Any, events: list[Any], rank: int) -> Fields:
-    """What a consumer receives of batch `SEQ` from the release's publisher, live and by replay, as the row has it."""
+def _send(types: Any, events: list[Any], rank: int) -> Fields:
+    """Return the messages with batch `SEQ` of the release's publisher, live and by replay, as fields of a row."""
     port, replay_port = reserve_port(), reserve_port()
     ends = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
     publisher = types.ZmqEventPublisher(rank, *(f"tcp://*:{int(end.rpartition(':')[2]) - rank}" for end in ends), topic=TOPIC)
@@ -79,28 +79,28 @@ def _sent(types: Any, events: list[Any], rank: int) -> Fields:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(end)
         live.subscribe(b"")
-        received: list[bytes] = []
+        frames: list[bytes] = []
         for seq in range(SEQ + 1):
             publisher.publish(types.KVEventBatch(ts=TIMESTAMP, events=events))
-            received = _received(live, 1_000) or received
-            if received and received[1] != encode_seq(seq):
-                sys.exit(f"batch {seq} was awaited, and the frames {received} came")
-        if not received:
+            frames = _receive(live, 1_000) or frames
+            if frames and frames[1] != encode_seq(seq):
+                sys.exit(f"batch {seq} was awaited, and the frames {frames} came")
+        if not frames:
             sys.exit("the publisher sent nothing: is another program at its port?")
         replay.send_multipart([b"", encode_seq(SEQ)])
-        batch, marker = _received(replay, WAIT_MS), _received(replay, WAIT_MS)
+        batch, marker = _receive(replay, WAIT_MS), _receive(replay, WAIT_MS)
     publisher.shutdown()
     return {
-        "payload_hex": received[2].hex(),
-        "decoded_json": _json_of(msgspec.msgpack.decode(received[2])),
-        "pub_frames_hex": [frame.hex() for frame in received],
+        "payload_hex": frames[2].hex(),
+        "decoded_json": _json_of(msgspec.msgpack.decode(frames[2])),
+        "pub_frames_hex": [frame.hex() for frame in frames],
         "replay_frames_hex": [frame.hex() for frame in batch],
         "replay_end_frames_hex": [frame.hex() for frame in marker],
     }
 
 
-def _received(socket: zmq.Socket[bytes], milliseconds: int) -> list[bytes]:
-    """The next message; nothing when none comes in time."""
+def _receive(socket: zmq.Socket[bytes], milliseconds: int) -> list[bytes]:
+    """Return the next message; an empty list if no message arrives in time."""
     return socket.recv_multipart() if socket.poll(milliseconds) else []
 
 
@@ -108,8 +108,8 @@ def _json_of(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"$hex": value.hex()}
     if isinstance(value, dict):
-        return {name: _json_of(each) for name, each in value.items()}
-    return [_json_of(each) for each in value] if isinstance(value, list) else value
+        return {name: _json_of(item) for name, item in value.items()}
+    return [_json_of(item) for item in value] if isinstance(value, list) else value
 
 
 def _options() -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Write the licence texts of all crates that are linked into the native wheel: `python tools/licences.py FILE`.
 
 Equal texts are written once, below the names of all crates that have them. Build tools and procedural macros are left out: none
-of their code is in the wheel.
+of their code is in the wheel. A crate without a text of its own has that of another crate of its repository.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def output(*command: str) -> str:
 
 
 def linked_crates() -> list[dict[str, Any]]:
-    """Return what Cargo knows of each crate of others that the library of this platform is linked from, by name and version."""
+    """Return Cargo's metadata of each crate of others in the library of this platform, by name and version."""
     options = (
         "--format-version",
         "1",
@@ -37,28 +37,35 @@ def linked_crates() -> list[dict[str, Any]]:
     metadata = json.loads(output("cargo", "metadata", *options, "--manifest-path", str(MANIFEST)))
     packages = {package["id"]: package for package in metadata["packages"]}
     nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
-    seen: set[str] = set()
+    crates: set[str] = set()
     pending = [metadata["resolve"]["root"]]
     while pending:
         crate = pending.pop()
         is_macro = any("proc-macro" in target["kind"] for target in packages[crate]["targets"])
-        if crate in seen or is_macro:
+        if crate in crates or is_macro:
             continue
-        seen.add(crate)
-        pending += [each["pkg"] for each in nodes[crate]["deps"] if any(kind["kind"] is None for kind in each["dep_kinds"])]
-    found = [packages[crate] for crate in seen if packages[crate]["source"] is not None]
-    return sorted(found, key=lambda package: (package["name"], package["version"]))
+        crates.add(crate)
+        pending += [link["pkg"] for link in nodes[crate]["deps"] if any(kind["kind"] is None for kind in link["dep_kinds"])]
+    foreign_packages = [packages[crate] for crate in crates if packages[crate]["source"] is not None]
+    return sorted(foreign_packages, key=lambda package: (package["name"], package["version"]))
+
+
+def licence_files(crate: dict[str, Any]) -> list[Path]:
+    """Return the licence texts in the folder of a crate."""
+    folder = Path(crate["manifest_path"]).parent
+    return sorted(path for path in folder.iterdir() if path.is_file() and LICENCE_FILE.match(path.name))
 
 
 def main() -> None:
     """Write the file. Ends with an error if a crate has no licence text."""
     texts: dict[str, tuple[str, list[str]]] = {}
-    for crate in linked_crates():
+    crates = linked_crates()
+    for crate in crates:
         title = f"{crate['name']} {crate['version']} ({crate['license']})"
-        folder = Path(crate["manifest_path"]).parent
-        files = sorted(path for path in folder.iterdir() if path.is_file() and LICENCE_FILE.match(path.name))
+        siblings = (candidate for candidate in crates if all(candidate[key] == crate[key] for key in ("repository", "license")))
+        files = next(filter(None, map(licence_files, [crate, *siblings])), [])
         if not files:
-            raise SystemExit(f"{title} has no licence text in {folder}")
+            raise SystemExit(f"{title} has no licence text in {crate['manifest_path']}")
         for path in files:
             text = path.read_text(encoding="utf-8", errors="replace").strip()
             texts.setdefault(" ".join(text.split()), (text, []))[1].append(title)

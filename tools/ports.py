@@ -20,7 +20,7 @@ _LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-ports-{os.getuid()}").op
 """A process locks byte N of this file for port N until it ends, because tests run in several processes, and a test starts its
 servers some time after it has chosen their ports. The file stays open, since closing it would release the locks."""
 atexit.register(_LEASES.close)
-_leased: Final[set[int]] = set()
+_leases_of_process: Final[set[int]] = set()
 """Ports that this process has reserved; its own locks do not prevent that it locks them again."""
 
 
@@ -33,18 +33,18 @@ def reserve_port() -> int:
 
 def reserve_ports(*ports: int) -> bool:
     """Reserve these ports for this process. Return False, and reserve none, if one of them is in use or reserved already."""
-    if not all(port not in _leased and _is_free(port) for port in ports):
+    if not all(port not in _leases_of_process and _is_free(port) for port in ports):
         return False
-    locked: list[int] = []
+    locked_ports: list[int] = []
     for port in ports:
         try:
             fcntl.lockf(_LEASES, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
         except OSError:
-            for other in locked:
-                fcntl.lockf(_LEASES, fcntl.LOCK_UN, 1, other)
+            for locked_port in locked_ports:
+                fcntl.lockf(_LEASES, fcntl.LOCK_UN, 1, locked_port)
             return False
-        locked.append(port)
-    _leased.update(ports)
+        locked_ports.append(port)
+    _leases_of_process.update(ports)
     return True
 
 

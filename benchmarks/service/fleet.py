@@ -13,7 +13,7 @@ from benchmarks.service.server import Server, wait_until
 from benchmarks.service.workers import Endpoints
 
 SENDERS: Final = 2
-"""Processes that the fleet is spread over."""
+"""Number of processes that share the fleet."""
 START_SECONDS: Final = 0.5
 """Time until they begin: all at the same moment."""
 CATCH_UP_SECONDS: Final = 5.0
@@ -36,46 +36,46 @@ def measure(contender: str, sources: int, rate: int, blocks: int, seconds: int) 
         for sender in senders:
             sender.send(began)
         reports = [sender.receive() for sender in senders]
-        ended, spent = time.monotonic(), server.cpu - cpu
-        batches, taken = sources * rate * seconds, ended - began
+        end, cpu_seconds = time.monotonic(), server.cpu - cpu
+        batches, duration = sources * rate * seconds, end - began
         with suppress(TimeoutError):
             wait_until(lambda: fleet.batches(server) >= batches, "every batch", patience=CATCH_UP_SECONDS)
         return {
-            "cpu": spent / taken * 100,
-            "cpu_batch": spent / batches * 1e6,
-            "senders": sum(each["cpu"] for each in reports) / taken * 100,
-            "rate": batches / max(each["seconds"] for each in reports),
-            "late": max(each["late"] for each in reports) * 1e3,
-            "behind": (time.monotonic() - ended) * 1e3,
+            "cpu": cpu_seconds / duration * 100,
+            "cpu_batch": cpu_seconds / batches * 1e6,
+            "senders": sum(report["cpu"] for report in reports) / duration * 100,
+            "rate": batches / max(report["seconds"] for report in reports),
+            "late": max(report["late"] for report in reports) * 1e3,
+            "behind": (time.monotonic() - end) * 1e3,
             "grown": (server.resident - resident) / 1e6,
             "lost": batches - fleet.batches(server),
-            **fleet.reported(server),
+            **fleet.figures(server),
         }
 
 
 class Fleet:
-    """What Dynamo's service reports of its fleet."""
+    """The fleet as Dynamo's service reports it."""
 
     @staticmethod
     def settle(server: Server, sources: int) -> None:
         """Wait until all sources are followed."""
         workers = json.loads(server.ask("GET", "/workers"))
-        assert sum(each["status"] == "active" for each in workers) == sources
+        assert sum(worker["status"] == "active" for worker in workers) == sources
 
     @staticmethod
     def batches(server: Server) -> int:
         """Return how many batches the service has applied."""
-        found = _STORED.search(server.ask("GET", "/metrics"))
-        return int(found[1]) if found else 0
+        match = _STORED.search(server.ask("GET", "/metrics"))
+        return int(match[1]) if match else 0
 
     @staticmethod
-    def reported(_: Server) -> dict[str, float]:
-        """Return further figures."""
+    def figures(_: Server) -> dict[str, float]:
+        """Return the figures that only this service has."""
         return {}
 
 
 class OurFleet(Fleet):
-    """What our service reports of its fleet."""
+    """The fleet as our service reports it."""
 
     @staticmethod
     def settle(server: Server, sources: int) -> None:
@@ -87,18 +87,18 @@ class OurFleet(Fleet):
         return int(json.loads(server.ask("GET", "/v1/stats"))["batches"])
 
     @staticmethod
-    def reported(server: Server) -> dict[str, float]:
+    def figures(server: Server) -> dict[str, float]:
         sources = _sources(server)
         return {
-            "gaps": sum(each["lost"] for each in sources),
-            "inexact": sum(each["trust"]["state"] != "EXACT" for each in sources),
-            "replayed": sum(each["replayed"] for each in sources),
+            "gaps": sum(source["lost"] for source in sources),
+            "inexact": sum(source["trust"]["state"] != "EXACT" for source in sources),
+            "replayed": sum(source["replayed"] for source in sources),
         }
 
 
 def _sources(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(server.ask("GET", "/v1/sources"))["sources"]
-    return found
+    sources: list[dict[str, Any]] = json.loads(server.ask("GET", "/v1/sources"))["sources"]
+    return sources
 
 
 def _has_caught_up(source: dict[str, Any]) -> bool:

@@ -26,16 +26,16 @@ def measure(contender: str, seconds: int) -> dict[str, float]:
     prompt = chain(Random(11), max(LENGTHS) // BLOCK_SIZE)  # noqa: S311 - test data
     with Server(contender) as server, Workers(WORKERS) as workers:
         _fill(server, workers, prompt)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for length in LENGTHS:
             tokens = prompt.tokens[:length]
             _check(server, tokens)
             body = json.dumps(query(tokens.tolist())).encode()
-            found |= _named(f"{length}", _measure(server, "/query", body, JSON, seconds))
+            figures |= _with_suffix(f"{length}", _measure(server, "/query", body, JSON, seconds))
             if contender == "ours":
                 _check_raw(server, tokens)
-                found |= _named(f"raw_{length}", _measure(server, RAW_PATH, _raw(tokens), RAW, seconds))
-        return found | {"resident": server.resident / 1e6}
+                figures |= _with_suffix(f"raw_{length}", _measure(server, RAW_PATH, _raw(tokens), RAW, seconds))
+        return figures | {"resident": server.resident / 1e6}
 
 
 def _fill(server: Server, workers: Workers, prompt: Chain) -> None:
@@ -52,37 +52,37 @@ def _measure(server: Server, path: str, body: bytes, content_type: str, seconds:
 
     def ask(clients: int, seconds: int) -> tuple[Load, float]:
         """Return what wrk measured, and microseconds of CPU of a request."""
-        before = server.cpu
-        done = load(url, body, content_type, clients, seconds)
-        return done, (server.cpu - before) / done.requests * 1e6
+        cpu_before = server.cpu
+        result = load(url, body, content_type, clients, seconds)
+        return result, (server.cpu - cpu_before) / result.requests * 1e6
 
     ask(CLIENTS, 1)  # warms up
-    one, cpu_one = ask(1, seconds)
-    many, cpu_many = ask(CLIENTS, seconds)
-    alone = {"p50": one.p50, "p99": one.p99, "cpu_one": cpu_one}
-    return alone | {"rate": many.rate, "cpu": cpu_many, "p99_many": many.p99}
+    single, cpu_one = ask(1, seconds)
+    concurrent, cpu_many = ask(CLIENTS, seconds)
+    alone = {"p50": single.p50, "p99": single.p99, "cpu_one": cpu_one}
+    return alone | {"rate": concurrent.rate, "cpu": cpu_many, "p99_many": concurrent.p99}
 
 
-def _named(what: str, values: dict[str, float]) -> dict[str, float]:
-    return {f"{name}_{what}": value for name, value in values.items()}
+def _with_suffix(suffix: str, values: dict[str, float]) -> dict[str, float]:
+    return {f"{name}_{suffix}": value for name, value in values.items()}
 
 
 def _check(server: Server, tokens: array[int]) -> None:
     instances = json.loads(server.ask("POST", "/query", query(tokens.tolist())))["instances"]
     assert len(instances) == WORKERS, "not all workers are named"
-    assert all(each["longest_matched"] == len(tokens) for each in instances.values())
+    assert all(instance["longest_matched"] == len(tokens) for instance in instances.values())
 
 
 def _check_raw(server: Server, tokens: array[int]) -> None:
     matches: list[dict[str, Any]] = json.loads(server.send("POST", RAW_PATH, _raw(tokens), RAW))["workers"]
     assert len(matches) == WORKERS, "not all workers are named"
-    assert all(each["tokens"] == len(tokens) for each in matches)
+    assert all(match["tokens"] == len(tokens) for match in matches)
 
 
 def _raw(tokens: array[int]) -> bytes:
     """Return tokens as they are sent without JSON: 32 bits, little-endian."""
-    little = array("I", tokens)
-    assert little.itemsize == 4
+    words = array("I", tokens)
+    assert words.itemsize == 4
     if sys.byteorder == "big":
-        little.byteswap()
-    return little.tobytes()
+        words.byteswap()
+    return words.tobytes()

@@ -29,7 +29,7 @@ PATIENCE: Final = 60.0
 """Seconds for one answer, and for what is waited for."""
 POLL_SECONDS: Final = 0.002
 _LOG_TAIL: Final = 1_000
-"""Characters of a failed service's log that are printed."""
+"""Number of characters of a failed service's log that are printed."""
 
 
 def _command(contender: str, port: int) -> list[str]:
@@ -46,7 +46,7 @@ class Server:
         command = _command(contender, self.port)
         began = time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._process = subprocess.Popen(  # noqa: S603 - an interpreter, with our own words
+        self._process = subprocess.Popen(  # noqa: S603 - an interpreter, with fixed arguments
             command, cwd=CHECKOUT, stdout=self._log, stderr=self._log
         )
         self._http = HTTPConnection(HOST, self.port, timeout=PATIENCE)
@@ -88,11 +88,11 @@ class Server:
             self.ask("POST", "/register", {**names, "model_name": MODEL, "block_size": BLOCK_SIZE})
 
     def wait_for(self, tokens: list[int], workers: int) -> None:
-        """Wait until it answers that so many workers hold all of these tokens."""
+        """Wait until the service answers that this number of workers hold all of these tokens."""
 
         def is_held() -> bool:
             instances = json.loads(self.ask("POST", "/query", query(tokens)))["instances"]
-            return sum(int(each["longest_matched"]) == len(tokens) for each in instances.values()) >= workers
+            return sum(int(instance["longest_matched"]) == len(tokens) for instance in instances.values()) >= workers
 
         wait_until(is_held, f"{workers} workers with {len(tokens)} tokens")
 
@@ -130,12 +130,12 @@ def query(tokens: list[int]) -> dict[str, Any]:
     return {"token_ids": tokens, "model_name": MODEL, "whole_prompt": True}
 
 
-def wait_until(is_done: Callable[[], bool], what: str, *, pause: float = POLL_SECONDS, patience: float = PATIENCE) -> None:
+def wait_until(is_done: Callable[[], bool], subject: str, *, pause: float = POLL_SECONDS, patience: float = PATIENCE) -> None:
     """Poll, `pause` seconds apart. Raise `TimeoutError`, which names what did not happen."""
     end = time.monotonic() + patience
     while not is_done():
         if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {patience:.0f} s")
+            raise TimeoutError(f"{subject}: not within {patience:.0f} s")
         if pause:
             time.sleep(pause)
 
@@ -144,4 +144,4 @@ def _family(pid: int) -> list[int]:
     """Return a process and all that it has started."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [pid, *(each for child in children for each in _family(child))]
+    return [pid, *(descendant for child in children for descendant in _family(child))]

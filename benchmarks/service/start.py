@@ -13,16 +13,16 @@ SETTLE_SECONDS: Final = 1.0
 
 
 def measure(contender: str, starts: int) -> dict[str, float]:
-    """Return seconds until it answers, CPU time until then, memory in MB, and CPU when idle: medians."""
-    found = [_start(contender) for _ in range(starts)]
-    return {name: median(each[name] for each in found) for name in found[0]}
+    """Return medians: seconds until the service answers, CPU time until then, memory in MB, and CPU when idle."""
+    results = [_start(contender) for _ in range(starts)]
+    return {name: median(result[name] for result in results) for name in results[0]}
 
 
 def _start(contender: str) -> dict[str, float]:
     with Server(contender) as server:
         cpu = server.cpu
         time.sleep(SETTLE_SECONDS)
-        before = server.cpu
+        cpu_before = server.cpu
         time.sleep(SETTLE_SECONDS)
-        idle = (server.cpu - before) / SETTLE_SECONDS * 100
+        idle = (server.cpu - cpu_before) / SETTLE_SECONDS * 100
         return {"seconds": server.seconds, "cpu": cpu, "resident": server.resident / 1e6, "idle": idle}

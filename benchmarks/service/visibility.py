@@ -16,7 +16,7 @@ from benchmarks.service.workers import Workers
 from benchmarks.workload import chain, stores
 
 PAUSE_SECONDS: Final = 0.01
-"""Time between two events, give or take a half, so that no timer of a service is met always, or never."""
+"""Mean time between two events, which varies by half, so that events do not coincide with a timer of a service."""
 _LENGTH: Final = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
@@ -30,12 +30,12 @@ class Connection:
     def ask(self, request: bytes) -> bytes:
         """Return the body of the answer."""
         self._socket.sendall(request)
-        received, body, missing = b"", b"", 1
-        while missing > 0:
-            received += self._socket.recv(1 << 16)
-            head, end, body = received.partition(b"\r\n\r\n")
+        content, body, bytes_left = b"", b"", 1
+        while bytes_left > 0:
+            content += self._socket.recv(1 << 16)
+            head, end, body = content.partition(b"\r\n\r\n")
             length = _LENGTH.search(head) if end else None
-            missing = int(length[1]) - len(body) if length else 1
+            bytes_left = int(length[1]) - len(body) if length else 1
         return body
 
     def close(self) -> None:
@@ -57,17 +57,17 @@ def measure(contender: str, events: int) -> dict[str, float]:
         for _ in range(events):
             payload, request = _block(draw)
             time.sleep(PAUSE_SECONDS * draw.uniform(0.5, 1.5))
-            before = time.perf_counter_ns()
+            start = time.perf_counter_ns()
             connection.ask(request)
-            questions.append(time.perf_counter_ns() - before)
+            questions.append(time.perf_counter_ns() - start)
             time.sleep(PAUSE_SECONDS)
-            before = time.perf_counter_ns()
+            start = time.perf_counter_ns()
             workers.send(0, payload)
             wait_until(partial(_is_visible, connection, request), "an event", pause=0.0)
-            delays.append(time.perf_counter_ns() - before)
+            delays.append(time.perf_counter_ns() - start)
         connection.close()
-    named = {"p50": percentile(delays, 50), "p99": percentile(delays, 99), "question": percentile(questions, 50)}
-    return {name: value / 1e6 for name, value in named.items()}
+    figures = {"p50": percentile(delays, 50), "p99": percentile(delays, 99), "question": percentile(questions, 50)}
+    return {name: value / 1e6 for name, value in figures.items()}
 
 
 def _block(draw: random.Random) -> tuple[bytes, bytes]:
@@ -79,4 +79,4 @@ def _block(draw: random.Random) -> tuple[bytes, bytes]:
 
 
 def _is_visible(connection: Connection, request: bytes) -> bool:
-    return any(each["longest_matched"] for each in json.loads(connection.ask(request))["instances"].values())
+    return any(instance["longest_matched"] for instance in json.loads(connection.ask(request))["instances"].values())

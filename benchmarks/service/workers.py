@@ -1,4 +1,4 @@
-"""Workers that the services follow: bare ZeroMQ, so that no publisher's thread stands between sending and the wire.
+"""Workers that the services follow: bare ZeroMQ, so that no publisher's thread delays what is sent.
 
 Each keeps everything that it has sent, and answers replay requests, since without replay no stream is EXACT to our service.
 """
@@ -27,7 +27,7 @@ from kvevents.wire.framing import (
 
 TOPIC: Final = b"kv-events"
 REQUEST_CHAIN: Final = 64
-"""Blocks of a prompt of the fleet."""
+"""Number of blocks of a prompt of the fleet."""
 TICK: Final = 0.001
 """Shortest sleep of a sender, in seconds."""
 _POLL_MS: Final = 100
@@ -45,9 +45,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._kept: list[list[bytes]] = [[] for _ in range(count)]
-        self._events = [self._bound(zmq.XPUB) for _ in range(count)]
-        self._replays = [self._bound(zmq.ROUTER) for _ in range(count)]
+        self._batches: list[list[bytes]] = [[] for _ in range(count)]
+        self._events = [self._bind(zmq.XPUB) for _ in range(count)]
+        self._replays = [self._bind(zmq.ROUTER) for _ in range(count)]
         pairs = zip(self._events, self._replays, strict=True)
         self.endpoints = [Endpoints(_endpoint(events), _endpoint(replays)) for events, replays in pairs]
         self._stop = Event()
@@ -61,11 +61,11 @@ class Workers:
 
     def send(self, number: int, payload: bytes) -> None:
         """Send a batch of one worker."""
-        kept = self._kept[number]
-        kept.append(payload)
-        self._events[number].send_multipart(live_frames(TOPIC, len(kept) - 1, payload))
+        batches = self._batches[number]
+        batches.append(payload)
+        self._events[number].send_multipart(live_frames(TOPIC, len(batches) - 1, payload))
 
-    def _bound(self, kind: int) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.bind("tcp://127.0.0.1:*")
@@ -73,12 +73,12 @@ class Workers:
 
     def _answer(self) -> None:
         poller = zmq.Poller()
-        kept = dict(zip(self._replays, self._kept, strict=True))
+        batches_of_socket = dict(zip(self._replays, self._batches, strict=True))
         for socket in self._replays:
             poller.register(socket, zmq.POLLIN)
         while not self._stop.is_set():
             for socket, _ in poller.poll(_POLL_MS):
-                _replay(socket, kept[socket])
+                _replay(socket, batches_of_socket[socket])
         for socket in self._replays:
             socket.close(0)
 
@@ -99,12 +99,12 @@ def _endpoint(socket: zmq.Socket[bytes]) -> str:
     return name.rstrip(b"\0").decode()
 
 
-def _replay(socket: zmq.Socket[bytes], kept: list[bytes]) -> None:
+def _replay(socket: zmq.Socket[bytes], batches: list[bytes]) -> None:
     request = parse_replay_request(socket.recv_multipart())
     if isinstance(request, Malformed):
         return
-    for seq in range(request.start, len(kept)):
-        socket.send_multipart([request.identity, *replay_batch_frames(TOPIC, seq, kept[seq])])
+    for seq in range(request.start, len(batches)):
+        socket.send_multipart([request.identity, *replay_batch_frames(TOPIC, seq, batches[seq])])
     socket.send_multipart([request.identity, *replay_end_frames(with_topic=True)])
 
 
@@ -128,14 +128,14 @@ def serve(count: int, first: int, every: int, rate: int, blocks: int, seconds: i
         if (began := receive_line()) is None:
             return
         time.sleep(max(0.0, began - time.monotonic()))
-        latest, cpu = 0.0, time.process_time()
+        max_delay, cpu = 0.0, time.process_time()
         for batch in range(batches):
             for index in range(count):
                 due = (batch + (first + index * every) / fleet) / rate
-                late = time.monotonic() - began - due
-                if late < 0:
-                    time.sleep(max(TICK, -late))
-                latest = max(latest, late)
+                delay = time.monotonic() - began - due
+                if delay < 0:
+                    time.sleep(max(TICK, -delay))
+                max_delay = max(max_delay, delay)
                 workers.send(index, payloads[index][batch])
-        send_line({"late": latest, "cpu": time.process_time() - cpu, "seconds": time.monotonic() - began})
+        send_line({"late": max_delay, "cpu": time.process_time() - cpu, "seconds": time.monotonic() - began})
         receive_line()

@@ -26,7 +26,7 @@ end
 
 
 class Load(NamedTuple):
-    """What came of it; times in microseconds."""
+    """The result of a run; times in microseconds."""
 
     p50: float
     p99: float
@@ -40,14 +40,14 @@ class Load(NamedTuple):
 
 def program() -> str:
     """Where wrk is. Raises `SystemExit` with a sentence when it is not there."""
-    found = shutil.which("wrk")
-    return found or sys.exit(
+    path = shutil.which("wrk")
+    return path or sys.exit(
         "the trials of the service need wrk: `tools/setup bench` installs it on Debian; or --only with other names"
     )
 
 
 def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, patience: int = 2) -> Load:
-    """Send the same request again and again, each client when it has its answer, over a connection of its own.
+    """Send one request repeatedly: each client sends it over its own connection when it has its answer.
 
     An answer that takes longer than `patience` seconds is a failure, as is an invalid one.
     """
@@ -57,8 +57,8 @@ def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, p
         script.write_text(_SCRIPT.format(body=file, content_type=content_type))
         options = ("--threads", 1, "--connections", clients, "--duration", f"{seconds}s", "--script", script)
         command = [program(), *map(str, options), "--timeout", f"{patience}s", url]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - with our own words
-    found = Load(**json.loads(done.stderr))
-    if found.errors or found.late:
-        raise RuntimeError(f"{found.errors} of {found.requests} requests to {url} failed, {found.late} took over {patience} s")
-    return found
+        process = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - fixed arguments
+    run = Load(**json.loads(process.stderr))
+    if run.errors or run.late:
+        raise RuntimeError(f"{run.errors} of {run.requests} requests to {url} failed, {run.late} took over {patience} s")
+    return run
