@@ -73,13 +73,15 @@ def test_every_cheat_fails(cheat: Habit, tmp_path: Path) -> None:
 
 
 def test_needless_reports_fail_beyond_their_limit(tmp_path: Path) -> None:
-    scenario_file = tmp_path / "healthy.json"
-    scenario_file.write_bytes(msgspec.json.encode(shorten_waits(SCENARIOS["healthy"])))
+    def play_pending(name: str, *limit: str) -> int:
+        scenario_file = tmp_path / f"{name}.json"
+        scenario_file.write_bytes(msgspec.json.encode(shorten_waits(SCENARIOS[name])))
+        return run("conform", "--indexer", url, "--scenarios", str(scenario_file), *limit).code
+
     with naive_indexer("pending") as url:
-        codes = [
-            run("conform", "--indexer", url, "--scenarios", str(scenario_file), "--max-needless", limit).code for limit in "01"
-        ]
-    assert codes == [1, 0]
+        assert [play_pending("middle", "--max-needless", limit) for limit in "01"] == [1, 0]
+        assert play_pending("middle") == 1, "the default is a share of the scenarios"
+        assert play_pending("healthy", "--max-needless", "1") == 1, "where nothing goes wrong, no report is needed"
 
 
 @pytest.mark.parametrize(

@@ -318,3 +318,16 @@ def test_junit_has_failures_errors_and_skipped_scenarios() -> None:
 def test_needless_reports_fail_beyond_the_limit() -> None:
     run = make_run("target", [], 1.0, [_result("x", Verdict.NEEDLESS), _result("y", Verdict.NEEDLESS)])
     assert [run.has_failed(limit) for limit in (0, 1, 2, 3)] == [True, True, False, False]
+
+
+def test_by_default_a_twentieth_of_the_played_scenarios_may_be_reported_without_need() -> None:
+    left_out = [_result(f"n{number}", Verdict.NOT_APPLICABLE) for number in range(40)]
+    for needless, is_failed in ((5, False), (6, True)):
+        played = [_result(f"c{number}", Verdict.CORRECT) for number in range(116 - needless)]
+        played += [_result(f"r{number}", Verdict.NEEDLESS) for number in range(needless)]
+        assert make_run("target", [], 1.0, [*played, *left_out]).has_failed() is is_failed
+
+
+def test_no_report_is_allowed_where_nothing_goes_wrong() -> None:
+    faultless = msgspec.structs.replace(_result("healthy", Verdict.NEEDLESS), group="healthy")
+    assert make_run("target", [], 1.0, [faultless]).has_failed(9)

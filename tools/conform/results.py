@@ -54,11 +54,11 @@ def play(name: str, only: Sequence[str] = ()) -> ConformRun:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, "run.json")
-        chosen = [word for each in only for word in ("--only", each)]
+        chosen = [word for scenario in only for word in ("--only", scenario)]
         command = [sys.executable, "-m", *words, *chosen, "--exit-zero", "--save", str(saved)]
         subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"PATH": path}, check=True)  # noqa: S603 - our own command
-        found = msgspec.json.decode(saved.read_bytes(), type=ConformRun)
-    return msgspec.structs.replace(found, command=shown(words))
+        run = msgspec.json.decode(saved.read_bytes(), type=ConformRun)
+    return msgspec.structs.replace(run, command=shown(words))
 
 
 def shown(words: Sequence[str]) -> str:
@@ -69,14 +69,17 @@ def shown(words: Sequence[str]) -> str:
 
 def complete(name: str, known: ConformRun) -> ConformRun:
     """The results of one target, with those of scenarios that were added since it was played."""
-    order = [each.name for each in shipped_scenarios() if isinstance(each, PublisherScenario) == ("publisher" in name)]
-    found = {each.name: each for each in known.results}
-    missing = [each for each in order if each not in found]
+    scenarios = [
+        scenario.name for scenario in shipped_scenarios() if isinstance(scenario, PublisherScenario) == ("publisher" in name)
+    ]
+    results = {result.name: result for result in known.results}
+    missing = [scenario for scenario in scenarios if scenario not in results]
     if not missing:
-        return msgspec.structs.replace(known, results=[found[each] for each in order])
+        return msgspec.structs.replace(known, results=[results[scenario] for scenario in scenarios])
     added = play(name, missing)
-    found |= {each.name: each for each in added.results if each.name in missing}
-    return msgspec.structs.replace(added, results=[found[each] for each in order], seconds=known.seconds + added.seconds)
+    results |= {result.name: result for result in added.results if result.name in missing}
+    in_order = [results[scenario] for scenario in scenarios]
+    return msgspec.structs.replace(added, results=in_order, seconds=known.seconds + added.seconds)
 
 
 def read() -> dict[str, ConformRun]:
@@ -110,8 +113,8 @@ def _counts(runs: Sequence[ConformRun]) -> str:
 
 
 def _verdicts(rows: Sequence[Result], runs: Sequence[ConformRun]) -> str:
-    found = [{result.name: result for result in run.results} for run in runs]
-    body = [[f"`{row.name}`", row.title, *(CELLS[each[row.name].verdict] for each in found)] for row in rows]
+    columns = [{result.name: result.verdict for result in run.results} for run in runs]
+    body = [[f"`{row.name}`", row.title, *(CELLS[verdicts[row.name]] for verdicts in columns)] for row in rows]
     return _table(["scenario", "what happens", *(run.target for run in runs)], body)
 
 

@@ -15,8 +15,8 @@ SCHEMA: Final[Path] = CHECKOUT / "src" / "kvevents" / "conform" / "schema.json"
 def text() -> str:
     """The content of the file."""
     schema = json_schema()
-    types = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in schema.pop("$defs").items())
-    head = "".join(f" {json.dumps(name)}: {json.dumps(each)},\n" for name, each in schema.items())
+    types = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in schema.pop("$defs").items())
+    head = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in schema.items())
     return f'{{\n{head} "$defs": {{\n{types}\n }}\n}}\n'
 
 

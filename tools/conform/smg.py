@@ -87,8 +87,8 @@ class SmgTarget(RouterTarget):
         wait_until(lambda: len(self._listed()) == len(self._workers), START_SECONDS)
 
     def _listed(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (request(f"{self._program.url}/workers").json or {}).get("workers", [])
-        return found
+        workers: list[dict[str, Any]] = (request(f"{self._program.url}/workers").json or {}).get("workers", [])
+        return workers
 
     @contextmanager
     def engine_restarting(self, worker: str) -> Iterator[None]:
@@ -131,7 +131,7 @@ class SmgDriver(RouterDriver):
         self, scenario: Scenario, followed: Sequence[EngineRegistration], stack: ExitStack
     ) -> Mapping[str, PlayedWorker]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        names = list(dict.fromkeys(each.worker for each in followed))
+        names = list(dict.fromkeys(registration.worker for registration in followed))
         write_tokenizer(folder, names)
         topics = {engine.worker or name: engine.topic for name, engine in scenario.engines.items()}
         rows, ports = [], dict[str, int]()
@@ -140,7 +140,8 @@ class SmgDriver(RouterDriver):
             if port.holder is not None:  # held, because other scenarios take ports at the same time
                 stack.enter_context(port.holder)
             ports[name] = int(port.endpoint.rpartition(":")[2])
-            sources = [[each.rank, each.endpoint, each.replay_endpoint] for each in followed if each.worker == name]
+            registrations = [registration for registration in followed if registration.worker == name]
+            sources = [[rank.rank, rank.endpoint, rank.replay_endpoint] for rank in registrations]
             row = {"name": name, "port": ports[name], "topic": topics.get(name, ""), "answer": NUMBERS + number}
             rows.append({**row, "sources": sources, "block_size": scenario.block_size, "model": MODEL})
         (folder / "workers.json").write_text(json.dumps(rows))

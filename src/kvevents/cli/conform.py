@@ -121,8 +121,8 @@ def _add_output(parser: ArgumentParser) -> None:
         "--max-needless",
         metavar="N",
         type=whole_number,
-        default=0,
-        help="exit with 1 if more scenarios than N are reported without need (default: 0)",
+        help="exit with 1 if more scenarios than N are reported without need (default: a twentieth of those that are played), "
+        "or any in which nothing goes wrong",
     )
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")

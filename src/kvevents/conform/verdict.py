@@ -40,9 +40,18 @@ class ConformRun(msgspec.Struct, frozen=True):
         """Number of scenarios by verdict."""
         return Counter(result.verdict for result in self.results)
 
-    def has_failed(self, max_needless: int) -> bool:
-        """Whether an answer was wrong without notice or missing, or more than `max_needless` were reported without need."""
-        return any(self.counts[verdict] for verdict in FAILURES) or self.counts[Verdict.NEEDLESS] > max_needless
+    def has_failed(self, max_needless: int | None = None) -> bool:
+        """Whether an answer was wrong without notice or missing, or too many scenarios were reported without need.
+
+        At most `max_needless` may be, by default one of `SCENARIOS_PER_NEEDLESS` that were played, and none without faults.
+        """
+        needless = [result.group for result in self.results if result.verdict is Verdict.NEEDLESS]
+        limit = self._default_max_needless if max_needless is None else max_needless
+        return any(self.counts[verdict] for verdict in FAILURES) or len(needless) > limit or FAULTLESS_GROUP in needless
+
+    @property
+    def _default_max_needless(self) -> int:
+        return (len(self.results) - self.counts[Verdict.NOT_APPLICABLE]) // SCENARIOS_PER_NEEDLESS
 
     @property
     def summary(self) -> str:
@@ -121,6 +130,10 @@ class Verdict(StrEnum):
 
 FAILURES: Final = frozenset({Verdict.SILENT, Verdict.UNANSWERED})
 """Verdicts that make a run fail. `NEEDLESS` does if there are more of them than are allowed."""
+SCENARIOS_PER_NEEDLESS: Final = 20
+"""Number of played scenarios for each one that may be reported without need by default: 5 of the 116 for readers."""
+FAULTLESS_GROUP: Final = "healthy"
+"""Group of the scenarios in which nothing goes wrong, and so nothing may be reported."""
 
 
 class WrongAnswer(NamedTuple):
