@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -79,6 +80,8 @@ def no_peers(reasons: str) -> nats.js.errors.BadRequestError:
         (nats.errors.UnexpectedEOF(), "away"),
         (ssl.SSLError(1, "handshake failure"), "tls"),
         (ConnectionResetError(104, "Connection reset by peer"), "away"),
+        (OSError(errno.ENOSPC, "No space left on device"), "full"),
+        (OSError(errno.EFBIG, "File too large"), "full"),
     ],
     ids=repr,
 )

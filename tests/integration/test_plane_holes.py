@@ -15,6 +15,7 @@ from typing import Any
 import nats
 import pytest
 
+from kvevents_plane.digests import ReplicaDigests
 from kvevents_plane.layout import Layout
 from kvevents_plane.settings import PlaneSettings
 from nats_cases import needs_nats
@@ -137,6 +138,22 @@ def test_a_bridge_writes_deleted_messages_again_if_no_replica_has_them(stage: St
         stage.delete(2, 3)
         with stage.replica("after") as service:
             stage.heals(service, 4)
+
+
+def test_a_partition_does_not_start_over_for_pages_that_it_never_had(stage: Stage) -> None:
+    """A replica can speak of a partition that was deleted and created again meanwhile. The bridge would start over forever."""
+
+    async def publish_missing(js: Any) -> None:
+        bucket = await js.key_value(Layout(stage.plane.name, stage.plane.partitions).digests)
+        await bucket.put("replica", ReplicaDigests.of({}, {0: 1_000_000, 1: 2}).encode())
+
+    with stage.bridge() as bridge:
+        stage.store(0)
+        wait_for("pages", lambda: stage.last() > 3)
+        stage.call(publish_missing)
+        damaged, whole = bridge._partitions
+        wait_for("the other partition to start over", lambda: whole.builder.state.first_page > 2)
+        assert damaged.builder.state.first_page == 1
 
 
 def test_a_replica_answers_for_whole_partitions_without_a_bridge(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ async def save_and_load(plane: PlaneSettings, index: PrefixIndex, folder: Path) 
             capture(0, state_of(("engine", 0)), {}, index, path), path, 10_000, "test", created_id
         )
         restored = PrefixIndex()
-        await Snapshots(js, layout).load((await Snapshots(js, layout).list_valid(0))[0], restored, folder)
+        await Snapshots(js, layout).load((await Snapshots(js, layout).list_valid(0))[0], restored)
         return saved, restored
 
 
@@ -94,7 +95,7 @@ async def use_two_partitions(plane: PlaneSettings, folder: Path) -> None:
         restored = PrefixIndex()
         for partition, name in ((1, "other"), (0, "engine")):
             saved = await snapshots.list_valid(partition)
-            state, found = await snapshots.load(saved[0], restored, folder)
+            state, found = await snapshots.load(saved[0], restored)
             assert list(state.streams) == [(name, 0)]
             assert found == {(name, 0): degraded_reasons[name, 0]}
             assert restored.digest(name) == index.digest(name)
@@ -103,8 +104,54 @@ async def use_two_partitions(plane: PlaneSettings, folder: Path) -> None:
         saved_forgery = await snapshots.save(forged, path, 0, "test", (await partition_info(js, layout, 0)).stream_id)
         empty = PrefixIndex()
         with pytest.raises(SnapshotError, match="does not have its digests"):
-            await snapshots.load(saved_forgery, empty, folder)
+            await snapshots.load(saved_forgery, empty)
         assert (empty.stats().blocks, empty.workers()) == (0, [])
+
+
+def test_objects_of_another_partition_are_refused(tmp_path: Path) -> None:
+    """An operator can restore or copy objects by hand. A replica would read such a snapshot again and again."""
+    with nats_server(tmp_path / "nats") as server:
+        asyncio.run(swap_objects(plane_at(server.url, partitions=2), tmp_path / "index"))
+
+
+async def swap_objects(plane: PlaneSettings, path: Path) -> None:
+    async with open_client(plane, name="test") as client:
+        js = client.jetstream()
+        layout = await create_plane(js, plane)
+        snapshots, index = Snapshots(js, layout), fill_index(100)
+        saved = []
+        for partition in (0, 1):
+            info, body = (
+                await partition_info(js, layout, partition),
+                capture(partition, state_of(("engine", 0)), {}, index, path),
+            )
+            saved.append(await snapshots.save(body, path, 100, "test", info.stream_id))
+        store = await js.object_store(layout.snapshots)
+        for suffix in ("streams", "index"):
+            await store.put(f"{saved[0].name}.{suffix}", (await store.get(f"{saved[1].name}.{suffix}")).data or b"")
+        empty = PrefixIndex()
+        with pytest.raises(SnapshotError, match=f"{saved[0].name}.*has page 0 of partition 1 instead of page 0 of partition 0"):
+            await snapshots.load(saved[0], empty)
+        assert empty.workers() == []
+        assert await snapshots.load_state(0, await partition_info(js, layout, 0)) is None
+
+
+def test_a_snapshot_without_room_for_its_file_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica goes on, and tries again."""
+    with nats_server(tmp_path / "nats") as server:
+        asyncio.run(load_without_folder(plane_at(server.url, partitions=1), tmp_path / "index", monkeypatch))
+
+
+async def load_without_folder(plane: PlaneSettings, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_client(plane, name="test") as client:
+        js = client.jetstream()
+        layout = await create_plane(js, plane)
+        snapshots, index = Snapshots(js, layout), fill_index(100)
+        info = await partition_info(js, layout, 0)
+        saved = await snapshots.save(capture(0, state_of(("engine", 0)), {}, index, path), path, 100, "test", info.stream_id)
+        monkeypatch.setattr(tempfile, "tempdir", str(path.parent / "absent"))
+        with pytest.raises(PlaneError, match="cannot create a temporary file: No such file or directory; set TMPDIR"):
+            await snapshots.load(saved, PrefixIndex())
 
 
 @pytest.mark.parametrize("suffix", ["index", "streams"])
@@ -128,12 +175,12 @@ async def damage_and_load(plane: PlaneSettings, path: Path, suffix: str, damage:
         await damage_object(js, layout.snapshots, f"{newest.name}.{suffix}", damage)
         empty = PrefixIndex()
         with pytest.raises(SnapshotError, match=newest.name):
-            await snapshots.load(newest, empty, path.parent)
+            await snapshots.load(newest, empty)
         if suffix == "streams":
             with pytest.raises(SnapshotError, match=newest.name):
                 await snapshots.load_body(newest)
         assert empty.workers() == []
-        await snapshots.load(older, empty, path.parent)
+        await snapshots.load(older, empty)
         return empty.digest("engine") == index.digest("engine")
 
 

@@ -146,7 +146,9 @@ async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> 
 def _layout_of(name: str, info: StreamInfo) -> Layout:
     found = PartitionMetadata.of(info)
     if found is None:
-        raise ConfigError(f"stream {info.config.name} was not created by kvevents: choose another name for the plane")
+        raise ConfigError(
+            f"stream {info.config.name} was not created by kvevents: delete it, or choose another name for the plane"
+        )
     if found.layout != LAYOUT:
         raise ConfigError(
             f"plane {name!r} has layout version {found.layout}, but this release supports version {LAYOUT}: use another "

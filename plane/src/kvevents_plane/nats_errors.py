@@ -7,6 +7,7 @@ survives its cancellation: `asyncio.wait_for` of Python 3.11, which nats-py call
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import ssl
 from collections.abc import Iterator
@@ -67,6 +68,8 @@ _BY_CODE: Final[dict[int, PlaneFault]] = {
 }
 """Faults by the error codes of nats-server's `server/errors.json`, which are the same in all releases."""
 
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a file that cannot grow, such as that to which a snapshot is written."""
 _DENIED: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
@@ -117,6 +120,8 @@ def classify_error(error: Exception) -> PlaneFault | None:
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return "full" if _is_without_space(error) else _BY_CODE[code]
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return "full"
     if type(error) is errors.Error and _DENIED.search(str(error)):
         return "denied"
     return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)

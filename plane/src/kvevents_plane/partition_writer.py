@@ -195,8 +195,12 @@ class PartitionWriter:
         self._wake.set()
 
     def start_over(self, first: int) -> None:
-        """Write all streams again, because replicas cannot read the pages before `first`. Do nothing if that has been done."""
-        if first > self.builder.state.first_page and self.ready.is_set():
+        """Write all streams again, because replicas cannot read the pages before `first`.
+
+        Do nothing if that has been done, or if the partition never had these pages, since it was deleted and created again.
+        """
+        state = self.builder.state
+        if state.first_page < first <= state.position + 1 and self.ready.is_set():
             reason = f"pages before {first} are missing, and no snapshot contains them"
             log.error("partition %d starts over: %s", self.partition, reason)
             self.builder.reset_reason = reason

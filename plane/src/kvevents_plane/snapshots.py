@@ -13,9 +13,10 @@ import asyncio
 import logging
 import os
 import secrets
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -116,8 +117,11 @@ class SnapshotBody(msgspec.Struct, array_like=True):
     digests: list[tuple[str, int, str]]
     """Source, rank and index digest of each stream."""
 
-    def decode(self) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
-        """Return the partition's state and the degraded reasons. Raises `SnapshotError`."""
+    def decode(self, snapshot: SnapshotInfo) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
+        """Return the partition's state and the degraded reasons.
+
+        Raises `SnapshotError`, also if they are not those of `snapshot`: objects can be restored or copied by hand.
+        """
         if self.version != VERSION:
             raise SnapshotError(
                 f"the snapshot has version {self.version}, but this release reads version {VERSION}; use another snapshot"
@@ -128,6 +132,12 @@ class SnapshotBody(msgspec.Struct, array_like=True):
             reasons = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in rows}
         except (ValueError, KeyError) as error:
             raise SnapshotError(f"cannot read the streams of the snapshot: {error}; use another snapshot") from error
+        if (self.partition, state.tail) != (snapshot.partition, snapshot.tail):
+            raise _damage_error(
+                f"{snapshot.name}.streams",
+                f"it has page {state.position} of partition {self.partition} instead of page {snapshot.position} of partition "
+                f"{snapshot.partition}",
+            )
         return state, reasons
 
 
@@ -234,7 +244,7 @@ class Snapshots:
         late: PlaneError | None = None
         for snapshot in await self.matching(partition, info):
             try:
-                return (await self.load_body(snapshot)).decode()[0]
+                return (await self.load_body(snapshot)).decode(snapshot)[0]
             except SnapshotError as error:
                 log.warning("%s", error)
             except PlaneError as error:
@@ -247,25 +257,23 @@ class Snapshots:
         return None
 
     async def load(
-        self, snapshot: SnapshotInfo, index: PrefixIndex, folder: Path
+        self, snapshot: SnapshotInfo, index: PrefixIndex
     ) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
-        """Add a snapshot's streams to an index, with a temporary file in `folder`; return the state and the degraded reasons.
+        """Add a snapshot's streams to an index, with a temporary file; return the state and the degraded reasons.
 
         Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
         """
-        path = folder / f"{snapshot.name}.index"
         seconds = self._timers.transfer_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                body = await self.load_body(snapshot)
-                with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
-                    await self._get(f"{snapshot.name}.index", file)
-            state, degraded_reasons = body.decode()
-            await asyncio.to_thread(_merge, index, path, body, snapshot.name)
-        except TimeoutError as error:
-            raise PlaneError(f"snapshot {snapshot.name} was not read within {seconds:g} s", fault="timeout") from error
-        finally:
-            path.unlink(missing_ok=True)
+        with temporary_file() as path:
+            try:
+                async with asyncio.timeout(seconds):
+                    body = await self.load_body(snapshot)
+                    state, degraded_reasons = body.decode(snapshot)
+                    with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
+                        await self._get(f"{snapshot.name}.index", file)
+                await asyncio.to_thread(_merge, index, path, body, snapshot.name)
+            except TimeoutError as error:
+                raise PlaneError(f"snapshot {snapshot.name} was not read within {seconds:g} s", fault="timeout") from error
         return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
@@ -320,9 +328,8 @@ class Snapshots:
         partition = body.partition
         name = f"{partition}-{secrets.token_hex(8)}"
         before, revision = await self._entry(partition)
-        state, _ = body.decode()
         size = await asyncio.to_thread(os.path.getsize, path)
-        position, page, history = state.tail
+        position, page, history = PartitionState.decode(body.state).tail
         snapshot = SnapshotInfo(
             name, partition, time.time(), replica, position, stream_id, blocks, size, page, (history or b"").hex()
         )
@@ -446,6 +453,19 @@ class Snapshots:
         ):
             with map_errors(f"purging partition {snapshot.partition}"):
                 await self._js.purge_stream(self._layout.stream(snapshot.partition), seq=snapshot.position + 1)
+
+
+@contextmanager
+def temporary_file() -> Iterator[Path]:
+    """Return a context with the path of a temporary file. Raises `PlaneError` if the file cannot be created."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="kvevents-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise PlaneError(
+            f"cannot create a temporary file: {error.strerror}; set TMPDIR to a folder with room for a snapshot", fault="full"
+        ) from error
+    with folder as name:
+        yield Path(name, "index")
 
 
 def _damage_error(name: str, reason: str) -> SnapshotError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -25,7 +24,7 @@ from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
 from kvevents_plane.replica.consistency_check import ConsistencyCheck
 from kvevents_plane.settings import ReaderLimits
-from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
+from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture, temporary_file
 
 if TYPE_CHECKING:
     from kvevents_plane.nats_client import PlaneClient
@@ -199,14 +198,13 @@ class IndexBuild:
             known.pop(partition, None)
         self._listed[partition] = await self._list_snapshots(partition)
         for snapshot in await self._snapshots.matching(partition, info):
-            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
-                try:
-                    state, degraded_reasons = await self._snapshots.load(snapshot, self.index, Path(folder))
-                except (SnapshotError, PlaneError) as error:
-                    if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
-                        raise
-                    self._record_unreadable(snapshot, str(error))
-                    continue
+            try:
+                state, degraded_reasons = await self._snapshots.load(snapshot, self.index)
+            except (SnapshotError, PlaneError) as error:
+                if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
+                    raise
+                self._record_unreadable(snapshot, str(error))
+                continue
             self.newest[partition] = snapshot
             if not _are_pages_missing(state.position, info):
                 self.loaded_snapshots[partition] = snapshot.name
@@ -473,8 +471,7 @@ class Snapshotter:
 
     async def _write(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
         made = build.stream_ids[partition]
-        with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
-            path = Path(folder, "index")
+        with temporary_file() as path:
             taken, blocks = await build.take(partition, path)
             return await snapshots.save(taken, path, blocks, self._name, made)
 
