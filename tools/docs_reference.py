@@ -23,6 +23,7 @@ from kvevents.service.access import Role
 from kvevents.service.http.routes import ENDPOINTS, Route, openapi_document
 from kvevents.settings import Range, parts_of, types_in
 from kvevents.wire.dialects import Dialect, dialects
+from tools.docs_extensions import extension_points, internal_extension_points, moved_from
 
 WIDTH: Final = 110
 """Columns of help texts."""
@@ -58,6 +59,9 @@ def api_pages() -> dict[str, str]:
         f"reference/api/{module}.md": f"# {module}\n\n{text}.\n\n::: {module}\n    options:\n      show_root_heading: false\n"
         for module, text in API.items()
     }
+    for module in API:
+        if moved := moved_from(module):
+            pages[f"reference/api/{module}.md"] += f'      filters: ["!^_", "!^({"|".join(moved)})$"]\n'
     pages["reference/api/kvevents.subscriber.md"] += "\n::: kvevents.subscriber.front_end.Options\n"
     return pages
 
@@ -267,6 +271,8 @@ def tables() -> str:
 
 GENERATED: Final[dict[str, Callable[[], str]]] = {
     "api": api,
+    "extension_points": extension_points,
+    "internal_extension_points": internal_extension_points,
     "readme": readme,
     "commands": commands,
     "settings": settings,

@@ -85,9 +85,9 @@ def test_the_example_of_publishing_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert re.match(r"tcp://127\.0\.0\.1:\d+ ShutdownReport\(sent=2, unsent=0, ", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["simulation", "workloads"])
+@pytest.mark.parametrize("name", ["guides/simulation", "guides/workloads", "reference/extension-points"])
 def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = python_blocks(DOCS / "guides" / f"{name}.md")
+    (block,) = python_blocks(DOCS / f"{name}.md")
     exec(block, {})  # noqa: S102 - our own document
     assert re.match(r"[1-9]\d*% of ", capsys.readouterr().out)
 

@@ -80,6 +80,7 @@ PYTHON = {
     "docs/guides/service.md": "test_the_client_of_grpc_in_the_guide_works",
     "docs/guides/simulation.md": "test_the_examples_about_traffic_run",
     "docs/guides/workloads.md": "test_the_examples_about_traffic_run",
+    "docs/reference/extension-points.md": "test_the_examples_about_traffic_run",
 }
 """The test that executes the Python of a document."""
 

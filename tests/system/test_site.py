@@ -40,6 +40,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         "Options.limits",
     ]
     assert [name for name in names if f'{name}"' not in subscriber] == []
+    extensions = (tmp_path / "reference/extension-points/index.html").read_text()
+    names = ["Policy.choose", "Transport.open", "Provider.watch", "Driver.target"]
+    assert [name for name in names if f'{name}"' not in extensions] == []
+    assert 'id="kvevents.subscriber.Sink"' not in subscriber
     others = re.compile(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"')
     assert {address for page in tmp_path.rglob("index.html") for address in others.findall(page.read_text())} == set()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 
 import pytest
 
-from tools import docs_reference
+from tools import docs_extensions, docs_reference
 from tools.docs_docstrings import without_markers
 from tools.docs_site import links_to_repository, separate_blocks, with_generated
 
@@ -74,3 +75,17 @@ def test_literal_blocks_of_docstrings_become_markdown_blocks() -> None:
     assert without_markers("What it is.\n\n::\n\n    a = 1\n\nCall it:: or so, as in::\n\n    b\n") == (
         "What it is.\n\n    a = 1\n\nCall it:: or so, as in:\n\n    b\n"
     )
+
+
+def test_every_abstract_class_of_a_public_module_is_an_extension_point() -> None:
+    """So is every protocol. Those that users do not call are only on the page of extension points."""
+    public = [(module, name) for module in docs_reference.API for name in getattr(import_module(module), "__all__", ())]
+    values = {name: getattr(import_module(module), name) for module, name in public}
+    abstract = {name for name, value in values.items() if inspect.isabstract(value) or getattr(value, "_is_protocol", False)}
+    assert abstract == {point.name for point in docs_extensions.PUBLIC}
+    text = with_generated("<!-- generated: extension_points -->\n<!-- generated: internal_extension_points -->\n")
+    for name in ("kvevents.routing.Policy", "kvevents.subscriber.Sink", "kvevents.service.discovery.provider.Provider"):
+        assert f"(#{name})" in text
+        assert f"\n::: {name}\n" in text
+    assert "(api/kvevents.publisher.md#kvevents.publisher.EventPublisher)" in text
+    assert 'filters: ["!^_", "!^(Policy)$"]' in docs_reference.api_pages()["reference/api/kvevents.routing.md"]
