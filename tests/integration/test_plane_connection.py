@@ -356,6 +356,20 @@ async def test_an_address_where_another_service_listens_is_an_error(greeting: by
     assert error.fault == ("refused" if greeting else "timeout")
 
 
+async def test_the_first_connection_waits_longer_for_a_slow_server_than_a_reconnect(tmp_path: Path) -> None:
+    """A busy machine answers late, and a program that cannot connect at first ends."""
+    limits = ConnectionLimits(connect_seconds=DEADLINE, attempt_seconds=0.05)
+    with nats_server(tmp_path) as server:
+        server.pause()
+        connecting = asyncio.create_task(connect(settings_of(server, connection=limits), name="test"))
+        await asyncio.wait({connecting}, timeout=4 * limits.attempt_seconds)
+        assert not connecting.done()
+        server.resume()
+        client = await await_in_time(connecting)
+        assert client.options["connect_timeout"] == limits.attempt_seconds
+        await close(client)
+
+
 async def test_one_server_of_several_is_enough(plain: NatsServer, no_listener: str) -> None:
     """The client also knows the other servers, in case this one fails."""
     async with open_client(PlaneSettings(connection=IMPATIENT, servers=(no_listener, plain.url)), name="test") as client:

@@ -184,6 +184,7 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
         states.stop_logging()
         await _end(client, settings.connection.close_seconds)
         raise
+    client.options["connect_timeout"] = settings.connection.attempt_seconds
     states.set_state("connected")
     return client
 
@@ -211,7 +212,7 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tls": _tls_context(settings),
         "tls_hostname": settings.tls_hostname,
-        "connect_timeout": limits.attempt_seconds,
+        "connect_timeout": limits.connect_seconds,
         "max_reconnect_attempts": -1,
         "ping_interval": limits.ping_seconds,
         "max_outstanding_pings": limits.max_unanswered_pings,
