@@ -16,7 +16,7 @@ from kvevents.testing import Faults, TapePlayer
 
 BLOCKS = 40
 BLOCK_SIZE = 16
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class MyRouter:
