@@ -28,9 +28,9 @@ from kvevents_plane.partition_state import TrustReport
 from kvevents_plane.records import bridge_name
 from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 from plane_cases import SECONDS, Log
-from publisher_cases import ANY
 from publisher_engine import Engine
 from service_cases import suspend
+from tools.ports import reserve_port
 
 T = TypeVar("T")
 
@@ -63,11 +63,13 @@ class PublishingEngine:
     def __init__(self, name: str = "engine", **options: Any) -> None:
         self.name = name
         self.registration = b"card"
-        self._options: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY, **options}
+        # Not any ports: while the engine restarts, another process might get them.
+        ports = {name: f"tcp://127.0.0.1:{reserve_port()}" for name in ("endpoint", "replay_endpoint")}
+        self._options: dict[str, Any] = {**ports, "bind": True, **options}
         self._incarnations = 0
         self._lock = threading.Lock()
         self._begin()
-        self._options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint, "bind": True}
+        self._options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
 
     def _begin(self) -> None:
         self.publisher = ZmqEventPublisher(**self._options)

@@ -20,7 +20,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
-SECONDS: Final = 30.0
+SECONDS: Final = 60.0
 """Deadline of every wait. Only a failing test waits that long."""
 FLAGS: Final = (
     "--headless",

@@ -121,8 +121,8 @@ class CommandRunner:
         ready = next((line for name, line in UNTIL_STOPPED.items() if tuple(words[1 : 1 + len(name)]) == name), None)
         if words[0] == "kvevents" and ready and not set(FINITE) & set(words):
             return self._start(words[1:], ready)
-        if words[:3] == ["kvevents", "plane", "status"]:  # it fails until the bridge and the replica have registered
-            wait_for("a plane without faults", lambda: self._run(text).code == 0)
+        if words[:3] == ["kvevents", "plane", "status"] or words[-1].endswith("/readyz"):  # they fail until all is ready
+            wait_for(f"{text} to succeed", lambda: self._run(text).code == 0)
         done = self._run(text)
         assert done.code == 0, (text, done.out, done.err)
         return done.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import yaml
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import paths
 from cli_cases import SECONDS
 from prometheus_cases import PROMTOOL
+from service_cases import wait_for
 
 FOLDER: Final = paths.ROOT / "observability"
 WIDTH: Final = 24
@@ -29,6 +31,15 @@ def parse_samples(*pages: str) -> Samples:
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
+
+
+def wait_for_samples(names: Iterable[str], read: Callable[[], Samples]) -> Samples:
+    """Return all samples when each of these metrics has some. Several have none before a snapshot or a fault."""
+    found = read()
+    for name in names:
+        if name not in found:
+            wait_for(f"a sample of {name}", lambda: name in read())  # noqa: B023 - called at once
+    return read()
 
 
 def find_metrics(expression: str) -> set[str]:

@@ -90,6 +90,15 @@ def find_workers(cluster: Cluster, model: str) -> list[str]:
     ]
 
 
+def are_exact(cluster: Cluster, publishers: Sequence[EventPublisher], token: str = "") -> bool:
+    """Return whether every rank is EXACT. If not, each publishes again: a live batch confirms what was replayed."""
+    if cluster.get(8090, "/v1/sources", token=token)[1].count(b'"state":"EXACT"') == len(publishers):
+        return True
+    for rank, publisher in enumerate(publishers):
+        publisher.publish(KVEventBatch(time.time(), [], rank))
+    return False
+
+
 def check_probes(cluster: Cluster, container: Object, *programs: Program) -> None:
     """Assert that each probe of the kubelet is answered with 200."""
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -145,11 +154,9 @@ async def run_chart(cluster: Cluster, settings: Sequence[str], ranks: int, **nam
             publishers = [stack.enter_context(run_vllm_publisher(cluster, engine, rank)) for rank in range(ranks)]
             programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*containers, *relays)]
             poll_for(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
-            for rank, publisher in enumerate(publishers):
-                publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what was replayed
+            poll_for(partial(are_exact, cluster, publishers), *programs)
             for each in (*containers, *relays):
                 check_probes(cluster, each, *programs)
-            poll_for(lambda: cluster.get(8090, "/v1/sources")[1].count(b'"state":"EXACT"') == ranks, *programs)
             assert sorted(find_workers(cluster, "llama")) == [f"llama-0/{rank}" for rank in range(ranks)]
 
     source = json.loads(cluster.localize(json.dumps(kv_events)))
@@ -190,12 +197,11 @@ async def test_the_chart_serves_engines_that_it_finds_by_label(cluster: Cluster)
     options = dict(arg.split("=", 1) for arg in container["args"])
 
     def run() -> None:
-        with run_vllm_publisher(cluster, container), cluster.run(serve["args"]) as program:
+        with run_vllm_publisher(cluster, container) as publisher, cluster.run(serve["args"]) as program:
             check_probes(cluster, serve, program)
             assert cluster.get(8090, "/v1/sources")[0] == 401
-            answer = partial(cluster.get, 8090, "/v1/sources", token=token)
-            poll_for(lambda: b'"state":"EXACT"' in answer()[1], program)
-            [found] = json.loads(answer()[1])["sources"]
+            poll_for(partial(are_exact, cluster, [publisher], token), program)
+            [found] = json.loads(cluster.get(8090, "/v1/sources", token=token)[1])["sources"]
             assert (found["model"], found["instance"]) == (options["--model"], "qwen3-8b-0")
 
     source = json.loads(cluster.localize(options["--kv-events-config"]))

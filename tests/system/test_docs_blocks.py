@@ -160,13 +160,16 @@ class Addresses(NamedTuple):
 
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[Addresses]:
-    """Yield an engine that publishes a block every 20 ms, and a service that follows it."""
-    with engine(heartbeat=0.2) as made, serving("--port", "0") as service:
+    """Yield an engine that publishes a prompt every 0.1 s, and a service that follows it.
+
+    At this pace the engine's replay buffer holds all of them until the last document.
+    """
+    with engine(heartbeat=1.0) as made, serving("--port", "0") as service:
         ended = threading.Event()
 
         def publish() -> None:
             for number in count(1):
-                if ended.wait(0.02):
+                if ended.wait(0.1):
                     return
                 made.store(prompt(number))
 

@@ -151,13 +151,14 @@ def test_a_bridge_that_is_cut_off_is_reported_by_every_replica(net: Network, clu
 
 
 def test_a_replica_that_is_cut_off_reports_that_it_is_stale(net: Network, cluster: NatsCluster) -> None:
-    """It reports STALE to clients that still reach it; the other replica is EXACT all the time."""
+    """It reports STALE to clients that still reach it; meanwhile the other replica is EXACT."""
     with run_scene(net, cluster, "replica", bridges=("b1",)) as running, running.engine.publish_continuously(PACE):
         first, second = running.replicas
         net.split(first.replica.name)
         wait_for("the replica to be STALE", lambda: first.trust == Trust.STALE, SECONDS)
         running.wait_for_more()
-        assert second.is_exact
+        wait_for("the other replica to be EXACT", lambda: second.is_exact, SECONDS)
+        assert first.trust == Trust.STALE
         net.reconnect()
         wait_for("the replica to be EXACT again", lambda: first.is_exact, SECONDS)
 

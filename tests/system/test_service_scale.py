@@ -13,6 +13,17 @@ SOURCES = 200
 ROUNDS = 10
 
 
+def states_by_source(log: list[str]) -> dict[str, str]:
+    """Return the newest state of each source in a log, after a check that each change begins with the state before it."""
+    states: dict[str, str] = {}
+    for line in log:
+        if (match := re.search(r"(node-\d+ rank \d): ([A-Z]+)(?: \(.*\))?, was ([A-Z]+)$", line)) is not None:
+            source, state, former = match.groups()
+            assert state != former == states.get(source, "CONNECTING"), line
+            states[source] = state
+    return states
+
+
 def test_two_hundred_sources_are_exact() -> None:
     # With the settings of production, since the pauses of tests are so short that 200 publishers keep the CPUs busy.
     with engines(SOURCES, settings=PublisherSettings()) as made, serving() as service:
@@ -36,7 +47,7 @@ def test_two_hundred_sources_are_exact() -> None:
                 for key, each in found.items()
             )
 
-        wait_for("all sources", are_all_exact, 40)
+        wait_for("all sources", are_all_exact)
         assert {key: each["batches"] for key, each in service.sources().items()} == {
             key: each.last_seq + 1 for key, each in engines_by_key.items()
         }
@@ -49,14 +60,7 @@ def test_two_hundred_sources_are_exact() -> None:
         assert stats["sources"] == {"EXACT": SOURCES}
         assert stats["blocks"] == SOURCES * blocks
         # The log has each change of a state, and nothing else about a source that is well.
-        states = dict[str, list[str]]()
-        for line in service.log:
-            if (match := re.search(r"(node-\d+ rank \d): ([A-Z]+)(?: \(.*\))?, was ([A-Z]+)$", line)) is not None:
-                source, state, former = match.groups()
-                assert state != former == states.setdefault(source, ["CONNECTING"])[-1], line
-                states[source].append(state)
-        assert len(states) == SOURCES
-        assert {own[-1] for own in states.values()} == {"EXACT"}
+        service.program.err.wait(lambda lines: list(states_by_source(lines).values()) == ["EXACT"] * SOURCES)
         assert not service.log_lines("WARNING|ERROR")
         metrics = service.get("/metrics").body.decode()
         assert f'kvevents_sources{{state="EXACT"}} {SOURCES}.0\n' in metrics
@@ -71,14 +75,15 @@ def test_an_unreachable_source_is_reported_at_once_and_logged_only_once() -> Non
         def count_reasons(text: str) -> int:
             return sum(text in each["trust"]["reason"] for each in service.sources().values())
 
-        wait_for("refused connections", lambda: count_reasons(f"nothing listens at {endpoint}") == 20, 5)
-        wait_for("the unknown host name", lambda: count_reasons("no-such-host.invalid does not resolve") == 1, 5)
+        wait_for("refused connections", lambda: count_reasons(f"nothing listens at {endpoint}") == 20)
+        wait_for("the unknown host name", lambda: count_reasons("no-such-host.invalid does not resolve") == 1)
         assert {each["trust"]["state"] for each in service.sources().values()} == {"CONNECTING"}
         assert all(each["fault"] for each in service.sources().values())
         # Attempts continue, with growing pauses; the log has only the first one.
         wait_for("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
-        assert len(service.log_lines("dead-7 rank 0: nothing listens")) == 1
-        assert len(service.log_lines("lost rank 0: the name")) == 1
+        for line in ("dead-7 rank 0: nothing listens", "lost rank 0: the name"):
+            service.wait_for_log(line)
+            assert len(service.log_lines(line)) == 1
 
 
 def test_a_port_of_another_protocol_is_reported() -> None:

@@ -398,7 +398,7 @@ def test_the_history_can_be_read_while_another_thread_sends() -> None:
     thread.start()
     publisher.publish_many(300)
     ended.set()
-    thread.join(20.0)
+    thread.join(60.0)
     assert found
     for compacted in found[:: max(1, len(found) // 20)]:
         other = ReplayBuffer.compacting(1)
@@ -425,7 +425,7 @@ class Compactions:
     def take(self, count: int) -> list[tuple[threading.Thread, list[SequencedPayload]]]:
         """Return the calls that compacted `count` batches together, when all are compacted."""
         with self._changed:
-            assert self._changed.wait_for(lambda: sum(len(batches) for _, batches in self._found) >= count, 20.0)
+            assert self._changed.wait_for(lambda: sum(len(batches) for _, batches in self._found) >= count, 60.0)
             found, self._found = self._found, []
         assert sum(len(batches) for _, batches in found) == count
         return found
@@ -456,7 +456,7 @@ def test_the_compaction_thread_works_in_small_pieces(monkeypatch: pytest.MonkeyP
     assert (len(sizes) > 1) is in_pieces
     assert (max(sizes) <= DEFAULTS.compaction_bytes) is in_pieces
     buffer.stop_compacting()
-    thread.join(20.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 
