@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from certificate_cases import make_certificates
-from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, write
+from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, is_refused, prompt, serving, suspend, wait_for, write
 from service_connection_cases import TRACED
 from service_grpc_cases import read_messages
 
@@ -46,6 +46,8 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Service]:
         made[2].store(PROMPT)
         for name, rank, blocks in (("e0", 0, 4), ("e1", 1, 1), ("lora", 0, 4)):
             service.exact(name, rank, blocks=blocks)
+        # A change between two requests would be a difference between their responses.
+        wait_for("the port to be found closed", lambda: is_refused(service, "gone"))
         yield service
 
 

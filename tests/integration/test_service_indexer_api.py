@@ -35,6 +35,7 @@ from service_cases import (
     Service,
     engine,
     engines,
+    is_refused,
     prompt,
     registration,
     serving,
@@ -369,7 +370,7 @@ def test_responses_about_an_unreachable_engine_have_its_trust(service: Service) 
     """Without trust, zero blocks would mean an empty cache."""
     with refuse_connections() as nowhere:
         assert service.register("unreached", nowhere, model_name="unreached").status == 201
-        wait_for("the fault", lambda: "refused" in service.source("unreached")["trust"]["reason_codes"])
+        wait_for("the fault", lambda: is_refused(service, "unreached"))
         trust = service.source("unreached")["trust"]
         assert trust["state"] == "CONNECTING"
         assert service.get("/v1/blocks?instance=unreached").json == {"total": 0, "blocks": [], "next": None, "trust": trust}
@@ -758,7 +759,7 @@ def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
             (("x", "base-a", "sql"), ("y", "base-a", None), ("z", "base-b", "py"))
         ):
             assert service.register(instance, made[number].publisher, model_name=model, lora_name=lora).status == 201
-        wait_for("a connection", lambda: all(service.trust(each)[0] not in {"CONNECTING", "STALE"} for each in "xyz"))
+        wait_for("the subscriptions", lambda: all(each.publisher.stats().subscribers for each in made))
         made[0].store(tokens)
         made[1].store(base)
         made[1].store(tokens, lora_name="sql")
@@ -918,7 +919,7 @@ class DynamoClient:
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         request = Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310 - ours
         try:
-            with urlopen(request, timeout=20) as answer:  # noqa: S310
+            with urlopen(request, timeout=DEADLINE) as answer:  # noqa: S310
                 return answer.status, json.load(answer)
         except HTTPError as read_error:
             with read_error:
@@ -1050,6 +1051,7 @@ def test_services_and_global_view_list_each_rank(service: Service) -> None:
             assert service.register(name, where, rank, model_name="viewed", tenant_id="t").status == 201
         made.store(prompt(23, 2))
         service.exact("x", blocks=2)
+        wait_for("the port to be found closed", lambda: is_refused(service, "x", 1) and is_refused(service, "y"))
         listing = service.get("/services").json
         own = [each for each in listing["services"] if each["modelname"] == "viewed"]
         assert listing["count"] == len(listing["services"])

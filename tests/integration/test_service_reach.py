@@ -62,8 +62,8 @@ def test_an_engine_whose_server_no_longer_answers_gets_no_requests() -> None:
             service.register("a", made[0].publisher, url=f"http://127.0.0.1:{port}")
             service.register("b", made[1].publisher, url="http://127.0.0.1:1")  # a server that never answered is not judged
             made[0].store(prompt(1))
-            for name in ("a", "b"):
-                service.exact(name)
+            service.exact("a", blocks=4)
+            service.exact("b", blocks=0)
             assert (select(service).instance, select(service).usable) == ("a", True)
             assert polled.wait(DEADLINE)
             polled.clear()

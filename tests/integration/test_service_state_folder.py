@@ -86,7 +86,8 @@ def test_close_waits_for_a_save_before_it_releases_the_folder(tmp_path: Path) ->
         closing = threads.submit(state_store.close)
         checkpoints.go_on.set()
         closing.result(DEADLINE)
-        assert saving.done()
+        assert (tmp_path / "current").exists()
+        saving.result(DEADLINE)
     StateStore(tmp_path).close()
 
 

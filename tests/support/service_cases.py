@@ -304,6 +304,12 @@ _ENGINES: dict[str, Engine] = {}
 """The running engines by endpoint."""
 
 
+def is_refused(service: Service, instance: str, rank: int = 0) -> bool:
+    """Return whether the service has found that nothing listens where an engine should; its trust is the same from then on."""
+    found = service.source(instance, rank)
+    return found["fault"] is not None and "refused" in found["trust"]["reason_codes"]
+
+
 def is_unconfirmed(source: Mapping[str, Any]) -> bool:
     """Return whether no live batch has confirmed the replayed ones yet. Replicas report this as text, without a code."""
     return DegradedReason.REPLAY_UNPROVEN.value in source["trust"]["reason"]
@@ -338,8 +344,10 @@ def hex_keys(tokens: Sequence[int], block_size: int = BLOCK) -> list[str]:
 
 
 def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
+    """Write a file. A process that reads it meanwhile reads the former text or all of the new one."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    return fresh.replace(path)
 
 
 class EventStream:
