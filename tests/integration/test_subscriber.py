@@ -587,6 +587,29 @@ def test_an_exception_of_a_sink_is_raised(harness: Callable[..., Harness]) -> No
         assert [getattr(each, "seq", None) for each in consumer.taken] == [None, 0, 1]
 
 
+async def test_trust_ages_while_the_event_loop_is_blocked() -> None:
+    """A task waits in `receive`, but it cannot run. Other threads, which route by `trust()`, see that."""
+    with TapePlayer(make_frames(2)) as tape:
+        transport = ZmqTransport(options=SocketOptions(heartbeat_timeout_ms=400))
+        limits = replace(LIMITS, max_unread=0.3)
+        async with (
+            asyncio.timeout(DEADLINE),
+            AsyncSubscriber(make_source(tape), limits=limits, transport=transport) as subscriber,
+        ):
+            while not tape.wait_for_subscriber(0):
+                await subscriber.receive(0.01)
+            tape.play()
+            await subscriber.wait_for(Trust.EXACT)
+            task = asyncio.create_task(subscriber.receive())
+            await asyncio.sleep(0)
+            await asyncio.to_thread(wait_until, lambda: subscriber.trust() >= Trust.DEGRADED, "the task to read")
+            # This blocks the event loop.
+            wait_until(lambda: subscriber.trust() == Trust.STALE, "the trust to age")
+            assert "has not called receive()" in subscriber.trust().reason
+            await asyncio.to_thread(wait_until, lambda: subscriber.trust() != Trust.STALE, "the task to read again")
+            task.cancel()
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_message_that_only_begins_like_the_expected_batch_is_malformed(harness: Callable[..., Harness], decode: bool) -> None:
     """The message has more or fewer frames than a batch. It is counted, and the batch itself follows."""

@@ -403,6 +403,63 @@ def test_a_subscriber_waits_until_it_has_caught_up(transport: FakeTransport, eng
         assert (subscriber.trust(), subscriber.trust().unproven) == (Trust.EXACT, False)
 
 
+def test_an_interrupted_wait_for_trust_loses_nothing(transport: FakeTransport, engine: FakeEngine) -> None:
+    """As after an exception of a sink, everything is delivered again after a reset, and the checkpoint stays behind."""
+    engine.publish(BlockRemoved([0]))
+
+    def interrupt(change: object) -> None:
+        if isinstance(change, TrustChange) and change.trust >= Trust.DEGRADED and not is_over:
+            raise KeyboardInterrupt
+
+    is_over = False
+    source = Source(ENDPOINT, REPLAY, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, on_change=interrupt) as subscriber:
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.wait_for(timeout=5)
+        assert str(subscriber.trust()) == "REPLAYING (wait_for() was interrupted; all is delivered again)"
+        assert subscriber.checkpoint().last_seq == -1
+        is_over = True
+        assert [getattr(each, "seq", None) for each in receive_all(subscriber)] == [None, 0]
+        assert subscriber.checkpoint().last_seq == 0
+
+
+async def test_a_cancelled_wait_for_trust_loses_nothing(transport: FakeTransport, engine: FakeEngine) -> None:
+    """What had been received is delivered again."""
+    engine.publish(BlockRemoved([0]))
+    transport.engine("tcp://other:5557", "tcp://other:5558").disconnect()
+    sources = Source(ENDPOINT, REPLAY, name="e"), Source("tcp://other:5557", "tcp://other:5558", name="other")
+    async with AsyncSubscriber(sources, transport=transport, clock=transport.clock) as subscriber:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await subscriber.wait_for()
+        assert "wait_for() was interrupted" in subscriber.trust("e").reason
+        while not isinstance(delivery := await subscriber.receive(1), Batch):
+            assert isinstance(delivery, Reset)
+        assert delivery.seq == 0
+
+
+def test_changes_of_trust_are_reported_again_if_the_callback_raises(transport: FakeTransport) -> None:
+    """Those of other streams too."""
+    names = ["a", "b", "c"]
+    for name in names:
+        transport.engine(f"tcp://{name}:5557")
+    seen: list[str] = []
+
+    def report(change: object) -> None:
+        assert isinstance(change, TrustChange)
+        seen.append(change.source)
+        if len(seen) == 2:
+            raise RuntimeError("injected")
+
+    sources = [Source(f"tcp://{name}:5557", name=name) for name in names]
+    with Subscriber(sources, transport=transport, clock=transport.clock, on_change=report) as subscriber:
+        with pytest.raises(RuntimeError):
+            subscriber.receive(1)
+        assert seen == ["a", "b"]
+        receive_all(subscriber)
+        assert seen[2:4] == ["b", "c"]
+
+
 async def test_a_wait_for_trust_ends_in_time(transport: FakeTransport, engine: FakeEngine) -> None:
     """The error has what was received, and says what is missing."""
     async with AsyncSubscriber(Source(ENDPOINT, name="e"), transport=transport, clock=transport.clock) as subscriber:

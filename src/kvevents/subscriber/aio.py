@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -90,15 +91,14 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
 
         With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
-        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. Cancellation
-        loses what was received.
+        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
+        cancellation, what was received and no sink has applied is delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
-        deliveries: list[BatchT | Reset | Gap] = []
-        while not self._has_reached(trust):
-            if end is not None and self._clock() >= end:
-                raise self._give_up(trust, deliveries)
-            deliveries += await self.receive_many(timeout=TRUST_INTERVAL)
+        with self._repeating_if_interrupted() as deliveries:
+            while not self._has_reached(trust) and (end is None or self._clock() < end):
+                deliveries.extend(await self.receive_many(timeout=TRUST_INTERVAL))
+        self._check_reached(trust, deliveries)
         return deliveries
 
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
@@ -113,7 +113,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
             self._begin_wait(call)
             while True:
                 await self._wait_readable(self._wait_time(clock(), end))
-                self._resumed_at = time.perf_counter()
+                self._resumed_at, self._read_at = time.perf_counter(), clock()
                 with self._lock:
                     self._check_open()
                     multiplexer.run_once(multiplexer.transport.wait(0), clock())
@@ -131,6 +131,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         """Wait until a connection is readable, at most `wait_time` seconds."""
         transport = self._multiplexer.transport
         descriptor = transport.fileno()
+        self._due_at = math.inf if wait_time is None else self._clock() + wait_time
         if wait_time == 0:
             await asyncio.sleep(0)
         elif descriptor < 0:

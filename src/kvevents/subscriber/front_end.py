@@ -7,7 +7,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
 from kvevents.errors import ClosedError, ConfigError, ForkedError, TrustTimeoutError
@@ -141,7 +143,7 @@ class FrontEnd(Generic[BatchT]):
         self._waits: set[object] = set()
         """The calls that wait for deliveries."""
         self._read_at = clock()
-        """The time at which the last of these calls returned."""
+        """The time at which the last of these calls returned, or a task last ran in one."""
         self._lock = threading.RLock()
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
@@ -238,23 +240,48 @@ class FrontEnd(Generic[BatchT]):
             return self._multiplexer.statuses(self._unread_seconds)
 
     def _notify(self, on_change: OnChange) -> None:
-        """Report each change of trust."""
-        for (name, rank), trust in self.trust_changes():
-            on_change(TrustChange(name, rank, trust))
+        """Report each change of trust. If `on_change` raises, this change and the later ones are reported again."""
+        changes = deque(self.trust_changes())
+        try:
+            while changes:
+                (name, rank), trust = changes[0]
+                on_change(TrustChange(name, rank, trust))
+                changes.popleft()
+        finally:
+            with self._lock:
+                self._multiplexer.repeat_trust_changes(key for key, _ in changes)
+
+    _due_at = math.inf
+    """The time by which a waiting call reads the connections again. A task is late if its event loop is blocked."""
 
     def _has_reached(self, trust: Trust) -> bool:
         """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
         trusts = [status.trust for status in self.statuses()]
         return bool(trusts) and all(current >= trust or current.unproven for current in trusts)
 
-    def _give_up(self, trust: Trust, deliveries: list[Any]) -> TrustTimeoutError:
-        laggards = [f"{item.source} rank {item.rank} is {item.trust}" for item in self.statuses() if item.trust < trust]
-        return TrustTimeoutError(f"not {trust.name} in time: {'; '.join(laggards) or 'there is no source'}", deliveries)
+    def _check_reached(self, trust: Trust, deliveries: list[Any]) -> None:
+        if not self._has_reached(trust):
+            laggards = [f"{item.source} rank {item.rank} is {item.trust}" for item in self.statuses() if item.trust < trust]
+            raise TrustTimeoutError(f"not {trust.name} in time: {'; '.join(laggards) or 'there is no source'}", deliveries)
+
+    @contextmanager
+    def _repeating_if_interrupted(self) -> Iterator[list[Any]]:
+        """Return a list for deliveries. After an exception they are delivered again, unless a sink has applied them."""
+        deliveries: list[Any] = []
+        try:
+            yield deliveries
+        except BaseException:
+            if self._sink is None:
+                with self._lock:
+                    self._multiplexer.start_over(deliveries, "wait_for() was interrupted; all is delivered again")
+            raise
 
     @property
     def _unread_seconds(self) -> float:
         """Seconds for which the application has not read the connections; 0 while it waits for them."""
-        return 0.0 if self._waits or self._is_closed else self._clock() - self._read_at
+        if self._is_closed or (self._waits and self._clock() <= self._due_at):
+            return 0.0
+        return self._clock() - self._read_at
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
         """Return the seconds until a timer is due or `end` is reached; None for no limit."""

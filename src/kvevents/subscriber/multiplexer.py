@@ -186,7 +186,7 @@ class StreamEntry:
         `unread_seconds` is the time for which the application has not read the connections.
         """
         trust, fault, inexact = self.stream.trust, self.fault, self.stream.source.stores_only
-        if self.failure and trust.name in _CAUGHT_UP:
+        if self.failure and trust >= Trust.REPLAYING:
             trust = Trust.REPLAYING.with_reason(self.failure)
         if trust != Trust.CONNECTING and unread_seconds > self.stream.max_unread:
             trust = Trust.STALE.with_reason(f"the application has not called receive() for {unread_seconds:.0f} s")
@@ -350,6 +350,12 @@ class Multiplexer:
                 entry.reported_trust = current
                 changes.append(((entry.stream.source.label, entry.stream.source.rank), trust))
         return changes
+
+    def repeat_trust_changes(self, streams: Iterable[tuple[str, int]]) -> None:
+        """Return the trust of these streams once more in `trust_changes`."""
+        for entry in [self._entries[key] for key in streams if key in self._entries]:
+            entry.reported_trust = ("", "", False)
+            self._changed_streams[entry] = None
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport) -> None:
         """Pass what a consumer found in a batch to its stream, unless the batch is from an earlier subscription."""

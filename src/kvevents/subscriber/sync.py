@@ -66,14 +66,14 @@ class Subscriber(FrontEnd[BatchT]):
         """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
 
         With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
-        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds.
+        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
+        exception, what was received and no sink has applied is delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
-        deliveries: list[BatchT | Reset | Gap] = []
-        while not self._has_reached(trust):
-            if end is not None and self._clock() >= end:
-                raise self._give_up(trust, deliveries)
-            deliveries += self.receive_many(timeout=TRUST_INTERVAL)
+        with self._repeating_if_interrupted() as deliveries:
+            while not self._has_reached(trust) and (end is None or self._clock() < end):
+                deliveries.extend(self.receive_many(timeout=TRUST_INTERVAL))
+        self._check_reached(trust, deliveries)
         return deliveries
 
     def _wait_ready(self, timeout: float | None) -> bool:
