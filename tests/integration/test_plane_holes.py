@@ -145,7 +145,7 @@ def test_a_partition_does_not_start_over_for_pages_that_it_never_had(stage: Stag
 
     async def publish_missing(js: Any) -> None:
         bucket = await js.key_value(Layout(stage.plane.name, stage.plane.partitions).digests)
-        await bucket.put("replica", ReplicaDigests.of({}, {0: 1_000_000, 1: 2}).encode())
+        await bucket.put("replica", ReplicaDigests({}, {0: 1_000_000, 1: 2}).encode())
 
     with stage.bridge() as bridge:
         stage.store(0)

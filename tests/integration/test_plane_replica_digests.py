@@ -41,7 +41,7 @@ def read_log(stream_digests: dict[StreamKey, str]) -> ReplicaDigests:
     subscriber.put(0, [ReceivedMessage(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
     while 0 not in subscriber.digests:
         subscriber.receive_many(0.0)
-    return ReplicaDigests.of(subscriber.digests)
+    return ReplicaDigests({partition: list(digests) for partition, digests in subscriber.digests.items()})
 
 
 def test_replicas_disagree_if_one_of_many_streams_differs() -> None:
@@ -49,7 +49,7 @@ def test_replicas_disagree_if_one_of_many_streams_differs() -> None:
     stream_digests = digests(STREAMS)
     name = (LARGE_NAME % 7, 0)
     own = read_log(stream_digests)
-    assert own.partitions["0"][0].streams == STREAMS
+    assert own.partitions[0][0].streams == STREAMS
     assert own.agrees(read_log(dict(reversed(stream_digests.items())))) is True
     assert own.agrees(read_log({**stream_digests, name: "0" * 64})) is False
     assert own.agrees(read_log({key: digest for key, digest in stream_digests.items() if key != name})) is False
@@ -57,9 +57,9 @@ def test_replicas_disagree_if_one_of_many_streams_differs() -> None:
 
 def test_digests_at_different_positions_are_not_compared() -> None:
     one, two = PartitionDigest.of(7, digests(3)), PartitionDigest.of(8, digests(4))
-    assert ReplicaDigests.of({0: [one], 1: [one]}).agrees(ReplicaDigests.of({0: [one], 1: [two]})) is True
-    assert ReplicaDigests.of({0: [one]}).agrees(ReplicaDigests.of({0: [two]})) is None
-    assert ReplicaDigests.of({0: [one]}).agrees(ReplicaDigests.of({1: [one]})) is None
+    assert ReplicaDigests({0: [one], 1: [one]}).agrees(ReplicaDigests({0: [one], 1: [two]})) is True
+    assert ReplicaDigests({0: [one]}).agrees(ReplicaDigests({0: [two]})) is None
+    assert ReplicaDigests({0: [one]}).agrees(ReplicaDigests({1: [one]})) is None
 
 
 @pytest.mark.parametrize("clocks", [(0.0, 0.0), (0.0, 10.0)])
@@ -93,7 +93,7 @@ def test_replicas_that_have_read_different_numbers_of_pages_share_positions(cloc
 def test_digests_fit_into_a_message_of_any_plane() -> None:
     """This holds for the largest number of partitions, whatever is in them."""
     place = PartitionDigest.of(2**53, digests(10))
-    replica_digests = ReplicaDigests.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
+    replica_digests = ReplicaDigests(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
     assert len(replica_digests.encode()) < 60 << 10
     assert ReplicaDigests.decode(replica_digests.encode()) == replica_digests
     assert ReplicaDigests.decode(b'{"places": {"0": [[1, {"x": "y"}]]}}') is None

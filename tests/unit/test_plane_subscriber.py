@@ -148,20 +148,26 @@ def test_a_partition_that_is_added_again_keeps_nothing() -> None:
     assert set(found.partitions) == {0, 1}
 
 
-def test_a_partition_with_few_pending_pages_can_be_exact() -> None:
-    """While much is written, some pages are always pending. More pending pages mean that the reader is catching up."""
-    found = subscriber()
-    records = (
-        JoinRecord("engine", 0, b""),
-        HeartbeatRecord("bridge", 1.0, 0.0),
-        TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
-    )
-    found.put(0, [make_message(1, *records), make_message(2, pending=ReaderLimits().max_lag_pages)])
+def test_a_partition_with_pending_pages_can_be_exact_for_a_limited_time() -> None:
+    """While much is written, some pages are always pending. Their age says whether the reader is catching up."""
+    now = 0.0
+    found = LogSubscriber(lambda: now, lambda _: None)
+    found.add_partition(0, PartitionState(), {})
+    found.put(0, [make_message(1)])
+    found.receive_many(timeout=0.0)
+    heartbeat = HeartbeatRecord("bridge", 10.0, 0.0)
+    records = (JoinRecord("engine", 0, b""), heartbeat, TrustRecord("engine", 0, "bridge", "EXACT", "", {}))
+    found.put(0, [make_message(2, *records, pending=1_000)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
-    found.put(0, [make_message(3, pending=ReaderLimits().max_lag_pages + 1)])
+    now = ReaderLimits().max_lag_seconds + 0.1
+    found.put(0, [make_message(position, pending=1_000) for position in range(3, 900)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
+    found.put(0, [make_message(position, pending=1_000) for position in range(900, 1_003)])
+    while found.queued_bytes:
+        found.receive_many(timeout=0.0)
+    assert found.trust("engine").name == "EXACT"
 
 
 def test_registrations_are_replaced_as_a_whole() -> None:

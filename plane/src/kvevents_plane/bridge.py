@@ -46,6 +46,7 @@ from kvevents_plane.engine_reader import (
     size_of,
 )
 from kvevents_plane.layout import Layout, create_buckets, create_plane
+from kvevents_plane.nats_errors import first_error
 from kvevents_plane.partition_state import TrustReport
 from kvevents_plane.partition_writer import PartitionStatus, PartitionWriter
 from kvevents_plane.records import (
@@ -254,7 +255,7 @@ class Bridge:
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
 
     async def _set_ready(self) -> None:
         for partition in self._partitions:
@@ -465,7 +466,7 @@ class Bridge:
             missing = missing_pages(digests.values())
             since = {partition: since.get(partition, now) for partition in missing if partition < len(self._partitions)}
             for partition, began in since.items():
-                is_held = any(str(partition) in each.partitions for each in digests.values())
+                is_held = any(partition in each.partitions for each in digests.values())
                 if now - began >= (HELD_SECONDS if is_held else MISSING_SECONDS):
                     self._partitions[partition].start_over(missing[partition])
 
@@ -565,11 +566,3 @@ def _page_bytes(max_payload: int) -> int:
             f"the servers' max_payload is {max_payload}; a plane needs at least {MIN_PAGE_BYTES + MARGIN_BYTES}: raise it"
         )
     return size
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a task group."""
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found

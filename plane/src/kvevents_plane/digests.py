@@ -49,28 +49,13 @@ class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
 class ReplicaDigests(msgspec.Struct, frozen=True):
     """The digests that one replica publishes, by partition."""
 
-    partitions: dict[str, list[PartitionDigest]]
+    partitions: dict[int, list[PartitionDigest]]
     """The partitions that the replica has read to their ends. There is no digest yet if few pages were read."""
-    missing: dict[str, int] = {}
+    missing: dict[int, int] = {}
     """Partitions that the replica cannot read, because pages are missing that no readable snapshot contains, with the first
     page after them. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
-
-    positions: dict[str, int] = {}
+    positions: dict[int, int] = {}
     """Position of the newest page that is in the index, by partition."""
-
-    @classmethod
-    def of(
-        cls,
-        digests: Mapping[int, Iterable[PartitionDigest]],
-        missing: Mapping[int, int] | None = None,
-        positions: Mapping[int, int] | None = None,
-    ) -> ReplicaDigests:
-        """Return the digests for publication."""
-        return cls(
-            {str(partition): list(each) for partition, each in digests.items()},
-            {str(partition): first for partition, first in (missing or {}).items()},
-            {str(partition): position for partition, position in (positions or {}).items()},
-        )
 
     def encode(self) -> bytes:
         """Encode the digests for the bucket."""
@@ -98,9 +83,9 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
 def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
     """Return the partitions that a replica cannot read, with the first page after the last one that is missing."""
     found: dict[int, int] = {}
-    for partition, first in (each for replica in replicas for each in replica.missing.items()):
-        if partition.isdecimal():
-            found[int(partition)] = max(first, found.get(int(partition), 0))
+    for replica in replicas:
+        for partition, first in replica.missing.items():
+            found[partition] = max(first, found.get(partition, 0))
     return found
 
 

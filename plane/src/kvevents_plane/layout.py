@@ -270,23 +270,15 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
     )
 
 
-async def fetch_message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> ReceivedMessage | None:
-    """Return one message of a partition; None if it was deleted. Raises `PlaneError`."""
-    return await _fetch(js, layout, partition, position)
-
-
-async def fetch_next_message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> ReceivedMessage | None:
-    """Return the first message of a partition at `position` or later; None without one. Raises `PlaneError`."""
-    return await _fetch(js, layout, partition, position, layout.subject(partition))
-
-
-async def _fetch(
-    js: JetStreamContext, layout: Layout, partition: int, position: int, subject: str | None = None
+async def fetch_message(
+    js: JetStreamContext, layout: Layout, partition: int, position: int, *, or_next: bool = False
 ) -> ReceivedMessage | None:
+    """Return the message of a partition at `position`, or the first one after it; None without one. Raises `PlaneError`."""
+    subject = layout.subject(partition) if or_next else None
     try:
         with map_errors(f"reading page {position} of partition {partition}"):
             async with asyncio.timeout(FETCH_SECONDS):
-                found = await js.get_msg(layout.stream(partition), position, subject, next=subject is not None)
+                found = await js.get_msg(layout.stream(partition), position, subject, next=or_next)
     except PlaneError as error:
         if error.fault != "missing":
             raise

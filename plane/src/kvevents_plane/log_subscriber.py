@@ -452,8 +452,7 @@ class LogSubscriber:
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def _lags(self, progress: PartitionProgress) -> bool:
-        is_late = progress.position < progress.awaited and self._clock() - progress.awaited_since > self._limits.max_lag_seconds
-        return is_late or (progress.lag or 0) > self._limits.max_lag_pages
+        return progress.position < progress.awaited and self._clock() - progress.awaited_since > self._limits.max_lag_seconds
 
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""

@@ -113,6 +113,14 @@ def _count_cancellations() -> int:
     return 0 if task is None else task.cancelling()
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a task group."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
 def classify_error(error: Exception) -> PlaneFault | None:
     """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
     from nats import errors  # noqa: PLC0415 - an extra

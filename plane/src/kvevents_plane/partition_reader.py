@@ -30,7 +30,6 @@ from kvevents_plane.layout import (
     Layout,
     PartitionInfo,
     fetch_message,
-    fetch_next_message,
     has_tail,
     partition_info,
 )
@@ -54,8 +53,6 @@ log = logging.getLogger(__name__)
 
 DELETE_SECONDS: Final = 0.5
 """Timeout of deleting a consumer; the server deletes it a little later by itself."""
-SHORT_REPLY: Final = 9
-"""Tokens in a message's reply subject; there are more if it contains the account's domain."""
 MAX_POLLED_PAGES: Final = 20
 """Pages of other bridges that a reader requests one by one; for more it creates a consumer."""
 MAX_FOREIGN_PAGES: Final = 5
@@ -255,7 +252,7 @@ class PartitionReader:
         """Return a failure if there is no page after the tail. If only the consumer's server lacks it, pass it on."""
         if self.position + 1 < info.first:
             return ReadFailure("purged", info.first)
-        found = await fetch_next_message(self._js, self._layout, self._partition, self.position + 1)
+        found = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
         if found is None or found.position > self.position + 1:
             return ReadFailure("purged", info.last + 1 if found is None else found.position)
         await self._fetch_to(min(info.last, self.position + MAX_POLLED_PAGES))
@@ -449,6 +446,8 @@ class PartitionReader:
             self._interrupted.set()
 
     async def _on_message(self, message: Msg) -> None:
+        from nats import errors  # noqa: PLC0415 - an extra
+
         self._alive_at = asyncio.get_running_loop().time()
         verified = self._verified
         if verified is None or not await verified or self._verified is not verified:
@@ -456,10 +455,11 @@ class PartitionReader:
         if message.headers is not None and (status := message.headers.get("Status")) is not None:
             await self._on_status(message, status)
             return
-        tokens = message.reply.split(".")
-        if len(tokens) < SHORT_REPLY:  # no message of a consumer
+        try:
+            metadata = message.metadata
+        except (errors.NotJSMessageError, ValueError):  # no message of a consumer
             return
-        position, delivered, pending = (int(tokens[at]) for at in ((5, 6, 8) if len(tokens) == SHORT_REPLY else (7, 8, 10)))
+        position, delivered, pending = metadata.sequence.stream, metadata.sequence.consumer, metadata.num_pending
         if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
             if delivered == self._delivered + 1 and position > self.position + 1:
                 self._is_short = True

@@ -82,12 +82,6 @@ class StreamLeft(NamedTuple):
     """The incarnation that has ended."""
 
 
-class TrustChanged(NamedTuple):
-    """A bridge has reported its trust in a stream."""
-
-    key: StreamKey
-
-
 class InvalidRecord(NamedTuple):
     """The page contains a record that no bridge writes."""
 
@@ -95,7 +89,7 @@ class InvalidRecord(NamedTuple):
     reason: str
 
 
-PartitionEvent: TypeAlias = RawBatch | Reset | Gap | StreamJoined | StreamLeft | TrustChanged | InvalidRecord
+PartitionEvent: TypeAlias = RawBatch | Reset | Gap | StreamJoined | StreamLeft | InvalidRecord
 
 
 class PartialBatch(msgspec.Struct, array_like=True):
@@ -338,14 +332,13 @@ class PartitionState:
 
     def _apply_trust(self, record: TrustRecord) -> Iterable[PartitionEvent]:
         stream = self.streams.get(record.key)
-        if stream is None or stream.registration is None:
-            return
-        stream.trust_reports.pop(record.bridge, None)
-        if record.trust:
-            stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.degraded_reasons)
-        if len(stream.trust_reports) > MAX_REPORTS:
-            del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
-        yield TrustChanged(record.key)
+        if stream is not None and stream.registration is not None:
+            stream.trust_reports.pop(record.bridge, None)
+            if record.trust:
+                stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.degraded_reasons)
+            if len(stream.trust_reports) > MAX_REPORTS:
+                del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
+        return ()
 
     def _heartbeat_position(self, bridge: str) -> int:
         heartbeat = self.heartbeats.get(bridge)

@@ -101,8 +101,6 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Heartbeats in a row with few pages of other bridges after which a bridge's reader polls."""
     pending_bytes: Bytes = 64 << 20
     """Bytes of pages that may wait to be processed. Pages above that are read again later."""
-    max_lag_pages: Positive = 64
-    """Pages that a partition may lag while it is written, before its streams are REPLAYING."""
     max_lag_seconds: Seconds = 1.0
     """Seconds for a page that the servers have to arrive, before the streams of its partition are REPLAYING."""
     digest_pages: Positive = 64

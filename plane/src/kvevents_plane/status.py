@@ -12,7 +12,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.stream import printable
 from kvevents_plane.digests import ReplicaDigests, read_digests
-from kvevents_plane.layout import Layout, fetch_message, fetch_next_message, partition_info
+from kvevents_plane.layout import Layout, fetch_message, partition_info
 from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name, decode_page
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 
@@ -86,7 +86,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     """Pages that the replica lacks, over all partitions."""
     differs: list[str]
     """Replicas whose digests differ at the same position."""
-    missing: dict[str, int] = {}
+    missing: dict[int, int] = {}
     """Partitions that it cannot read, with the first page after those that are missing."""
     lag_seconds: float = 0.0
     """Age of the oldest page that it lacks, compared with the newest page of the partition; by the clocks of bridges."""
@@ -225,7 +225,7 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
     began = time.monotonic()
     while waiting:
         waited = time.monotonic() - began
-        while (message := await fetch_next_message(js, layout, partition, position + 1)) is not None:
+        while (message := await fetch_message(js, layout, partition, position + 1, or_next=True)) is not None:
             position = message.position
             waiting -= scan.add(message)
         if waited >= scan.alive_seconds:
@@ -236,7 +236,7 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
 
 async def _written_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
     """Return when the first page at `position` or later was written; None without one."""
-    message = await fetch_next_message(js, layout, partition, max(1, position))
+    message = await fetch_message(js, layout, partition, max(1, position), or_next=True)
     page = None if message is None else decode_page(message.data)
     return None if page is None else page.written_at
 
@@ -259,7 +259,7 @@ async def _replica_view(
     js: JetStreamContext, layout: Layout, name: str, digests: Mapping[str, ReplicaDigests], partitions: Sequence[PartitionView]
 ) -> ReplicaView:
     own = digests[name]
-    lags = [(each, each.last - own.positions[key]) for each in partitions if (key := str(each.partition)) in own.positions]
+    lags = [(each, each.last - own.positions[each.partition]) for each in partitions if each.partition in own.positions]
     seconds = 0.0
     for partition, lag in lags:
         if lag > 0 and partition.bridges:

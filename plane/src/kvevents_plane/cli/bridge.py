@@ -26,7 +26,6 @@ from kvevents.cli.settings_parser import (
     read_sources,
 )
 from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
-from kvevents.errors import KVEventsError
 from kvevents.prometheus import Probes, Samples, Table, by_label, families, serve
 from kvevents.prometheus import check as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
@@ -38,6 +37,7 @@ from kvevents.stream import Checkpoint, DegradedReason
 from kvevents.zeromq.keys import Curve
 from kvevents_plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents_plane.connection import check_connection
+from kvevents_plane.nats_errors import first_error
 from kvevents_plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class BridgeProcess:
             with suppress(asyncio.CancelledError):
                 await work
         except BaseExceptionGroup as group:
-            raise _first_error(group) from group
+            raise first_error(group) from group
 
     async def scrape(self) -> BridgeSample:
         """Return the values of the metrics. Call it in the event loop."""
@@ -351,15 +351,6 @@ def _figures(scraped: BridgeSample) -> str:
     streams = ", ".join(f"{count} {trust}" for trust, count in sorted(scraped.streams.items())) or "none"
     connected = "connected" if status.connected else "not connected"
     return f"{connected}; streams: {streams}; {status.written} batches written; {records} records of {size} bytes queued"
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of kvevents in an exception group, or the group itself if it has none."""
-    for error in group.exceptions:
-        found = _first_error(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(found, KVEventsError):
-            return found
-    return group
 
 
 # --- metrics

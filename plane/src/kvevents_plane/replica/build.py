@@ -339,8 +339,8 @@ class IndexBuild:
     def digests(self) -> ReplicaDigests:
         """Return what this replica publishes: digests of the complete partitions, and what is missing of others."""
         known, progress = dict(self.subscriber.digests), self.subscriber.partitions
-        return ReplicaDigests.of(
-            {partition: known.get(partition, ()) for partition in self.complete},
+        return ReplicaDigests(
+            {partition: list(known.get(partition, ())) for partition in self.complete},
             self.missing,
             {partition: progress[partition].position for partition in self.complete},
         )

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -24,6 +23,7 @@ from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Checkpoint
 from kvevents_plane.connection import open_client, require_jetstream
 from kvevents_plane.layout import Layout, find_plane
+from kvevents_plane.nats_errors import first_error
 from kvevents_plane.records import StreamKey, stream_text
 from kvevents_plane.replica.build import IndexBuild, Snapshotter
 from kvevents_plane.replica.consistency_check import ConsistencyCheck
@@ -156,8 +156,13 @@ class Replica:
         while True:
             build = await self._complete_build(client, layout, snapshots)
             await self._switch_to_build(build)
-            async with _concurrently(self._snapshotter.run(layout, snapshots, build)):
-                await self._keep(client, layout, build)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    writing = tasks.create_task(self._snapshotter.run(layout, snapshots, build))
+                    await self._keep(client, layout, build)
+                    writing.cancel()
+            except BaseExceptionGroup as group:
+                raise first_error(group) from None
 
     # --- index builds
 
@@ -249,30 +254,6 @@ class Replica:
         if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
             build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
         self._set_fault(build.fault)
-
-
-@asynccontextmanager
-async def _concurrently(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Return a context that runs `work` concurrently. An error of `work` is raised in the context."""
-    task, here = asyncio.create_task(work), asyncio.current_task()
-    failures: list[BaseException] = []
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and here is not None:
-            failures.append(error)
-            here.cancel()
-
-    task.add_done_callback(ended)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if failures and here is not None and not here.uncancel():
-            raise failures[0] from None
-        raise
-    finally:
-        task.remove_done_callback(ended)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _snapshots_text(build: IndexBuild) -> str:
