@@ -36,7 +36,7 @@ DEADLINE = 60.0
 NEXT = """
 Try next:
   .venv/bin/kvevents play tests/data/vllm-0.32-captures.jsonl.gz --wait-for-subscriber --linger &
-  .venv/bin/kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558 --verbose    the same run, event by event
+  .venv/bin/kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558 -o wide    the same run, event by event
   .venv/bin/kvevents doctor tcp://127.0.0.1:5557             what works, what does not, what to do
   .venv/bin/python examples/subscribe.py                     the same in ten lines of Python
 and with an engine of your own:

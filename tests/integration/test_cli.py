@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from argparse import SUPPRESS
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cli_cases import run
+from kvevents.cli.command import Command, CommandGroup, CommandParser, HelpFormatter
 from kvevents.cli.console import printable
-from kvevents.cli.program import COMMANDS
+from kvevents.cli.output import FORMATS
+from kvevents.cli.program import COMMANDS, make_parser
 
 
 def test_help_lists_every_command() -> None:
@@ -22,8 +27,6 @@ def test_help_lists_every_command() -> None:
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_help_of_a_command_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvevents.cli.program import make_parser  # noqa: PLC0415
-
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args([command, "--help"])
     assert ended.value.code == 0
@@ -100,10 +103,57 @@ def test_a_misspelled_option_is_reported_rather_than_its_value(
     assert last_line == expected or last_line.startswith((f"{expected};", f"{expected}:"))
 
 
-def test_an_error_is_reported_in_one_sentence_with_code_1(tmp_path: Path) -> None:
-    ended = run("play", tmp_path / "none.jsonl")
+@pytest.mark.parametrize("words", ["play", "publish", "query --prompt-file", "sim compare --trace", "conform ours --scenarios"])
+def test_a_file_that_does_not_exist_is_reported_in_one_sentence_with_code_2(words: str, tmp_path: Path) -> None:
+    ended = run(*words.split(), tmp_path / "none.jsonl")
+    assert (ended.code, ended.out) == (2, "")
+    assert re.fullmatch(r"kvevents: cannot (read|use) \S+none\.jsonl: .*No such file.*\n", ended.err)
+
+
+def test_a_file_with_other_contents_is_an_error_with_code_1(tmp_path: Path) -> None:
+    """The command line is right, and the work fails."""
+    file = tmp_path / "run.jsonl"
+    file.write_text("no recording\n")
+    ended = run("play", file)
     assert (ended.code, ended.out) == (1, "")
-    assert re.fullmatch(r"kvevents: cannot read \S+none\.jsonl: .*No such file.*\n", ended.err)
+    assert ended.err.startswith(f"kvevents: {file}, line 1: ")
+
+
+def _parsers() -> Iterator[tuple[str, CommandParser]]:
+    """Yield each command, with the parser that has its options."""
+
+    def walk(parser: CommandParser, commands: Iterable[Command | CommandGroup]) -> Iterator[tuple[str, CommandParser]]:
+        for command in commands:
+            inner = parser._commands.choices[command.name]
+            if isinstance(command, CommandGroup):
+                yield from walk(inner, command.commands)
+            else:
+                inner.declare_options([])
+                yield command.name, inner
+
+    yield from walk(make_parser(), COMMANDS)
+
+
+def test_an_option_is_the_same_in_all_commands() -> None:
+    """It has the same placeholder and the same short form."""
+    forms: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for command, parser in _parsers():
+        for action in parser._option_string_actions.values():
+            if action.help != SUPPRESS:
+                metavar = action.metavar or HelpFormatter("kvevents")._get_default_metavar_for_optional(action)
+                placeholder = "" if action.nargs == 0 else str(metavar)
+                forms[action.option_strings[-1]][placeholder, *action.option_strings].append(command)
+    assert {name: dict(found) for name, found in forms.items() if len(found) > 1} == {}
+
+
+def test_every_command_with_results_has_the_same_formats() -> None:
+    """The others print no tables or records: they run until they are interrupted, or write files."""
+    outputs = {name: parser._option_string_actions.get("--output") for name, parser in _parsers()}
+    assert {name for name, action in outputs.items() if action is None} == {
+        *("record", "publish", "relay", "bridge", "serve", "demo", "completion", "convert")
+    }
+    for name, action in outputs.items():
+        assert action is None or [*(action.choices or ())] == [*FORMATS, *(["junit"] if name == "conform" else [])]
 
 
 def test_an_endpoint_that_cannot_be_bound_is_reported_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:

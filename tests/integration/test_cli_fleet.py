@@ -13,7 +13,7 @@ import yaml
 from cli_cases import ProcessResult, run
 from cli_service_cases import RunningService, blocks, engine, serving
 from kvevents.cli.console import Console
-from kvevents.cli.options import write_object
+from kvevents.cli.output import write_record
 from kvevents.cli.program import main
 
 
@@ -43,6 +43,16 @@ def test_an_engine_is_registered_listed_and_unregistered(service: RunningService
     assert ask(service, "sources", "--model", "llama").out == "no engine is registered\n"
 
 
+def test_an_engine_that_is_asked_for_by_a_wrong_name_is_an_error_with_a_suggestion(service: RunningService) -> None:
+    with engine(blocks(1)) as publisher:
+        service.register("decode-1", publisher, model_name="llama")
+        service.wait_exact("decode-1/0", 1)
+        ended = ask(service, "sources", "decoed-1")
+        service.ask("POST", "/unregister", {"instance_id": "decode-1", "model_name": "llama"})
+    assert (ended.code, ended.out) == (1, "")
+    assert f"no engine 'decoed-1' is registered at {service.url}; did you mean 'decode-1'?" in ended.err
+
+
 def test_an_engine_that_is_unknown_is_an_error(service: RunningService) -> None:
     ended = ask(service, "unregister", "e-9", "--model", "llama")
     assert (ended.code, ended.out) == (1, "")
@@ -63,9 +73,16 @@ def test_reservations_are_listed_with_their_workers(service: RunningService) -> 
     assert ask(service, "reservations").out == "no reservation is open\n"
 
 
-def test_every_format_has_the_same_values(service: RunningService) -> None:
-    found = [ask(service, "sources", "-o", output).out for output in ("json", "yaml")]
-    assert json.loads(found[0]).keys() == yaml.safe_load(found[1]).keys()
+def test_every_format_has_the_values_of_the_service(service: RunningService) -> None:
+    with engine(blocks(1)) as publisher:
+        service.register("e-3", publisher, model_name="llama")
+        service.wait_exact("e-3/0", 1)
+        found = [ask(service, "sources", "-o", output).out for output in ("json", "yaml")]
+        answer = service.ask("GET", "/v1/sources")
+        service.ask("POST", "/unregister", {"instance_id": "e-3", "model_name": "llama"})
+    for listing in (json.loads(found[0]), yaml.safe_load(found[1])):
+        assert listing.keys() == answer.keys()
+        assert [one.keys() for one in listing["sources"]] == [one.keys() for one in answer["sources"]]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,7 @@ def test_every_format_has_the_same_values(service: RunningService) -> None:
 )
 def test_yaml_output_is_read_as_the_same_value(value: Any, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """PyYAML is the judge."""
-    assert write_object(value, "yaml", Console())
+    assert write_record(value, "yaml", Console())
     assert yaml.safe_load(capfdbinary.readouterr().out) == value
 
 

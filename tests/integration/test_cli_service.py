@@ -41,8 +41,8 @@ from cli_service_cases import (
 )
 from kvevents.cli import main
 from kvevents.cli.console import Console
-from kvevents.cli.options import service_url
 from kvevents.cli.top_view import TopView
+from kvevents.cli.values import service_url
 from kvevents.client import Client, ServiceRequestError
 from kvevents.client.names import worker_name
 from kvevents.client.polling import SOURCE_ORDERS, PolledSource, PollResult, sort_sources
@@ -86,14 +86,19 @@ def test_a_table_shows_how_much_each_worker_holds(fleet: RunningService) -> None
     assert head == "64 tokens of model m: 2 workers hold a prefix of them"
     assert titles.split() == ["worker", "tokens", "share", "tiers", "trust"]
     assert rows == [
-        "engine-1/0      64   100%  gpu 32, cpu 64  EXACT",
-        "engine-0/0      32    50%  gpu 32          EXACT",
+        "engine-1/0      64   100%  gpu 32 + cpu 32  EXACT",
+        "engine-0/0      32    50%  gpu 32           EXACT",
     ]
 
 
 def test_json_is_the_answer_of_the_service(fleet: RunningService) -> None:
     ended = run("query", *PROMPT, "--service", fleet.url, "--output=json")
-    assert json.loads(ended.out) == fleet.ask("POST", "/v1/match", {"model": "m", "tokens": PROMPT})
+    found, answer = json.loads(ended.out), fleet.ask("POST", "/v1/match", {"model": "m", "tokens": PROMPT})
+    held = {one["instance"]: (one.pop("tokens"), one.pop("tokens_by_tier")) for one in found["workers"]}
+    assert held == {"engine-0": (32, {"gpu": 32}), "engine-1": (48, {"gpu": 32, "cpu": 16})}
+    for one in answer["workers"]:
+        assert one.pop("tiers")["disk"] == one.pop("tokens") == sum(held[one["instance"]][1].values())
+    assert found == answer
     assert ended.err == ""
 
 
@@ -131,7 +136,7 @@ def test_select_shows_the_worker_and_the_reason(fleet: RunningService) -> None:
     assert answer["load_from"] == "selections", (
         "the first prompt counts as a request there, and a short one is not worth a queue"
     )
-    assert len(answer["considered"]) == 2
+    assert {"gpu": 32, "cpu": 16} in [one["tokens_by_tier"] for one in answer["considered"]]
 
 
 def test_query_explains_why_no_worker_matches(fleet: RunningService) -> None:

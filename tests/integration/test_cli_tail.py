@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cli_cases import (
@@ -26,7 +27,7 @@ from cli_cases import (
     tape_of,
 )
 from discovery_fetch_cases import Engine
-from kvevents.cli.delivery_output import encode_delivery, encode_trust
+from kvevents.cli.delivery_output import delivery_record, trust_record
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
 from kvevents.stream import Batch, Gap, Reset, Trust
@@ -76,7 +77,7 @@ def test_lines_show_hashes_counts_and_tokens() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
         lines = run(*tail_arguments(tape, "--count", 4)).out.splitlines()
-        verbose = run(*tail_arguments(tape, "--count", 4, "--verbose")).out
+        verbose = run(*tail_arguments(tape, "--count", 4, "--output=wide")).out
         tokens = run(*tail_arguments(tape, "--count", 1, "--token-ids")).out
     stored, removed = "+2 blocks abcdef01 80000000 after the root, 4 tokens", "-1 block abcdef01 from CPU"
     assert [line[14:] for line in lines if "#" in line] == [
@@ -91,6 +92,10 @@ def test_lines_show_hashes_counts_and_tokens() -> None:
     assert "[11" not in "".join(lines) + verbose
 
 
+def encode(record: dict[str, Any]) -> str:
+    return msgspec.json.encode(record).decode()
+
+
 def test_the_format_of_json_lines_is_stable() -> None:
     stored = '{"type":"BlockStored","block_hashes":[12379813738877118345,9223372036854775808],"parent_block_hash":null,'
     stored += '"token_ids":[11,12,13,14],"block_size":2,"lora_id":null,"medium":"GPU","lora_name":null}'
@@ -98,16 +103,14 @@ def test_the_format_of_json_lines_is_stable() -> None:
     head = '"source":"pod","rank":1,"incarnation":2,'
     batch = '{"kind":"batch",' + head + f'"seq":3,"ts":1.5,"replayed":true,"events":[{stored},{{"type":"AllBlocksCleared"}}],'
     batch += '"rejected":[{"reason":"unknown-tag","detail":"BlockMoved","index":1,"count":1}]}'
-    assert (
-        encode_delivery(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
-        == batch
-    )
+    delivery = Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)
+    assert encode(delivery_record(delivery)) == batch
     gap = '{"kind":"gap",' + head + '"first":4,"last":6,"compacted":'
-    assert encode_delivery(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
-    assert encode_delivery(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
-    assert encode_delivery(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
-    trust = encode_trust("pod", 1, Trust.STALE.with_reason("gone"))
-    assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
+    assert encode(delivery_record(Gap("pod", 1, 4, 6, 2))) == f"{gap}false}}"
+    assert encode(delivery_record(Gap("pod", 1, 4, 6, 2, compacted=True))) == f"{gap}true}}"
+    assert encode(delivery_record(Reset("pod", 1, 2, "why"))) == '{"kind":"reset",' + head + '"reason":"why"}'
+    trust = trust_record("pod", 1, Trust.STALE.with_reason("gone"))
+    assert encode(trust) == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
 
 
 def test_json_contains_every_published_batch_with_token_ids() -> None:
@@ -147,6 +150,19 @@ def test_gaps_and_resets_are_printed_even_with_quiet() -> None:
         ended = program.interrupt()
     assert not re.search(r" (live|replay) +[+-]", ended.out)
     assert re.search(r"1 gap, 2 lost, 1 reset,", ended.err)
+
+
+def test_batches_from_before_the_subscription_are_not_counted_as_lost() -> None:
+    """Without a replay endpoint no earlier batch is requested."""
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play(5)
+        with Program("tail", tape.endpoint, "--no-replay", "--source-name", "pod") as program:
+            assert tape.wait_for_subscriber(SECONDS)
+            tape.play(1)
+            program.out.wait(r"GAP +#0 to #4: 5 earlier batches not available")
+            program.out.wait(r"#5  live")
+            ended = program.interrupt()
+    assert "pod/0: 1 batch, 0 replayed, 0 gaps, 0 lost, 0 resets, 5 earlier batches not available, trust" in ended.err
 
 
 def test_ranks_count_up_from_both_ports() -> None:

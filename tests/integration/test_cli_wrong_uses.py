@@ -65,9 +65,9 @@ def test_every_command_is_tested_with_a_wrong_path() -> None:
 
 @pytest.mark.parametrize("command", sorted(WRONG_PATHS))
 def test_an_unusable_path_is_reported_in_one_sentence(command: str) -> None:
-    """The operating system reports another error than that the file does not exist."""
+    """The operating system reports another error than that the file does not exist; to the user it is wrong usage."""
     ended = run(command, *WRONG_PATHS[command])
-    assert ended.code in {1, 2, 4}, ended
+    assert ended.code == 2, ended
     assert "Traceback" not in ended.err
     assert ended.err.splitlines()[-1].startswith("kvevents"), ended.err
 
@@ -100,7 +100,7 @@ def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
     """The message is lost, but the exit code is the usual one."""
     with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
         done = subprocess.run([*KVEVENTS, "play", LONG], stderr=full, timeout=SECONDS, env=environment(), check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 def test_an_interrupt_during_imports_causes_no_traceback() -> None:
@@ -122,7 +122,7 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
     )
     command = [sys.executable, "-c", launch, "play", "none.jsonl"]
     done = subprocess.run(command, capture_output=True, timeout=SECONDS, env=environment(), check=False)
-    assert (done.returncode, b"cannot read none.jsonl" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, b"cannot read none.jsonl" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,12 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
         ("--verison", "unknown option --verison; did you mean --version?"),
         ("help tial", "unknown command tial; did you mean tail?"),
         ("sim compair", "unknown command compair; did you mean compare?"),
+        ("top -o jsno", "argument -o/--output: invalid value 'jsno'; did you mean 'json'? expected table, wide, json, yaml"),
+        ("conform urs", "argument TARGET: invalid value 'urs'; did you mean 'ours'? expected ours, ours-publisher, dynamo,"),
+        ("completion tcsh", "argument SHELL: invalid value 'tcsh'; expected bash, zsh, fish"),
     ],
 )
-def test_a_misspelled_command_has_a_suggestion(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_word_has_a_suggestion(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert ended.value.code == 2

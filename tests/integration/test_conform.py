@@ -188,6 +188,6 @@ def test_wrong_usage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["conform", "our"])
-    assert "unknown target 'our'; did you mean 'ours'? expected one of ours, " in capsys.readouterr().err
+    assert "invalid value 'our'; did you mean 'ours'? expected ours, " in capsys.readouterr().err
     assert main(["conform", "--list", "--only", "gap"]) == 0
     assert "gap-no-replay" in capsys.readouterr().out

@@ -169,8 +169,8 @@ def wrong_settings() -> Iterator[Any]:
         "FILE: limits: unknown field 'max_token'; did you mean 'max_tokens'?",
     )
     yield "serve", [], {}, "[limits]\nmax_tokens = 0", "FILE: limits.max_tokens is 0; it must be at least 1"
-    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be"
-    yield "serve", [], {"READY_QUORUM": "2"}, "", "KVEVENTS_SERVE_READY_QUORUM: quorum is 2.0; it must be"
+    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum is 2.0; it must be"
+    yield "serve", [], {"READY_QUORUM": "2"}, "", "KVEVENTS_SERVE_READY_QUORUM is 2.0; it must be"
     yield (
         "serve",
         [],
@@ -189,8 +189,8 @@ def wrong_settings() -> Iterator[Any]:
     yield "serve", [], {"INSECURE": "perhaps"}, "", "KVEVENTS_SERVE_INSECURE: invalid value 'perhaps': Expected `bool`"
     yield "serve", [], {"ACCESS_ANONYMOUS": "x"}, "", "KVEVENTS_SERVE_ACCESS_ANONYMOUS: invalid value 'x': Invalid enum"
     yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
-    yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reachable from other machines"
-    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be from 0 to 1"
+    yield "serve", ["--host", "10.0.0.1"], {}, "", "--host 10.0.0.1 is reachable from other machines"
+    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum is 2.0; it must be from 0 to 1"
     yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert"
     yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"
     yield "serve", ["--dns", "h:1"], {}, "[[dns]]\ntarge = 1", "FILE: dns[0]: unknown field 'targe'; did you mean 'target'?"
@@ -199,7 +199,7 @@ def wrong_settings() -> Iterator[Any]:
         ["--nats", "nats://h:1", "--partitions", "1000"],
         {},
         "",
-        "--partitions: partitions is 1000; it must be from 1 to 256",
+        "--partitions is 1000; it must be from 1 to 256",
     )
     yield "relay", ["h:1"], {}, "upstream = 1", "FILE: unknown field 'upstream'; did you mean 'upstreams'?"
     yield "relay", ["h:1", "--curve-server-key", "k"], {}, "", "--curve-server-key: curve needs key_file"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Sequence
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,7 +13,9 @@ from itertools import takewhile
 from typing import Any, Final, NoReturn
 
 from kvevents.cli.console import convert_output_errors
+from kvevents.cli.values import PLACEHOLDERS
 from kvevents.errors import MissingDependencyError, UsageError
+from kvevents.settings import suggestion
 
 OK: Final = 0
 FAILED: Final = 1
@@ -76,11 +78,31 @@ class CommandGroup:
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):
-    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, stay as they are."""
+    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, stay as they are.
+
+    Options have the placeholder of their reader and their default, unless the text says what happens without them. Commands are
+    listed without a line for their placeholder.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = text.splitlines()
         return "\n".join(indent + (line if line.startswith(" ") else textwrap.fill(line, width)) for line in lines)
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        return PLACEHOLDERS.get(action.type, action.dest.upper())
+
+    def _get_help_string(self, action: Action) -> str:
+        text, default = action.help or "", action.default
+        if action.nargs == 0 or default in (None, SUPPRESS, "", []) or "(default:" in text:
+            return text
+        return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default})"
+
+    def _format_action(self, action: Action) -> str:
+        commands = [*self._iter_indented_subactions(action)]
+        return "".join(map(super()._format_action, commands)) if commands else super()._format_action(action)
+
+    def _iter_indented_subactions(self, action: Action) -> Generator[Action, None, None]:
+        yield from getattr(action, "_choices_actions", ())
 
 
 class CommandParser(ArgumentParser):
@@ -141,6 +163,13 @@ class CommandParser(ArgumentParser):
         """Print one line of usage and the error, and exit."""
         words = [self.prog, "[OPTIONS]", *(str(each.metavar or each.dest) for each in self._get_positional_actions())]
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        """Reject a value that is not among the choices, with a suggestion."""
+        choices = [str(each) for each in action.choices or ()]
+        if choices and value not in choices:
+            text = f"invalid value {value!r}{suggestion(str(value), choices)} expected {', '.join(choices)}"
+            raise ArgumentError(action, text)
 
     def _declare(self, command: Command) -> None:
         module = command.load()

@@ -13,7 +13,9 @@ from typing import Final, TypeAlias
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import positive_int, service_url, whole_number
+from kvevents.cli.options import check_directory
+from kvevents.cli.output import add_output, write_record
+from kvevents.cli.values import positive_int, service_url, whole_number
 from kvevents.conform.indexer import Indexer, MooncakeIndexer, RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
@@ -28,9 +30,8 @@ from kvevents.conform.scenario import (
     shipped_scenarios,
 )
 from kvevents.conform.target import Driver
-from kvevents.conform.verdict import ConformRun, Result, Verdict, make_run, to_json, to_junit
+from kvevents.conform.verdict import Result, Verdict, make_run, to_json, to_junit
 from kvevents.errors import ConfigError, UnknownDialectError
-from kvevents.settings import suggestion
 from kvevents.wire import Dialect, resolve_dialect
 
 DESCRIPTION: Final = (
@@ -75,9 +76,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
-        "target", metavar="TARGET", nargs="?", type=_target_name, help=f"a program to start: {', '.join(DRIVERS)}"
+        "target", metavar="TARGET", nargs="?", choices=list(DRIVERS), help=f"a program to start: {', '.join(DRIVERS)}"
     )
-    targets.add_argument("--indexer", metavar="URL", type=service_url, help="a running indexer with the API of RFC #1403")
+    targets.add_argument("--indexer", type=service_url, help="a running indexer with the API of RFC #1403")
     parser.add_argument(
         "--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has (default: dynamo)"
     )
@@ -99,13 +100,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dialect",
-        metavar="RELEASE",
+        metavar="NAME",
         type=_dialect,
         help="let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are left out",
     )
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
-    parser.add_argument("--jobs", metavar="N", type=positive_int, default=JOBS, help=f"scenarios at a time (default: {JOBS})")
+    parser.add_argument("-j", "--jobs", type=positive_int, default=JOBS, help="scenarios at a time")
     parser.add_argument(
         "--folder",
         metavar="DIR",
@@ -119,21 +120,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _add_output(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--max-needless",
-        metavar="N",
         type=whole_number,
         help="exit with 1 if more scenarios than N are reported without need (default: a twentieth of those that are played), "
         "or any in which nothing goes wrong",
     )
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
-    parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")
-    parser.add_argument(
-        "--save",
-        metavar="FILE",
-        type=Path,
-        action="append",
-        default=[],
-        help="also write JSON, or JUnit if FILE ends in .xml",
-    )
+    add_output(parser, "one object at the end, or for each scenario of --list", "junit")
+    parser.add_argument("--save", type=Path, action="append", default=[], help="also write JSON, or JUnit if FILE ends in .xml")
 
 
 def run(args: Namespace) -> int:
@@ -142,8 +135,11 @@ def run(args: Namespace) -> int:
     scenarios = _choose(args)
     if args.list:
         for scenario in scenarios:
-            console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
+            if not write_record({"name": scenario.name, "title": scenario.title}, args.output, console):
+                console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
         return OK
+    for path in args.save:
+        check_directory(path)
     driver = _driver(args)
     plays = _plays(scenarios, driver)
     if not plays:
@@ -158,15 +154,15 @@ def run(args: Namespace) -> int:
     began, results = time.monotonic(), list[Result]()
     for result in play_all(plays, args.jobs, count):
         results.append(result)
-        if args.output == "text":
+        if args.output in {"table", "wide"}:
             _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
     found = make_run(args.title or driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
     for path in args.save:
-        path.write_bytes(_formatted(found, "junit" if path.suffix == ".xml" else "json"))
-    if args.output == "text":
+        path.write_bytes((to_junit if path.suffix == ".xml" else to_json)(found))
+    if args.output == "junit":
+        console.data(to_junit(found))
+    elif not write_record(found, args.output, console):
         console.line(found.summary)
-    else:
-        console.data(_formatted(found, args.output))
     return FAILED if found.has_failed(args.max_needless) and not args.exit_zero else OK
 
 
@@ -197,12 +193,6 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
     return chosen
 
 
-def _target_name(text: str) -> str:
-    if text not in DRIVERS:
-        raise ArgumentTypeError(f"unknown target {text!r}{suggestion(text, DRIVERS)} expected one of {', '.join(DRIVERS)}")
-    return text
-
-
 def _dialect(text: str) -> Dialect:
     try:
         found = resolve_dialect(text)
@@ -223,10 +213,6 @@ def _driver(args: Namespace) -> AnyDriver:
     if args.target is None:
         raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, --indexer URL, --router COMMAND or --publisher TARGET")
     return DRIVERS[args.target](Path(args.folder))
-
-
-def _formatted(found: ConformRun, output: str) -> bytes:
-    return to_junit(found) if output == "junit" else to_json(found)
 
 
 def _print(console: Console, result: Result, *, is_first: bool) -> None:

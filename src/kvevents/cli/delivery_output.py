@@ -1,6 +1,6 @@
-"""Output of deliveries: as lines for people and as JSON objects, one per line; and the loop that `tail` and `record` share.
+"""Output of deliveries: lines for people, and records for programs; and the loop that `tail` and `record` share.
 
-The page `reference/cli.md` of the documentation has the keys of the objects; programs rely on them. The loop iterates over the
+The page `reference/cli.md` of the documentation has the keys of the records; programs rely on them. The loop iterates over the
 deliveries of a subscriber and prints a summary at its end.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal, TypeAlias
-
-import msgspec
+from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
@@ -77,8 +75,11 @@ class LineFormat:
         if gap.compacted:
             text = f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost"
             return [*self._now(gap.source, gap.rank), Span(text, "dim")]
-        text = f"GAP     {number_range(gap.first, gap.last)}: {plural(gap.last - gap.first + 1, 'batch')} permanently lost"
-        return [*self._now(gap.source, gap.rank), Span(text, "bad")]
+        numbers, count = number_range(gap.first, gap.last), gap.last - gap.first + 1
+        if gap.first == 0:  # no batch of this incarnation came before, so this subscriber most likely began after them
+            text = f"GAP     {numbers}: {plural(count, 'earlier batch')} not available"
+            return [*self._now(gap.source, gap.rank), Span(text, "warn")]
+        return [*self._now(gap.source, gap.rank), Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")]
 
     def trust(self, source: str, rank: int, trust: Trust) -> list[Part]:
         """Return the line of a change of trust."""
@@ -168,54 +169,35 @@ def _rejected(batch: Batch) -> list[Part]:
     return [Span(f"  {count} NOT READABLE: {first.reason} ({first.detail})", "warn")]
 
 
-# --- JSON
+# --- records
+
+_STREAM_KEYS: Final = ("source", "rank", "incarnation")
+BATCH_KEYS: Final = (*_STREAM_KEYS, "seq", "ts", "replayed", "events", "rejected")
+_RECORDS: Final[dict[type[Delivery], tuple[str, tuple[str, ...]]]] = {
+    Batch: ("batch", BATCH_KEYS),
+    Reset: ("reset", (*_STREAM_KEYS, "reason")),
+    Gap: ("gap", (*_STREAM_KEYS, "first", "last", "compacted")),
+}
+"""Kind and keys of the record of a delivery."""
+_REJECTED_KEYS: Final = ("reason", "detail", "index", "count")
 
 
-class RejectedObject(msgspec.Struct, frozen=True):
-    """An event, or another part of a batch, that could not be decoded."""
-
-    reason: str
-    detail: str
-    index: int | None
-    count: int
-
-
-class BatchObject(msgspec.Struct, frozen=True, tag="batch", tag_field="kind"):
-    """A batch. Events are maps with their `type`; fields with default values are omitted, as in vLLM."""
-
-    source: str
-    rank: int
-    incarnation: int
-    seq: int
-    ts: float
-    replayed: bool
-    events: list[KVEvent]
-    rejected: list[RejectedObject]
-
-
-_ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
-"""Unknown fields of peers can have values without a JSON form."""
-
-
-def encode_delivery(delivery: Delivery) -> bytes:
-    """Return the JSON object of a delivery."""
+def delivery_record(delivery: Delivery) -> dict[str, Any]:
+    """Return the record of a delivery. Events are maps with their `type`, without fields with default values, as in vLLM."""
+    kind, keys = _RECORDS[type(delivery)]
+    record = {"kind": kind, **_fields(delivery, keys)}
     if isinstance(delivery, Batch):
-        rejected = [RejectedObject(item.reason, item.detail, item.index, item.count) for item in delivery.rejected]
-        stream = (delivery.source, delivery.rank, delivery.incarnation)
-        found = BatchObject(*stream, delivery.seq, delivery.ts, delivery.replayed, delivery.events, rejected)
-        return _ENCODER.encode(found)
-    if isinstance(delivery, Reset):
-        return _encode("reset", delivery, "source", "rank", "incarnation", "reason")
-    return _encode("gap", delivery, "source", "rank", "incarnation", "first", "last", "compacted")
+        record["rejected"] = [_fields(item, _REJECTED_KEYS) for item in delivery.rejected]
+    return record
 
 
-def _encode(kind: str, delivery: Delivery, *keys: str) -> bytes:
-    return _ENCODER.encode({"kind": kind} | {key: getattr(delivery, key) for key in keys})
+def _fields(item: object, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: getattr(item, key) for key in keys}
 
 
-def encode_trust(source: str, rank: int, trust: Trust) -> bytes:
-    """Return the JSON object of a change of trust."""
-    return _ENCODER.encode({"kind": "trust", "source": source, "rank": rank, "trust": trust.name, "reason": trust.reason})
+def trust_record(source: str, rank: int, trust: Trust) -> dict[str, Any]:
+    """Return the record of a change of trust."""
+    return {"kind": "trust", "source": source, "rank": rank, "trust": trust.name, "reason": trust.reason}
 
 
 # --- the loop
@@ -236,6 +218,8 @@ class StreamTotals:
     replayed: int = 0
     unreadable: int = 0
     """Batches with a part that could not be decoded."""
+    earlier: int = 0
+    """Batches from the beginning of an incarnation that are not available."""
     gaps: int = 0
     lost: int = 0
     compacted: int = 0
@@ -250,6 +234,8 @@ class StreamTotals:
             self.unreadable += bool(delivery.rejected)
         elif isinstance(delivery, Gap) and delivery.compacted:
             self.compacted += delivery.last - delivery.first + 1
+        elif isinstance(delivery, Gap) and delivery.first == 0:
+            self.earlier += delivery.last + 1
         elif isinstance(delivery, Gap):
             self.gaps += 1
             self.lost += delivery.last - delivery.first + 1
@@ -324,6 +310,8 @@ def _summary(stream: str, totals: StreamTotals, trust: Trust) -> list[Part]:
     parts: list[Part] = [Span(f"{stream}: ", "name"), f"{plural(totals.batches, 'batch')}, {totals.replayed} replayed, "]
     lost = f"{plural(totals.gaps, 'gap')}, {totals.lost} lost, "
     parts += [Span(lost, "bad") if totals.gaps else lost, f"{plural(totals.resets, 'reset')}, "]
+    if totals.earlier:
+        parts.append(f"{plural(totals.earlier, 'earlier batch')} not available, ")
     if totals.compacted:
         parts.append(f"a snapshot of {plural(totals.compacted, 'older batch')}, ")
     if totals.unreadable:

@@ -9,9 +9,9 @@ from typing import Final
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import factor, positive_int
 from kvevents.cli.sim_compare import report_disagreements
 from kvevents.cli.sim_run import note_delay
+from kvevents.cli.values import factor, positive_int
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.network import parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult
@@ -50,16 +50,8 @@ FAULTS: Final = "drop:1%,restart:4s"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "--requests", type=positive_int, default=REQUESTS, metavar="N", help="requests of the trace (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--time-scale",
-        type=factor,
-        default=TIME_SCALE,
-        metavar="FACTOR",
-        help="seconds of the fleet in one second (default: %(default)g)",
-    )
+    parser.add_argument("--requests", type=positive_int, default=REQUESTS, help="requests of the trace")
+    parser.add_argument("--time-scale", type=factor, default=TIME_SCALE, help="seconds of the fleet in one second")
 
 
 def run(args: Namespace) -> int:

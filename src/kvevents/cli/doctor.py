@@ -5,26 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterable
-from typing import Final
-
-import msgspec
+from typing import Any, Final
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import (
-    ENGINE_ENDPOINT,
-    OBJECTS,
-    add_engine_details,
-    add_output,
-    add_service,
-    ask_engine,
-    endpoint_or_url,
-    make_client,
-    positive_seconds,
-    read_curve,
-    write_object,
-)
+from kvevents.cli.options import ENGINE_ENDPOINT, add_engine_details, add_service, ask_engine, make_client, read_curve
+from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
+from kvevents.cli.values import endpoint_or_url, positive_seconds
 from kvevents.diagnosis.engine_checks import Engine, EngineChecks
 from kvevents.diagnosis.findings import CheckResult, Severity, worst
 from kvevents.diagnosis.service_checks import ServiceChecks
@@ -49,44 +37,27 @@ _STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "wa
 _ADVICE_INDENT: Final = " " * 18
 
 
-class DoctorReport(msgspec.Struct, frozen=True):
-    """The JSON output of the checks of an engine."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    verdict: Severity
-    findings: list[CheckResult]
-
-
-class ServiceReport(msgspec.Struct, frozen=True):
-    """The JSON output of the checks of a service."""
-
-    service: str
-    version: str | None
-    verdict: Severity
-    findings: list[CheckResult]
-
-
 def run(args: Namespace) -> int:
     """Run the checks, print each finding, and return the exit code."""
     if args.endpoint is not None and (args.service or args.context):
         raise CommandLineError("name an engine or a service (--service, --context), not both")
     console = Console()
-    report: DoctorReport | ServiceReport
-    quiet = args.output != "text"
+    quiet = args.output in DATA
+    subject: dict[str, Any]
     if args.endpoint is None:
         service = ServiceChecks(make_client(args))
         found = _collect(service.findings(), console, quiet=quiet)
-        report = ServiceReport(args.service, service.version, worst(found), found)
+        subject = {"service": args.service, "version": service.version}
     else:
         ask_engine(args)
         engine = EngineChecks(_engine(args), StopSignal())
         found = _collect(engine.findings(), console, quiet=quiet)
-        report = DoctorReport(args.endpoint, engine.replay, worst(found), found)
-    if not write_object(report, args.output, console):
+        subject = {"endpoint": args.endpoint, "replay_endpoint": engine.replay}
+    verdict = worst(found)
+    if not write_record(subject | {"verdict": verdict, "findings": found}, args.output, console):
         _print_totals(found, console)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
-    return FAILED if report.verdict in bad else OK
+    return FAILED if verdict in bad else OK
 
 
 def _engine(args: Namespace) -> Engine:
@@ -134,15 +105,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=endpoint_or_url,
         help=f"{ENGINE_ENDPOINT} (default: check a service)",
     )
-    add_output(parser, "one object after the last check", OBJECTS)
+    add_output(parser, "one object after the last check")
     parser.add_argument("--strict", action="store_true", help="return exit code 1 for warnings too")
     engine = parser.add_argument_group("for an engine")
     add_engine_details(engine)
-    engine.add_argument(
-        "--duration",
-        type=positive_seconds,
-        default=DEFAULT_SECONDS,
-        metavar="S",
-        help="seconds to receive events (default: %(default)g)",
-    )
-    add_service(parser.add_argument_group("for a service and its fleet"), nargs="?", const=None)
+    engine.add_argument("--duration", type=positive_seconds, default=DEFAULT_SECONDS, help="seconds to receive events")
+    add_service(parser.add_argument_group("for a service and its fleet"))

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span, table
-from kvevents.cli.options import add_output
+from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.export import ExportProgress, ExportSummary, export, find_query, queries, run_query
 from kvevents.text_format import plural
 
@@ -111,12 +109,9 @@ def _print_result(done: ExportSummary, console: Console) -> None:
 
 def _list_queries(args: Namespace, console: Console) -> int:
     width = max(map(len, queries()))
-    if args.output == "json":
-        for query in queries().values():
-            console.data(msgspec.json.encode({"name": query.name, "question": query.question}))
-        return OK
     for query in queries().values():
-        console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
+        if not write_record({"name": query.name, "question": query.question}, args.output, console):
+            console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
     return OK
 
 
@@ -129,9 +124,9 @@ def _run_query(args: Namespace, console: Console) -> int:
     if len(args.paths) != 1:
         raise CommandLineError(f"expected one directory with tables: kvevents export --query {args.query} out")
     answer = run_query(args.paths[0], query)
-    if args.output == "json":
+    if args.output in DATA:
         for row in answer.rows:
-            console.data(msgspec.json.encode(dict(zip(answer.columns, row, strict=True))))
+            write_record(dict(zip(answer.columns, row, strict=True)), args.output, console)
     else:
         if not answer.rows:
             console.note("the query returned no rows")
@@ -165,4 +160,4 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--query", metavar="NAME", help="run a shipped query, or the one in the file NAME.sql")
     parser.add_argument("--list-queries", action="store_true", help="list the shipped queries")
     parser.add_argument("--sql", action="store_true", help="with --query: print its SQL instead of running it")
-    add_output(parser, "one JSON object per row or query")
+    add_output(parser, "one object per row or query")

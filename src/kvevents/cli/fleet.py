@@ -7,26 +7,20 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Line, Span, table
-from kvevents.cli.options import (
-    TABLES,
-    add_output,
-    add_scope,
-    add_service,
-    endpoint,
-    endpoint_or_url,
-    make_client,
-    positive_int,
-    scope_of,
-    whole_number,
-    write_object,
-)
-from kvevents.cli.top_view import COLUMNS, LEFT
+from kvevents.cli.options import add_scope, add_service, make_client, scope_of
+from kvevents.cli.output import add_output, write_record
+from kvevents.cli.top_view import COLUMNS, WIDE_COLUMNS, fault_lines, source_table
+from kvevents.cli.values import endpoint, endpoint_or_url, positive_int, whole_number
 from kvevents.client import Client
 from kvevents.client.names import worker_name
-from kvevents.client.polling import PolledSources, sort_sources
-from kvevents.client.schemas import RegisterRequest, Reservation, ReservationsAnswer, SourceView, UnregisterRequest
+from kvevents.client.polling import PolledSource, sort_sources
+from kvevents.client.schemas import RegisterRequest, Reservation, ReservationsAnswer, SourcesAnswer, UnregisterRequest
+from kvevents.errors import ExternalError
+from kvevents.settings import suggestion
 from kvevents.text_format import duration
 
 
@@ -44,14 +38,14 @@ class FleetCommand(NamedTuple):
         """Declare the options of this command."""
         self.add(parser)
         add_service(parser)
-        add_output(parser, "the service's response", TABLES)
+        add_output(parser, "the service's response")
 
     def run(self, args: Namespace) -> int:
         """Ask the service, and print the response."""
         with make_client(args) as client:
             answer = self.ask(client, args)
         console = Console()
-        if not write_object(answer, args.output, console):
+        if not write_record(answer, args.output, console):
             console.lines(self.show(answer, args.output == "wide"))
         return OK
 
@@ -77,8 +71,8 @@ def _add_register(parser: ArgumentParser) -> None:
     parser.add_argument(
         "endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help="endpoint of its events, or URL of its HTTP server"
     )
-    parser.add_argument("--replay", metavar="ENDPOINT", type=endpoint, help="its replay endpoint (default: none)")
-    parser.add_argument("--block-size", type=positive_int, metavar="TOKENS", help="tokens per block (default: as received)")
+    parser.add_argument("--replay", type=endpoint, help="its replay endpoint (default: none)")
+    parser.add_argument("--block-size", type=positive_int, help="tokens per block (default: as received)")
     parser.add_argument("--lease", type=positive_int, metavar="S", help="unregister it after S seconds unless it is renewed")
     parser.add_argument("--label", type=_label, action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
 
@@ -105,7 +99,12 @@ def _unregister(client: Client, args: Namespace) -> Any:
 
 
 def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
-    return [[Span(f"{name}  ", "dim"), str(value)] for name, value in answer.items() if value]
+    width = max(map(len, answer), default=0)
+    return [[Span(f"{name:<{width}}  ", "dim"), _text(value)] for name, value in answer.items() if value]
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
 REGISTER: Final = FleetCommand(
@@ -134,30 +133,11 @@ UNREGISTER: Final = FleetCommand(
 # --- sources and reservations
 
 
-_WIDE: Final[dict[str, Callable[[SourceView], str]]] = {
-    "endpoint": lambda one: one.endpoint,
-    "replay": lambda one: one.replay_endpoint or "-",
-    "url": lambda one: one.url or "-",
-    "origin": lambda one: one.origin,
-    "labels": lambda one: ",".join(f"{key}={value}" for key, value in one.labels.items()) or "-",
-}
-
-
-def _show_sources(answer: PolledSources, wide: bool) -> list[Line]:
-    more = _WIDE if wide else {}
-    now = time.time()
-    columns = [column for column in COLUMNS if column.title not in {"batches/s", "running / waiting"}]
-    rows = [
-        [
-            *(Span(column.cell(one, now), column.style(one)) for column in columns),
-            *(show(one) for show in more.values()),
-        ]
-        for one in sort_sources(answer.sources, "name")
-    ]
-    titles = [*(column.title for column in columns), *more]
-    faults = [f"{name}: {sentence}" for name, sentences in answer.faults.items() for sentence in sentences]
-    shown = table(titles, rows, LEFT | more.keys()) if rows else [["no engine is registered"]]
-    return [*shown, *([Span(fault, "bad")] for fault in faults)]
+def _show_sources(answer: SourcesAnswer, wide: bool) -> list[Line]:
+    sources = sort_sources(msgspec.convert(answer.sources, list[PolledSource], from_attributes=True), "name")
+    columns = WIDE_COLUMNS if wide else COLUMNS
+    shown = source_table(sources, time.time(), columns=columns) if sources else [["no engine is registered"]]
+    return [*shown, *fault_lines(answer.faults)]
 
 
 def _add_sources(parser: ArgumentParser) -> None:
@@ -166,8 +146,15 @@ def _add_sources(parser: ArgumentParser) -> None:
 
 
 def _ask_sources(client: Client, args: Namespace) -> Any:
-    filters = scope_of(args) | ({} if args.instance is None else {"instance": args.instance})
-    return client.get("/v1/sources", PolledSources, filters)
+    scope = scope_of(args)
+    if args.instance is None:
+        return client.sources(**scope)
+    answer = client.sources(instance=args.instance, **scope)
+    if not answer.sources:
+        known = {source.instance for source in client.sources(**scope).sources}
+        hint = suggestion(args.instance, known).removesuffix(";") or "; `kvevents sources` lists the engines"
+        raise ExternalError(f"no engine {args.instance!r} is registered at {client.url}{hint}")
+    return answer
 
 
 def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> list[Line]:
@@ -195,7 +182,7 @@ def _ask_reservations(client: Client, args: Namespace) -> Any:
 
 def _add_reservations(parser: ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", metavar="ID", help="one reservation (default: all that are open)")
-    parser.add_argument("--limit", type=positive_int, default=100, metavar="N", help="show N of them (default: %(default)s)")
+    parser.add_argument("--limit", type=positive_int, default=100, help="show N of them")
 
 
 SOURCES: Final = FleetCommand(

@@ -6,12 +6,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import zmq
 
-from kvevents.cli import options
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Span
+from kvevents.cli.output import add_output, write_record
 from kvevents.errors import UsageError
 from kvevents.package_metadata import version
 from kvevents.zeromq.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
@@ -28,28 +27,11 @@ EXAMPLES: Final = """\
 """
 
 
-class CreatedPair(msgspec.Struct, frozen=True):
-    """The JSON output for a new pair."""
-
-    public_key: str
-    public_file: str
-    secret_file: str
-
-
-class KeyFile(msgspec.Struct, frozen=True):
-    """The JSON output for a file."""
-
-    file: str
-    public_keys: list[str]
-    secret: bool
-    """Whether it has a secret key too."""
-
-
 def run(args: Namespace) -> int:
     """Create a pair, or print the public keys of a file."""
     console = Console()
     if args.show is not None:
-        _show(args.show, console, json=args.output == "json")
+        _show(args, console)
     else:
         _create(args, console)
     return OK
@@ -65,23 +47,23 @@ def _create(args: Namespace, console: Console) -> None:
         raise UsageError("libzmq was built without CURVE; install a wheel of pyzmq, which has it")
     pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
     public, secret = write_pair(base, pair, f"Made by kvevents {version()}.", replace=args.force)
-    if args.output == "json":
-        console.data(msgspec.json.encode(CreatedPair(pair.public, str(public), str(secret))))
+    record = {"public_key": pair.public, "public_file": str(public), "secret_file": str(secret)}
+    if write_record(record, args.output, console):
         return
     console.line(pair.public)
     console.note(f"{secret}: keep it where {base.name} runs, readable by its user only")
     console.note(f"{public}: give it to the peers that accept {base.name} or connect to it")
 
 
-def _show(path: Path, console: Console, *, json: bool) -> None:
-    secret = path.name.endswith(SECRET_SUFFIX)
-    keys = [read_pair(path).public] if secret else read_public_keys(path)
-    if json:
-        console.data(msgspec.json.encode(KeyFile(str(path), keys, secret)))
+def _show(args: Namespace, console: Console) -> None:
+    path: Path = args.show
+    has_secret = path.name.endswith(SECRET_SUFFIX)
+    keys = [read_pair(path).public] if has_secret else read_public_keys(path)
+    if write_record({"file": str(path), "public_keys": keys, "secret": has_secret}, args.output, console):
         return
     for key in keys:
         console.line(key)
-    if secret:
+    if has_secret:
         console.note(Span("the file has the secret key as well, which is not printed", "dim"))
 
 
@@ -91,11 +73,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     what.add_argument(
         "name", nargs="?", metavar="NAME", type=Path, help="name of the pair, which can have a directory: DIR/NAME"
     )
-    what.add_argument("--show", metavar="FILE", type=Path, help="print the public keys of a file instead")
+    what.add_argument("--show", type=Path, help="print the public keys of a file instead")
     parser.add_argument(
         "-f",
         "--force",
         action="store_true",
         help="replace a pair that exists; peers that have its public key are then rejected",
     )
-    options.add_output(parser, "one JSON object, which does not contain the secret key")
+    add_output(parser, "one object, which does not contain the secret key")

@@ -6,25 +6,27 @@ import argparse
 import asyncio
 import math
 import os
-import re
 import socket
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
-from urllib.parse import urlsplit
-
-import msgspec
 
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.contexts import context_file, find_context
+from kvevents.cli.values import (
+    URL_SCHEMES,
+    endpoint,
+    endpoint_or_url,
+    positive_int,
+    positive_seconds,
+    service_url,
+)
 from kvevents.client import Client
 from kvevents.client.protocol import TOKEN_VARIABLE
-from kvevents.endpoints import MAX_PORT, split_tcp, tcp_of, validate_source
-from kvevents.errors import ConfigError, ExternalError
+from kvevents.endpoints import split_tcp
+from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve, read_public_keys, z85_decode
 
@@ -53,39 +55,27 @@ _JSON: Final = '[{"'
 """First characters of a JSON document, which a token never has."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
-_SMALLEST: Final = math.ulp(0.0)
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
-_HTTP: Final = ("http://", "https://")
 ENGINE_ENDPOINT: Final = "endpoint of the engine's events, tcp://HOST:PORT, or the URL of its HTTP server, which knows it"
 
 
-# --- values; every function raises `ArgumentTypeError`
+def check_directory(file: Path) -> None:
+    """Raise `UsageError` if the directory of a file does not exist, before there are results that cannot be written."""
+    directory = file.absolute().parent
+    if not directory.is_dir():
+        raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
 
 
-def endpoint(text: str) -> str:
-    """Return a ZeroMQ endpoint. `HOST:PORT` means `tcp://HOST:PORT`."""
-    if "://" not in text and split_tcp(f"tcp://{text}") is not None:
-        text = f"tcp://{text}"
-    transport, separator, address = tcp_of(text).partition("://")
-    if not separator or not address or transport not in _TRANSPORTS:
-        raise ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
-    try:
-        validate_source(text)
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+def _reject_token(_text: str) -> NoReturn:
+    raise ArgumentTypeError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
 
 
-def endpoint_or_url(text: str) -> str:
-    """Return a ZeroMQ endpoint, or the URL of an engine's HTTP server."""
-    if text.startswith(_HTTP):
-        return engine_url(text)
-    try:
-        return endpoint(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}, or the engine's URL http://HOST:PORT") from None
+def _ranks(text: str) -> int:
+    if positive_int(text) > MAX_RANKS:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
+    return positive_int(text)
+
+
+# --- the engine that a command subscribes to
 
 
 def engine(text: str) -> Source:
@@ -109,131 +99,6 @@ def engine(text: str) -> Source:
         raise ArgumentTypeError(str(error)) from None
 
 
-def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
-    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not minimum <= value < math.inf:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
-    return value
-
-
-positive_seconds: Final = partial(number, expected="a number of seconds above 0")
-seconds: Final = partial(number, expected="a number of seconds, 0 or more", minimum=0.0)
-rate: Final = partial(number, expected="a number of batches per second above 0")
-factor: Final = partial(number, expected="a factor above 0")
-
-
-def size(text: str) -> int:
-    """Return a number of bytes, which can have a unit: `8GiB`."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise ArgumentTypeError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def port(text: str) -> int:
-    """Return a TCP port. 0 means any free port."""
-    if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
-        raise ArgumentTypeError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
-    return int(text)
-
-
-def positive_int(text: str) -> int:
-    """Return a whole number above 0."""
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number above 0")
-    return int(text)
-
-
-def whole_number(text: str) -> int:
-    """Return a whole number of 0 or more."""
-    if not text.isascii() or not text.isdecimal():
-        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number, 0 or more")
-    return int(text)
-
-
-def service_url(text: str) -> str:
-    """Return the URL of a service. `HOST:PORT` means `http://HOST:PORT`."""
-    return _url(text, "service")
-
-
-def engine_url(text: str) -> str:
-    """Return the URL of an engine's HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
-    return _url(text, "engine")
-
-
-def _url(text: str, owner: str) -> str:
-    url = text if "://" in text else f"http://{text}"
-    invalid = ArgumentTypeError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-    try:
-        parts = urlsplit(url)
-        has_address = parts.hostname and parts.port != 0 and parts.username is None
-    except ValueError:  # an invalid port, or brackets that do not close
-        raise invalid from None
-    is_usable = parts.scheme in {"http", "https"} and has_address and not parts.query and not parts.fragment
-    if not is_usable or not url.isascii() or not url.isprintable():
-        raise invalid
-    return url.rstrip("/")
-
-
-def _reject_token(_text: str) -> NoReturn:
-    raise ArgumentTypeError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
-
-
-def _ranks(text: str) -> int:
-    if positive_int(text) > MAX_RANKS:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
-    return positive_int(text)
-
-
-# --- results
-
-
-LINES: Final = ("text", "json")
-"""Formats of results that come line by line."""
-OBJECTS: Final = ("text", "json", "yaml")
-TABLES: Final = ("table", "wide", "json", "yaml")
-
-
-def add_output(parser: ArgumentParser, json: str, formats: Sequence[str] = LINES) -> None:
-    """Declare the format of the results, by default the first one; `json` describes the JSON form."""
-    text = f"{', '.join(formats[: formats.index('json')])}, or {' or '.join(formats[formats.index('json') :])}: {json}"
-    parser.add_argument("-o", "--output", choices=formats, default=formats[0], help=f"{text} (default: {formats[0]})")
-
-
-def write_object(value: object, output: str, console: Console) -> bool:
-    """Write a value as JSON or YAML if that is the output. Return whether it is."""
-    if output == "json":
-        console.data(msgspec.json.encode(value))
-    elif output == "yaml":
-        console.data("\n".join(_yaml(msgspec.to_builtins(value))).encode())
-    return output in {"json", "yaml"}
-
-
-def _yaml(value: Any) -> Iterator[str]:
-    """Yield the lines of a value as YAML, of which JSON is a part: texts and empty values are written as in JSON."""
-    if not isinstance(value, dict | list) or not value:
-        yield msgspec.json.encode(value).decode()
-    elif isinstance(value, list):
-        for first, *rest in (list(_yaml(each)) for each in value):
-            yield from (f"- {first}", *(f"  {line}" for line in rest))
-    else:
-        for key, lines in ((key, list(_yaml(each))) for key, each in value.items()):
-            name = (
-                key
-                if re.fullmatch(r"[a-z_]{4,}", key) and key not in {"true", "false", "null"}
-                else msgspec.json.encode(key).decode()
-            )
-            is_nested = isinstance(value[key], dict | list) and value[key]
-            yield from (f"{name}:", *(f"  {line}" for line in lines)) if is_nested else (f"{name}: {lines[0]}",)
-
-
-# --- the engine that a command subscribes to
-
-
 def add_engine(parser: ArgumentParser) -> None:
     """Declare the endpoint of an engine, and the options of `add_engine_details`."""
     parser.add_argument("endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help=ENGINE_ENDPOINT)
@@ -243,12 +108,7 @@ def add_engine(parser: ArgumentParser) -> None:
 def add_engine_details(parser: ArgumentParser | Group) -> None:
     """Declare how to request replay from an engine, and which of its topics to receive."""
     replay = parser.add_mutually_exclusive_group()
-    replay.add_argument(
-        "--replay",
-        metavar="ENDPOINT",
-        type=endpoint,
-        help="replay endpoint of the engine, which repairs losses (default: none)",
-    )
+    replay.add_argument("--replay", type=endpoint, help="replay endpoint of the engine, which repairs losses (default: none)")
     replay.add_argument("--no-replay", action="store_true", help="run without replay: losses are reported, not repaired")
     parser.add_argument(
         "--topic-prefix", default="", metavar="PREFIX", help="receive only topics with this prefix (default: all)"
@@ -259,9 +119,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 
 def add_curve(parser: ArgumentParser | Group) -> None:
     """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
-    parser.add_argument(
-        "--curve-key", metavar="FILE", type=Path, help="own CURVE keys: a file NAME.key_secret of `kvevents keys`"
-    )
+    parser.add_argument("--curve-key", type=Path, help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
     parser.add_argument(
         "--curve-server-key",
         metavar="FILE|KEY",
@@ -269,9 +127,8 @@ def add_curve(parser: ArgumentParser | Group) -> None:
     )
     parser.add_argument(
         "--curve-allow",
-        metavar="DIR|FILE",
         type=Path,
-        help="public keys of the peers that are accepted, if this end is the CURVE server (default: all keys)",
+        help="file or folder of the public keys that are accepted, if this end is the CURVE server (default: all keys)",
     )
 
 
@@ -348,7 +205,7 @@ def ask_engine(args: Namespace) -> list[Source]:
     answer or publishes no events.
     """
     url = str(args.endpoint)
-    if not url.startswith(_HTTP):
+    if not url.startswith(URL_SCHEMES):
         return []
     # Other commands need none of the service's packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
@@ -405,12 +262,11 @@ def _connection_fault(endpoint: str) -> str | None:
 
 def add_limits(parser: ArgumentParser) -> None:
     """Declare when a command ends by itself."""
-    parser.add_argument("-n", "--count", type=positive_int, metavar="N", help="stop after N batches (default: never)")
-    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
+    parser.add_argument("-n", "--count", type=positive_int, help="stop after N batches (default: never)")
+    parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     parser.add_argument(
         "--idle-timeout",
         type=positive_seconds,
-        metavar="S",
         help="stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)",
     )
 
@@ -420,16 +276,13 @@ def add_limits(parser: ArgumentParser) -> None:
 
 def add_publisher(parser: ArgumentParser) -> None:
     """Declare the endpoints of a publisher, and when it begins and ends."""
-    parser.add_argument(
-        "--endpoint", default="tcp://127.0.0.1:5557", type=endpoint, help="where to publish live events (default: %(default)s)"
-    )
+    parser.add_argument("--endpoint", default="tcp://127.0.0.1:5557", type=endpoint, help="where to publish live events")
     parser.add_argument(
         "--replay",
         dest="replay_endpoint",
         default="tcp://127.0.0.1:5558",
         type=endpoint,
-        metavar="ENDPOINT",
-        help="where to answer replay requests (default: %(default)s)",
+        help="where to answer replay requests",
     )
     add_wait_for_subscriber(parser)
     parser.add_argument(
@@ -437,7 +290,6 @@ def add_publisher(parser: ArgumentParser) -> None:
         nargs="?",
         type=positive_seconds,
         const=FOREVER,
-        metavar="S",
         help="answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)",
     )
 
@@ -449,7 +301,6 @@ def add_wait_for_subscriber(parser: ArgumentParser) -> None:
         nargs="?",
         type=positive_seconds,
         const=WAIT_FOR_SUBSCRIBER_SECONDS,
-        metavar="S",
         help=f"begin after a subscriber has connected; fail after S seconds without one ({WAIT_FOR_SUBSCRIBER_SECONDS:.0f} "
         "without S; default: begin at once)",
     )
@@ -465,16 +316,14 @@ def no_subscriber(endpoint: str, seconds: float) -> ExternalError:
 # --- the service that a command asks
 
 
-def add_service(parser: ArgumentParser | Group, **given: Any) -> None:
-    """Declare the service to ask, how to authenticate to it, and how long to wait. `given` adds to the option `--service`."""
+def add_service(parser: ArgumentParser | Group) -> None:
+    """Declare the service to ask, how to authenticate to it, and how long to wait."""
     named = parser.add_mutually_exclusive_group()
     named.add_argument(
         "-s",
         "--service",
-        metavar="URL",
         type=service_url,
         help=f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})",
-        **given,
     )
     named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
     add_access(parser)
@@ -494,21 +343,11 @@ def scope_of(args: Namespace) -> dict[str, Any]:
 
 def add_access(parser: ArgumentParser | Group) -> None:
     """Declare how to authenticate to a service, and how long to wait for it."""
-    parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="file with the bearer token (default: the variable KVEVENTS_TOKEN)"
-    )
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token (default: the variable KVEVENTS_TOKEN)")
     # Without this option the error about `--token SECRET` would print the secret.
     parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--tls-ca", metavar="FILE", type=Path, help="PEM file of the authority of its certificate (default: the system's)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=RESPONSE_SECONDS,
-        metavar="S",
-        help="seconds to wait for a response (default: %(default)g)",
-    )
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
+    parser.add_argument("--timeout", type=positive_seconds, default=RESPONSE_SECONDS, help="seconds to wait for a response")
 
 
 def make_client(args: Namespace) -> Client:

@@ -6,12 +6,14 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from kvevents.cli.command import INTERRUPTED, OK
-from kvevents.cli.console import Console, Span
-from kvevents.cli.options import add_publisher, no_subscriber, positive_int, rate
+from kvevents.cli.console import Console, Span, table
+from kvevents.cli.options import add_publisher, no_subscriber
+from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal, sleep_until_signal
+from kvevents.cli.values import positive_int, rate
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
@@ -77,7 +79,7 @@ def run(args: Namespace) -> int:
     console = Console()
     streams = read_streams(args.file, console)
     if args.list:
-        return _print_runs(streams, console)
+        return _print_runs(streams, args.output, console)
     batches = choose(streams, args.run_name, console)
     tape = batches if args.speed == "max" else rescale(batches, args.speed)
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
@@ -126,12 +128,17 @@ def _wait_for_subscriber(player: TapePlayer, seconds: float | None) -> None:
         raise no_subscriber(player.endpoint, seconds)
 
 
-def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], console: Console) -> int:
+def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, console: Console) -> int:
+    titles = ("run", "endpoint", "batches", "first", "last", "seconds")
+    rows: list[list[Any]] = []
     for stream, batches in streams.items():
         times = [batch.t for batch in batches if batch.t is not None]
-        lasts = f"{max(times) - min(times):.1f} s" if times else "without times"
-        numbers = f"#{batches[0].seq} to #{batches[-1].seq}"
-        console.line(f"{stream.run}  {stream.endpoint}  {plural(len(batches), 'batch')}, {numbers}, {lasts}")
+        seconds = max(times) - min(times) if times else None
+        rows.append([stream.run, stream.endpoint, len(batches), batches[0].seq, batches[-1].seq, seconds])
+        write_record(dict(zip(titles, rows[-1], strict=True)), output, console)
+    if output not in DATA:
+        cells = [[*map(str, row[:-1]), "-" if row[-1] is None else f"{row[-1]:.1f}"] for row in rows]
+        console.lines(table(titles, cells, {"run", "endpoint"}))
     return OK
 
 
@@ -159,10 +166,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--repeat",
         type=positive_int,
         default=1,
-        metavar="N",
         help="publish the recording N times, with increasing sequence numbers and times (default: 1)",
     )
     parser.add_argument(
         "--run", dest="run_name", metavar="NAME", help="publish this run only (default: all runs, as restarts of the engine)"
     )
     parser.add_argument("--list", action="store_true", help="list the runs of FILE and exit")
+    add_output(parser, "one object for each run of --list")

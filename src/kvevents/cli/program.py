@@ -101,7 +101,7 @@ examples:
 exit codes:
   0    success
   1    an error, or a failed check
-  2    wrong usage: an option, a variable, a file of settings, or a missing extra
+  2    wrong usage: an option, a variable, a setting, a file that cannot be opened, or a missing extra
   3    no batch arrived before --idle-timeout
   4    a check was not possible
   130  interrupted before the work was done
@@ -132,17 +132,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except KVEventsError as error:
         _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
-        return WRONG_USAGE if isinstance(error, UsageError) else on_error
+        return WRONG_USAGE if isinstance(error, UsageError) or _names_file(error.__cause__) else on_error
     except BrokenPipeError:
         return OK  # the reader of the output has ended, as `head` does
     except OSError as error:
         # The path says more than the operation: a directory without permission, a name that is too long.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
-        return on_error
+        return WRONG_USAGE if _names_file(error) else on_error
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         _flush_output()
+
+
+def _names_file(error: BaseException | None) -> bool:
+    """Whether an error is that a file cannot be opened or replaced, rather than that work with it failed."""
+    return isinstance(error, OSError) and error.filename is not None
 
 
 def _complete(parser: CommandParser) -> None:

@@ -13,8 +13,10 @@ import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import add_curve, add_publisher, no_subscriber, positive_int, rate, read_curve
+from kvevents.cli.delivery_output import BATCH_KEYS
+from kvevents.cli.options import add_curve, add_publisher, no_subscriber, read_curve
 from kvevents.cli.signals import StopSignal, sleep_until_signal
+from kvevents.cli.values import positive_int, rate
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -46,18 +48,14 @@ CHECK_LINES: Final = 1_000
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
-    """A line with a batch. The last keys are those of `kvevents tail -o json`, whose lines are accepted."""
+    """A line with a batch, without the other keys of `kvevents tail -o json`, whose lines are accepted."""
 
     events: list[KVEvent]
     ts: float | None = None
     data_parallel_rank: int | None = None
-    kind: str | None = None
-    source: Any = None
-    rank: Any = None
-    incarnation: Any = None
-    seq: Any = None
-    replayed: Any = None
-    rejected: Any = None
+
+
+_IGNORED: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
 
 
 def batch_of(line: bytes) -> KVEventBatch | None:
@@ -68,7 +66,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
     if isinstance(found, dict) and "events" not in found and "kind" in found:
         return None  # a gap, a reset or a change of trust of `tail -o json`
     if isinstance(found, dict) and "events" in found:
-        batch = msgspec.convert(found, _Batch)
+        batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED}, _Batch)
         ts = time.time() if batch.ts is None else batch.ts
         return KVEventBatch(ts, batch.events, batch.data_parallel_rank)
     kind: Any = list[KVEvent] if isinstance(found, list) else KVEvent
@@ -199,11 +197,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="engine release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)",
     )
     parser.add_argument(
-        "--buffer-steps",
-        type=positive_int,
-        metavar="N",
-        default=BUFFER_STEPS,
-        help=f"batches kept for replay, older ones are compacted (default: {BUFFER_STEPS})",
+        "--buffer-steps", type=positive_int, default=BUFFER_STEPS, help="batches kept for replay, older ones are compacted"
     )
     add_curve(parser)
-    parser.add_argument("--rate", type=rate, metavar="N", help="batches per second (default: no limit)")
+    parser.add_argument("--rate", type=rate, help="batches per second (default: no limit)")

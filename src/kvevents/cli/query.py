@@ -12,7 +12,8 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
-from kvevents.cli.options import TABLES, add_output, add_scope, add_service, make_client, write_object
+from kvevents.cli.options import add_scope, add_service, make_client
+from kvevents.cli.output import add_output, write_record
 from kvevents.client import Client, protocol
 from kvevents.client.names import worker_name
 from kvevents.client.schemas import (
@@ -25,7 +26,7 @@ from kvevents.client.schemas import (
     WorkerMatch,
 )
 from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.routing.weights import tiers_by_reach
+from kvevents.routing.weights import tokens_by_tier
 from kvevents.text_format import first_names, percentage, plural
 
 DESCRIPTION: Final = (
@@ -56,7 +57,8 @@ def parse_tokens(text: str) -> list[int]:
         return _TOKENS.decode(array.encode())
     except (msgspec.MsgspecError, UnicodeError) as error:
         shown = stripped if len(stripped) <= 40 else f"{stripped[:40]}..."
-        raise ArgumentTypeError(f"invalid token ids {shown!r}: expected numbers from 0 to 2**32 - 1: {error}") from error
+        detail = f": {error}" if array is stripped else ""
+        raise ArgumentTypeError(f"invalid token ids {shown!r}: expected numbers from 0 to 2**32 - 1{detail}") from error
 
 
 def _tokens_or_stdin(text: str) -> list[int] | str:
@@ -76,15 +78,12 @@ def add_prompt(parser: ArgumentParser) -> None:
     )
     source.add_argument(
         "--prompt-file",
-        metavar="FILE",
         type=Path,
         help="file with token ids: 32-bit little-endian numbers if its name ends in .u32 or .bin, else a JSON array",
     )
     source.add_argument("--text", help="text of the prompt, to which the chat template is already applied; needs --tokenizer")
-    source.add_argument("--text-file", metavar="FILE", type=Path, help="file with that text, or - for stdin")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json of the model, as published on Hugging Face"
-    )
+    source.add_argument("--text-file", type=Path, help="file with that text, or - for stdin")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the model, as published on Hugging Face")
     parser.add_argument(
         "--no-special-tokens",
         action="store_true",
@@ -185,13 +184,21 @@ def run(args: Namespace) -> int:
     else:
         answer = client.send(protocol.post("/v1/match", body, MatchAnswer))
     console = Console()
-    if write_object(answer, args.output, console):
+    if write_record(_record(answer), args.output, console):
         return OK
     if isinstance(answer, Selection):
         _print_selection(answer, console, wide=args.output == "wide")
     else:
         _print_matches(answer, body["model"], sources, console, wide=args.output == "wide")
     return OK
+
+
+def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
+    """Return an answer with the tokens that each tier adds, instead of cumulative counts, which look like copies."""
+    record: dict[str, Any] = msgspec.to_builtins(answer)
+    for worker in record.get("workers") or record.get("considered") or []:
+        worker["tokens_by_tier"] = tokens_by_tier(worker.pop("tiers"))
+    return record
 
 
 class _Sources:
@@ -305,7 +312,7 @@ _LEFT: Final = frozenset({"worker", "tiers", "trust", "url"})
 
 
 def _tier_prefixes(tiers: Mapping[str, int]) -> str:
-    return ", ".join(f"{tier} {tokens:,}" for tier, tokens in tiers_by_reach(tiers))
+    return " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(tiers).items())
 
 
 def _trust(trust: TrustStatus) -> list[Part]:
@@ -319,11 +326,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_service(parser)
     add_scope(parser, model="model of the tokens; required if the service has several models")
     parser.add_argument("--lora", metavar="NAME", help="LoRA adapter of the prompt (default: none)")
-    parser.add_argument("--salt", metavar="SALT", help="cache salt of the prompt (default: none)")
+    parser.add_argument("--salt", help="cache salt of the prompt (default: none)")
     parser.add_argument(
         "--whole-prompt",
         action="store_true",
         help="include the last token, whose block engines recompute (default: exclude it)",
     )
     parser.add_argument("--select", action="store_true", help="ask which worker should get the prompt, and why")
-    add_output(parser, "the service's response", TABLES)
+    add_output(parser, "the service's response")

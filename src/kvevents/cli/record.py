@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop
-from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
+from kvevents.cli.options import add_limits, add_source, check_directory, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
@@ -46,9 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Record until a limit or a signal ends the command."""
     console = Console()
-    directory = args.file.absolute().parent
-    if not directory.is_dir():
-        raise UsageError(f"cannot write {args.file}: the directory {directory} does not exist")
+    check_directory(args.file)
     if _has_content(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or use --force to replace it")
     with StopSignal() as stop:

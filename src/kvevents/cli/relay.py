@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Final
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
+from kvevents.cli.options import CURVE_FLAGS, engine, make_curve
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, trimming_memory
+from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
 from kvevents.errors import ConfigError
 from kvevents.prometheus import require as require_prometheus
@@ -90,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     operators = parser.add_argument_group("metrics and logs")
     settings.add(operators, "metrics_port", "metrics_host")
     add_log_options(operators)
-    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
+    parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     settings.add_rest(parser)
 
 

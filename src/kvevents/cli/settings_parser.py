@@ -31,19 +31,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, NoRe
 import msgspec
 
 from kvevents.cli.command import CommandLineError
-from kvevents.cli.options import (
-    CURVE_FLAGS,
-    Group,
-    endpoint,
-    engine,
-    engine_url,
-    port,
-    positive_int,
-    positive_seconds,
-    seconds,
-    size,
-    whole_number,
-)
+from kvevents.cli.options import CURVE_FLAGS, Group, engine
+from kvevents.cli.values import endpoint, engine_url, port, positive_int, positive_seconds, seconds, size, whole_number
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, UsageError
 from kvevents.settings import (
@@ -126,7 +115,7 @@ class Setting:
             return group.add_argument(self.flag, action=BooleanOptionalAction, **given)
         if self._choices:
             return group.add_argument(self.flag, choices=self._choices, **given)
-        name = "N" if int in self._types else "X" if float in self._types else self.path.rpartition(".")[2].upper()
+        name = "N" if int in self._types else "X" if float in self._types else re.split(r"[._]", self.path)[-1].upper()
         given |= {"type": self._argument, "metavar": self._unit.value if self._unit else name}
         return group.add_argument(self.flag, action="append" if self.is_list else "store", **given)
 
@@ -205,7 +194,7 @@ class SettingsParser(Generic[T]):
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
         """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows those."""
-        parser.add_argument("-c", "--config", metavar="FILE", type=Path, help=file)
+        parser.add_argument("-c", "--config", type=Path, help=file)
         group = parser.add_argument_group("all other settings")
         hidden = [(each, each.add_to(group, shown=False)) for each in self._left.values() if not each.is_tables]
 
@@ -340,7 +329,8 @@ class SettingsValues(Generic[T]):
         is_of_file = index.isdecimal() and int(index) < len(self.in_file.get(path, ()))
         origin = self._origins.get(path) or self._origins.get(f"{path}.{name}" if path else name)
         if origin is not None and not is_of_file:
-            return ConfigError(f"{origin}: {fault.sentence}")
+            begins_with_name = fault.sentence.startswith(f"{name} ")
+            return ConfigError(f"{origin}{fault.sentence.removeprefix(name) if begins_with_name else f': {fault.sentence}'}")
         if self._file is not None:
             return ConfigError(f"{self._file}: {with_path(fault, self._parser.kind)}")
         return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
@@ -424,7 +414,6 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
         action="append",
         default=[],
         type=engine_url,
-        metavar="URL",
         help="subscribe to the engine with this HTTP server, which returns the endpoints: http://HOST:PORT or HOST:PORT; "
         "can be repeated",
     )
@@ -439,13 +428,8 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
         "HOST:5557,5558, lost batches are repaired, without it no stream is EXACT; can be repeated",
     )
     settings.add(parser, "kubernetes.selector", "kubernetes.namespaces", "kubernetes.pools", "source_files")
-    parser.add_argument("--model", help="model of --worker, --engine and --dns")
-    parser.add_argument(
-        "--block-size",
-        type=positive_int,
-        metavar="TOKENS",
-        help="tokens per block of --worker and --dns (default: as received)",
-    )
+    parser.add_argument("--model", metavar="NAME", help="model of --worker, --engine and --dns")
+    parser.add_argument("--block-size", type=positive_int, help="tokens per block of --worker and --dns (default: as received)")
 
 
 def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:

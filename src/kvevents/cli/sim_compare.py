@@ -19,8 +19,9 @@ import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, table
-from kvevents.cli.options import add_output, positive_int
+from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
+from kvevents.cli.values import positive_int
 from kvevents.errors import ExternalError, KVEventsError
 from kvevents.sim.picture import check_picture, write_picture
 from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
@@ -183,16 +184,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--seeds",
         type=positive_int,
         default=SEEDS,
-        metavar="N",
-        help="simulate each policy with N seeds, from --seed on, for means and intervals (default: %(default)s)",
+        help="simulate each policy with N seeds, from --seed on, for means and intervals",
     )
-    parser.add_argument(
-        "-j", "--jobs", type=positive_int, metavar="N", help="simulations at the same time (default: the number of CPUs)"
-    )
-    add_output(parser, "one JSON object with all results")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the comparison into FILE (.svg, .png or .pdf), which is replaced"
-    )
+    parser.add_argument("-j", "--jobs", type=positive_int, help="simulations at the same time (default: the number of CPUs)")
+    add_output(parser, "one object with all results")
+    parser.add_argument("--picture", type=Path, help="draw the comparison into FILE (.svg, .png or .pdf), which is replaced")
     add_simulation(parser)
 
 
@@ -221,18 +217,16 @@ def run(args: Namespace) -> int:
         )
         return INTERRUPTED
     comparison = Comparison(settings=report_settings(settings, requests=requests, seeds=args.seeds), policies=results)
-    print_comparison(comparison, console, json=args.output == "json")
+    if not write_record(comparison, args.output, console):
+        print_comparison(comparison, console)
     if args.picture is not None:
         write_picture(args.picture, comparison)
         console.note(f"wrote {args.picture}")
     return FAILED if report_disagreements(results, console) else OK
 
 
-def print_comparison(comparison: Comparison, console: Console, *, json: bool) -> None:
-    """Print the table and a conclusion, or one JSON object."""
-    if json:
-        console.data(msgspec.json.encode(comparison))
-        return
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the table and a conclusion."""
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
     spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.best else "plain") for c in figures)] for n, *figures in lines]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from kvevents.cli.command import FAILED, OK
+from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.sim.workloads import from_recording, write_trace
 from kvevents.text_format import plural
@@ -25,7 +26,12 @@ def run(args: Namespace) -> int:
     """Derive the requests from a recording, and write them as a trace."""
     console = Console()
     found = from_recording(args.recording, args.run, args.endpoint)
-    count = write_trace(args.trace, found)
+    if args.trace.exists() and args.recording.exists() and args.trace.samefile(args.recording):
+        raise CommandLineError(f"{args.trace} is the recording; name another file for the trace")
+    requests = iter(found)
+    # An existing trace is not replaced if the recording cannot be read or has no request.
+    first = next(requests, None)
+    count = 0 if first is None else write_trace(args.trace, chain([first], requests))
     if found.torn is not None:
         console.note(Span(found.torn, "warn"))
     if found.skipped:
@@ -42,4 +48,4 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="recording of `kvevents record`")
     parser.add_argument("trace", type=Path, metavar="TRACE", help="trace to write, replaced if it exists; compressed if .gz")
     parser.add_argument("--run", metavar="NAME", help="convert this run only (default: all)")
-    parser.add_argument("--endpoint", metavar="ENDPOINT", help="convert the engine with this endpoint only (default: all)")
+    parser.add_argument("--endpoint", help="convert the engine with this endpoint only (default: all)")

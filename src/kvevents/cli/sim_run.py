@@ -16,9 +16,11 @@ import msgspec
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Span, is_terminal, live_lines, table, terminal_size
-from kvevents.cli.options import add_output, add_wait_for_subscriber, factor, no_subscriber, positive_int, positive_seconds
+from kvevents.cli.options import add_wait_for_subscriber, no_subscriber
+from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
+from kvevents.cli.values import factor, positive_int, positive_seconds
 from kvevents.client.names import worker_name
 from kvevents.errors import ConfigError
 from kvevents.sim.live import LiveFleet, WorkerView
@@ -57,23 +59,14 @@ _BAR_LENGTH: Final = 24
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="policy of the router (default: %(default)s)"
-    )
+    parser.add_argument("--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="policy of the router")
     faults = "; ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()).replace("%", "%%")
     parser.add_argument(
-        "--faults",
-        default="",
-        metavar="LIST",
-        help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}",
+        "--faults", default="", metavar="LIST", help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}"
     )
-    parser.add_argument(
-        "--time-scale", type=factor, default=1.0, metavar="F", help="simulated seconds per second (default: %(default)g)"
-    )
-    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to publish at; 0.0.0.0 is all addresses (default: %(default)s)"
-    )
+    parser.add_argument("--time-scale", type=factor, default=1.0, help="simulated seconds per second")
+    parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to publish at; 0.0.0.0 is all addresses")
     parser.add_argument(
         "--base-port",
         type=positive_int,
@@ -83,12 +76,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--write-sources",
         type=Path,
-        metavar="FILE",
         help="write the endpoints to FILE, which is replaced, for `kvevents serve --sources` (default: no file)",
     )
-    parser.add_argument("--model", default="sim", help="model in that file (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
-    add_output(parser, "one JSON object at the end")
+    add_output(parser, "one object at the end")
     add_simulation(parser, without=("event_delay",))  # sockets have their own delay
 
 
@@ -110,7 +102,7 @@ def run(args: Namespace) -> int:
         with stop.raising():
             _wait_for_subscriber(fleet, args.wait_for_subscriber)
         began = time.monotonic()
-        with live_view(fleet, console, quiet=args.output == "json") as show:
+        with live_view(fleet, console, quiet=args.output in DATA) as show:
 
             def poll(_: LiveFleet) -> None:
                 show()
@@ -126,10 +118,8 @@ def run(args: Namespace) -> int:
             seconds=time.monotonic() - began,
             behind=fleet.behind,
         )
-    if args.output == "json":
-        console.data(msgspec.json.encode(live))
-    else:
-        print_comparison(Comparison(settings=live.settings, policies=live.policies), console, json=False)
+    if not write_record(live, args.output, console):
+        print_comparison(Comparison(settings=live.settings, policies=live.policies), console)
         console.line(streams_line(live.streams, live.faults))
     note_delay(live.behind, console)
     return FAILED if report_disagreements(live.policies, console) else OK

@@ -8,8 +8,9 @@ from typing import Final
 import msgspec
 
 from kvevents.cli.console import Console
-from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, encode_delivery, encode_trust
-from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources
+from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, delivery_record, trust_record
+from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
+from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery
@@ -35,7 +36,6 @@ EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {
 }
 _DETAILS: Final[tuple[tuple[Detail, tuple[str, ...], str], ...]] = (
     ("quiet", ("-q", "--quiet"), "print resets, gaps and changes of trust only"),
-    ("events", ("-v", "--verbose"), "print each event on a line of its own, without token ids"),
     ("tokens", ("--token-ids",), "print each event with its token ids, from which prompts can be read"),
 )
 
@@ -52,10 +52,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--medium",
-        metavar="MEDIUM",
         help="print only events on this medium, such as GPU, which is also that of events without one (default: all)",
     )
-    add_output(parser, "one JSON object per line, with token ids")
+    add_output(parser, "one object per batch, gap, reset or change of trust, with token ids; wide has a line for each event")
     detail = parser.add_mutually_exclusive_group()
     for level, flags, text in _DETAILS:
         detail.add_argument(*flags, dest="detail", action="store_const", const=level, default="batches", help=text)
@@ -74,11 +73,12 @@ def run(args: Namespace) -> int:
     console = Console()
     sources = read_sources(args)
     width = max(len(f"{source.name}/{source.rank}") for source in sources)
-    lines = None if args.output == "json" else LineFormat(width, args.detail)
+    is_data = args.output in DATA
+    lines = LineFormat(width, "events" if args.output == "wide" and args.detail == "batches" else args.detail)
 
     def show(delivery: Delivery) -> None:
-        if lines is None:
-            console.data(encode_delivery(delivery))
+        if is_data:
+            write_record(delivery_record(delivery), args.output, console)
         else:
             console.lines(lines.delivery(delivery))
 
@@ -92,9 +92,7 @@ def run(args: Namespace) -> int:
             for delivery in deliveries:
                 if delivery is None:
                     for source, rank, trust in trust_changes.poll():
-                        if lines is None:
-                            console.data(encode_trust(source, rank, trust))
-                        else:
+                        if not write_record(trust_record(source, rank, trust), args.output, console):
                             console.line(*lines.trust(source, rank, trust))
                     console.check_reader()
                 elif not isinstance(delivery, Batch):

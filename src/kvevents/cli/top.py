@@ -17,8 +17,10 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, is_terminal, live_lines, terminal_size
-from kvevents.cli.options import add_output, add_service, make_client, positive_int, positive_seconds
-from kvevents.cli.top_view import TopView
+from kvevents.cli.options import add_service, make_client
+from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.top_view import UNLIMITED, TopView
+from kvevents.cli.values import positive_int, positive_seconds
 from kvevents.client.polling import SOURCE_ORDERS, Poller, PollResult
 
 DESCRIPTION: Final = (
@@ -68,8 +70,6 @@ class Keyboard:
 
 
 DEFAULT_INTERVAL: Final = 1.0
-UNLIMITED: Final = 1_000
-"""Columns of a frame that is written to a file or a pipe, which fits everything."""
 
 
 def run(args: Namespace) -> int:
@@ -79,24 +79,22 @@ def run(args: Namespace) -> int:
         _print_once(poller, args)
         return OK
     with suppress(KeyboardInterrupt):  # the normal end of a live view
-        (_print_objects if args.output == "json" else _show_live)(poller, args)
+        (_print_records if args.output in DATA else _show_live)(poller, args)
     return OK
 
 
 def _print_once(poller: Poller, args: Namespace) -> None:
-    frame = poller.poll()
-    if args.output == "json":
-        Console().data(msgspec.json.encode(_limit_sources(frame, args.limit)))
-    else:
+    frame, console = poller.poll(), Console()
+    if not write_record(_limit_sources(frame, args.limit), args.output, console):
         columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED
-        Console().lines(TopView(args.limit).draw(frame, columns, None))
+        console.lines(TopView(args.limit).draw(frame, columns, None))
 
 
-def _print_objects(poller: Poller, args: Namespace) -> None:
+def _print_records(poller: Poller, args: Namespace) -> None:
     console = Console()
     with Keyboard() as keyboard:
         while True:
-            console.data(msgspec.json.encode(_limit_sources(poller.poll_or_error(), args.limit)))
+            write_record(_limit_sources(poller.poll_or_error(), args.limit), args.output, console)
             if keyboard.wait(args.interval):
                 return
 
@@ -120,21 +118,10 @@ def _limit_sources(frame: PollResult, limit: int | None) -> PollResult:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_service(parser)
+    parser.add_argument("--sort", choices=SOURCE_ORDERS, default="trust", help="what comes first: the worst, or the most")
     parser.add_argument(
-        "--sort", choices=SOURCE_ORDERS, default="trust", help="what comes first: the worst, or the most (default: %(default)s)"
+        "--limit", type=positive_int, help="show at most N sources (default: all, or in a live view as many as fit)"
     )
-    parser.add_argument(
-        "--limit",
-        type=positive_int,
-        metavar="N",
-        help="show at most N sources (default: all, or in a live view as many as fit)",
-    )
-    parser.add_argument(
-        "--interval",
-        type=positive_seconds,
-        default=DEFAULT_INTERVAL,
-        metavar="S",
-        help="seconds between polls (default: %(default)g)",
-    )
+    parser.add_argument("--interval", type=positive_seconds, default=DEFAULT_INTERVAL, help="seconds between polls")
     parser.add_argument("--once", action="store_true", help="poll once and exit; works without a terminal")
-    add_output(parser, "one JSON object per line for each poll")
+    add_output(parser, "one object for each poll")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -38,7 +38,7 @@ def _count(value: int) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+    return "" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def _lag(source: PolledSource, _now: float) -> str:
@@ -94,8 +94,18 @@ COLUMNS: Final = (
     SourceColumn("restarts", lambda source, _: _count(source.resets), 7),
     ISSUES,
 )
-LEFT: Final = frozenset({"worker", "model", "trust", "tiers", "why"})
+WIDE_COLUMNS: Final = (
+    *COLUMNS,
+    SourceColumn("endpoint", lambda source, _: source.endpoint, 0),
+    SourceColumn("replay", lambda source, _: source.replay_endpoint or "", 0),
+    SourceColumn("url", lambda source, _: source.url or "", 0),
+    SourceColumn("origin", lambda source, _: source.origin, 0),
+    SourceColumn("labels", lambda source, _: ",".join(f"{key}={value}" for key, value in source.labels.items()), 0),
+)
+_LEFT: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
 """Titles of the columns with text."""
+UNLIMITED: Final = 10_000
+"""Columns of a view that is written to a file or a pipe, which fits everything."""
 
 
 class TopView:
@@ -115,7 +125,7 @@ class TopView:
             room = len(shown.sources) if height is None else max(height - len(lines) - 3, 1)
             rows = shown.sources[: min(room, self._limit or room)]
             more = len(shown.sources) - len(rows)
-            lines += [[], *_table(rows, shown.at, width, is_old=frame.error is not None)]
+            lines += [[], *source_table(rows, shown.at, width, is_old=frame.error is not None)]
             lines += [[Span(f"and {more:,} more", "dim")]] if more else []
         return [cut(line, width) for line in lines]
 
@@ -144,7 +154,7 @@ def _head(frame: PollResult, width: int) -> list[Line]:
         [Span(frame.service, "bold"), release, state, f": {ready.why}"],
         [Span(plural(len(frame.sources), "source"), "bold"), *counted],
         *_wrap_facts(_facts(frame, stats), width),
-        *_faults(frame),
+        *fault_lines(frame.faults),
     ]
 
 
@@ -177,24 +187,33 @@ def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
     return [*lines]
 
 
-def _faults(frame: PollResult) -> list[Line]:
-    faults = [f"{name}: {sentence}" for name, sentences in frame.faults.items() for sentence in sentences]
+def fault_lines(faults_by_provider: Mapping[str, Sequence[str]]) -> list[Line]:
+    """Return the first faults of discovery, and how many more there are."""
+    faults = [f"{name}: {sentence}" for name, sentences in faults_by_provider.items() for sentence in sentences]
     rest = len(faults) - MAX_FAULTS
-    more = [f"and {plural(rest, 'fault')} more: see `kvevents doctor --service`"] if rest > 0 else []
+    more = [f"and {plural(rest, 'fault')} more: see `kvevents doctor`"] if rest > 0 else []
     return [[Span(sentence, "bad")] for sentence in [*faults[:MAX_FAULTS], *more]]
 
 
 # --- the table
 
 
-def _table(sources: Sequence[PolledSource], now: float, width: int, *, is_old: bool) -> list[Line]:
+def source_table(
+    sources: Sequence[PolledSource],
+    now: float,
+    width: int = UNLIMITED,
+    columns: Sequence[SourceColumn] = COLUMNS,
+    *,
+    is_old: bool = False,
+) -> list[Line]:
+    """Return the table of sources at a time, without columns that are empty or do not fit; dim if `is_old`."""
     cells = {
         column: [Span(column.cell(source, now), "dim" if is_old else column.style(source)) for source in sources]
-        for column in COLUMNS
+        for column in columns
     }
     widths = _select_columns({column: _column_width(column, spans) for column, spans in cells.items()}, width)
     rows = list(zip(*(cells[column] for column in widths), strict=True))
-    return table([column.title for column in widths], rows, LEFT, list(widths.values()))
+    return table([column.title for column in widths], rows, _LEFT, list(widths.values()))
 
 
 def _column_width(column: SourceColumn, cells: Sequence[Span]) -> int:
@@ -205,7 +224,10 @@ def _column_width(column: SourceColumn, cells: Sequence[Span]) -> int:
 
 def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
-    selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
+    widths = {column: wide for column, wide in widths.items() if wide}
+    if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+        return widths
+    selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items()}
 
     def left() -> int:
         return width - sum(selected.values()) - _GAP * (len(selected) - 1)

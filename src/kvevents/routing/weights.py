@@ -6,6 +6,7 @@ This module needs no native code, since clients of the service use these names t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
 from kvevents.events import TIERS
@@ -37,17 +38,20 @@ def distance_of(state: str) -> int:
     return _DISTANCE.get(state, 0)
 
 
-def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return tiers with the length of the prefix down to them, without tiers that add nothing to a faster one."""
-    order = [*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))]
-    reach: list[tuple[str, int]] = []
-    for tier in order:
-        if tiers[tier] > (reach[-1][1] if reach else 0):
-            reach.append((tier, tiers[tier]))
-    return reach
+def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tokens of a prefix each tier adds to the faster ones, from cumulative counts; they sum up to the prefix.
+
+    Tiers that add nothing are left out.
+    """
+    added: dict[str, int] = {}
+    for tier in (*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))):
+        if (tokens := tiers[tier] - sum(added.values())) > 0:
+            added[tier] = tokens
+    return added
 
 
 def describe_tiers(tiers: Mapping[str, int]) -> str:
     """Return a text such as `2,176 on gpu`, or `20 on gpu, 50 including cpu` if the prefix continues in host memory."""
-    reach = tiers_by_reach(tiers)
+    added = tokens_by_tier(tiers)
+    reach = zip(added, accumulate(added.values()), strict=True)
     return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reach))

@@ -11,7 +11,7 @@ import msgspec
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import OBJECTS, add_output, write_object
+from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, SettingsValues
 from kvevents.errors import PlaneError
 from kvevents_plane.connection import open_client, require_jetstream
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     settings.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN_SETTINGS))
     settings.add_rest(parser, "TOML file with a table [plane], such as that of a bridge or a service")
-    add_output(parser, "one object", OBJECTS)
+    add_output(parser, "one object")
 
 
 def run(args: Namespace) -> int:
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     view = asyncio.run(_read(given.settings()))
     console = Console()
     found = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
-    if not write_object(found, args.output, console):
+    if not write_record(found, args.output, console):
         _print(console, view)
     return FAILED if view.faults else OK
 

@@ -1,0 +1,54 @@
+"""The option `--output`, which is the same in every command that prints tables or records.
+
+JSON is one object per line, and YAML one document per object, so that both also fit results that come one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.cli.console import Console
+
+FORMATS: Final = ("table", "wide", "json", "yaml")
+DATA: Final = frozenset({"json", "yaml"})
+"""Formats for programs: only the records are printed."""
+_ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
+"""Unknown fields of peers can have values without a JSON form."""
+_PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
+"""Keys that YAML reads as texts without quotation marks."""
+
+
+def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
+    """Declare the format of the results, with `further` formats of the command; `record` is what one JSON object is."""
+    text = f"table, wide (more columns, if there are any), json or yaml: {record}{''.join(f'; or {each}' for each in further)}"
+    formats = (*FORMATS, *further)
+    parser.add_argument("-o", "--output", choices=formats, default="table", metavar="FORMAT", help=f"{text} (default: table)")
+
+
+def write_record(value: object, output: str, console: Console) -> bool:
+    """Write a value if the format is JSON or YAML. Return whether it is. Raises as `Console.data` does."""
+    if output == "json":
+        console.data(_ENCODER.encode(value))
+    elif output == "yaml":
+        console.data("\n".join(("---", *_yaml(msgspec.json.decode(_ENCODER.encode(value))))).encode())
+    return output in DATA
+
+
+def _yaml(value: Any) -> Iterator[str]:
+    """Yield the lines of a value as YAML, of which JSON is a part: texts and empty values are written as in JSON."""
+    if not isinstance(value, dict | list) or not value:
+        yield msgspec.json.encode(value).decode()
+    elif isinstance(value, list):
+        for first, *rest in (list(_yaml(each)) for each in value):
+            yield from (f"- {first}", *(f"  {line}" for line in rest))
+    else:
+        for key, each in value.items():
+            name = key if _PLAIN_KEY.fullmatch(key) else msgspec.json.encode(key).decode()
+            first, *rest = _yaml(each)
+            is_nested = isinstance(each, dict | list) and each
+            yield from (f"{name}:", f"  {first}", *(f"  {line}" for line in rest)) if is_nested else (f"{name}: {first}",)

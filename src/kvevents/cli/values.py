@@ -1,0 +1,125 @@
+"""Readers of the values of options. Each returns the value of a text, or raises `ArgumentTypeError`."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentTypeError
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvevents.endpoints import MAX_PORT, split_tcp, tcp_of, validate_source
+from kvevents.errors import ConfigError
+
+URL_SCHEMES: Final = ("http://", "https://")
+_SMALLEST: Final = math.ulp(0.0)
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+
+
+def endpoint(text: str) -> str:
+    """Return a ZeroMQ endpoint. `HOST:PORT` means `tcp://HOST:PORT`."""
+    if "://" not in text and split_tcp(f"tcp://{text}") is not None:
+        text = f"tcp://{text}"
+    transport, separator, address = tcp_of(text).partition("://")
+    if not separator or not address or transport not in _TRANSPORTS:
+        raise ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+    try:
+        validate_source(text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def endpoint_or_url(text: str) -> str:
+    """Return a ZeroMQ endpoint, or the URL of an engine's HTTP server."""
+    if text.startswith(URL_SCHEMES):
+        return engine_url(text)
+    try:
+        return endpoint(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or the engine's URL http://HOST:PORT") from None
+
+
+def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
+    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not minimum <= value < math.inf:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+    return value
+
+
+positive_seconds: Final = partial(number, expected="a number of seconds above 0")
+seconds: Final = partial(number, expected="a number of seconds, 0 or more", minimum=0.0)
+rate: Final = partial(number, expected="a number of batches per second above 0")
+factor: Final = partial(number, expected="a factor above 0")
+
+
+def size(text: str) -> int:
+    """Return a number of bytes, which can have a unit: `8GiB`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ArgumentTypeError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def port(text: str) -> int:
+    """Return a TCP port. 0 means any free port."""
+    if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
+        raise ArgumentTypeError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number above 0."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number above 0")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    """Return a whole number of 0 or more."""
+    if not text.isascii() or not text.isdecimal():
+        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number, 0 or more")
+    return int(text)
+
+
+def service_url(text: str) -> str:
+    """Return the URL of a service. `HOST:PORT` means `http://HOST:PORT`."""
+    return _url(text, "service")
+
+
+def engine_url(text: str) -> str:
+    """Return the URL of an engine's HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
+    return _url(text, "engine")
+
+
+def _url(text: str, owner: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    invalid = ArgumentTypeError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
+    try:
+        parts = urlsplit(url)
+        has_address = parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # an invalid port, or brackets that do not close
+        raise invalid from None
+    is_usable = parts.scheme in {"http", "https"} and has_address and not parts.query and not parts.fragment
+    if not is_usable or not url.isascii() or not url.isprintable():
+        raise invalid
+    return url.rstrip("/")
+
+
+PLACEHOLDERS: Final[dict[Any, str]] = {
+    **dict.fromkeys((positive_int, whole_number), "N"),
+    **dict.fromkeys((positive_seconds, seconds), "S"),
+    **dict.fromkeys((rate, factor), "X"),
+    **dict.fromkeys((service_url, engine_url), "URL"),
+    endpoint: "ENDPOINT",
+    Path: "FILE",
+}
+"""How help texts name the value of an option, by its reader."""
