@@ -77,10 +77,10 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
 
 
 def validate_port(endpoint: str) -> None:
-    """Raise `ConfigError` for a port above 65535, of which libzmq uses the lower 16 bits: another port, without a word."""
-    target = split_tcp(endpoint)
-    if target is not None and target[1] > MAX_PORT:
-        raise ConfigError(f"invalid endpoint {endpoint!r}: port {target[1]} is above {MAX_PORT}")
+    """Raise `ConfigError` for a port that libzmq takes for another one: it uses the 16 lowest bits of the leading digits."""
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and port != "*" and not (port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
+        raise ConfigError(f"invalid endpoint {endpoint!r}: port {port!r} is not a number up to {MAX_PORT}")
 
 
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
