@@ -33,6 +33,8 @@ from service_cases import Engine, engine, prompt, serving
 from tools.nats_servers import nats_server
 from tools.ports import reserve_port
 
+pytestmark = pytest.mark.timeout(600)
+"""A document has several commands, some of which take seconds of CPU."""
 DOCS = paths.ROOT / "docs"
 
 REASONS_BY_LANGUAGE = {

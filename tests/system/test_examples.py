@@ -241,7 +241,7 @@ def test_the_example_of_a_test_passes() -> None:
         EXAMPLES / "test_my_router.py",
     ]
     with Program(command=list(map(str, command))) as tests:
-        ended = tests.end()
+        ended = tests.end(4 * SECONDS)
     assert ended.code == 0, ended.out
     assert "5 passed" in ended.out
 

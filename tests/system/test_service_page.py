@@ -26,10 +26,7 @@ from publisher_cases import ANY, run_publisher
 from service_cases import wait_for
 from tools.ports import reserve_port
 
-pytestmark = [
-    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's")
 MODEL = "tiny"
 BLOCK = 16
 SIZES = [(1400, 900), (360, 780)]
