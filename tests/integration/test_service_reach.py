@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import msgspec
 
@@ -105,3 +106,45 @@ def test_an_engine_that_is_stopped_gets_no_requests() -> None:
         assert "seems to be stopped" in service.source("a")["fault"]
         publisher.process.send_signal(signal.SIGCONT)
         wait_for("the engine to be chosen again", lambda: select(service).instance == "a")
+
+
+def test_a_drained_engine_gets_no_requests_and_is_followed(tmp_path: Path) -> None:
+    """It holds the whole prompt, and its stream stays EXACT. It stays drained when it registers again, and after a restart."""
+    with engines(2) as made:
+        with serving("--state-dir", tmp_path) as service:
+            for name, one in zip(("a", "b"), made, strict=True):
+                service.register(name, one.publisher)
+                one.store(prompt(1) if name == "a" else prompt(2))
+                service.exact(name)
+            assert select(service).instance == "a"
+            drained = service.post("/v1/drain", instance="a")
+            assert (drained.status, drained.json) == (200, {"instance": "a", "ranks": [0], "draining": True})
+            chosen = select(service)
+            assert (chosen.instance, [one.instance for one in chosen.unreachable or ()]) == ("b", ["a"])
+            made[0].store(prompt(3))
+            service.wait_for_prefix("a", prompt(3))
+            source = service.source("a")
+            assert (source["draining"], source["trust"]["state"]) == (True, "EXACT")
+            assert "it is drained" in source["fault"]
+            assert service.register("a", made[0].publisher).status == 200
+            service.post("/v1/drain", instance="b")
+            assert not select(service).usable
+            service.post("/v1/drain", instance="b", draining=False)
+            assert select(service).instance == "b"
+            service.wait_for_log("drained a rank 0 of tenant default")
+            service.end()
+        with serving("--state-dir", tmp_path) as service:
+            service.exact("a")
+            service.exact("b")
+            assert (service.source("a")["draining"], select(service).instance) == (True, "b")
+            service.post("/v1/drain", instance="a", rank=0, draining=False)
+            assert select(service).instance == "a"
+            assert service.source("a")["fault"] is None
+            for wrong, status in (
+                ({"instance": "c"}, 404),
+                ({"instance": "a", "rank": 1}, 404),
+                ({"instance": "a", "tenant": "t"}, 404),
+                ({"instance": "a", "drain": True}, 422),
+                ({}, 422),
+            ):
+                assert service.post("/v1/drain", wrong).status == status

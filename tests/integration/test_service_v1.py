@@ -19,16 +19,29 @@ from hypothesis import strategies as st
 from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
 from kvevents.service.errors import UnavailableError
-from kvevents.service.fleet.event_bus import MAX_QUEUED, EventBus, LossEvent
+from kvevents.service.fleet.event_bus import MAX_KEPT, EventBus, LossEvent
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Headers, HttpRequest
 from kvevents.service.service import Service as ServiceInProcess
 from kvevents.service.settings import Limits, ServiceSettings
-from service_cases import BLOCK, Engine, EventStream, Service, engine, engines, hex_keys, prompt, serving, wait_for, write
+from service_cases import (
+    BLOCK,
+    DEADLINE,
+    Engine,
+    EventStream,
+    Service,
+    engine,
+    engines,
+    hex_keys,
+    prompt,
+    serving,
+    wait_for,
+    write,
+)
 
 NUMBERS = count(1)
 RAW = "application/octet-stream"
-MSGPACK = "application/msgpack"
+JSON, MSGPACK = "application/json", "application/msgpack"
 
 
 @pytest.fixture(scope="module", name="service")
@@ -83,6 +96,32 @@ def test_a_prompt_in_three_encodings_has_equal_responses(service: Service, fresh
     answer = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
     assert answer.headers["content-type"] == MSGPACK
     assert msgspec.msgpack.decode(answer.body) == answers[0].json
+
+
+ACCEPTED = {
+    "*/*": JSON,
+    "text/html, */*;q=0.8": JSON,
+    "text/html": JSON,
+    "application/json;q=0.5, text/html": JSON,
+    "application/json, application/msgpack": JSON,
+    "application/json;q=0.5, application/msgpack;q=0.4": JSON,
+    "application/msgpack;q=0, */*": JSON,
+    "application/msgpack;q=2": JSON,
+    "application/msgpack, application/json": MSGPACK,
+    "application/json;q=0.5, application/msgpack": MSGPACK,
+    "application/msgpack;q=0.9, */*;q=0.1": MSGPACK,
+    "Application/MsgPack": MSGPACK,
+    "application/x-msgpack ; q=1.0": MSGPACK,
+}
+"""Headers `Accept`, and the format of the answer."""
+
+
+@pytest.mark.parametrize("path", ["/v1/stats", "/v1/reservations", "/v1/select/explain"])
+def test_the_format_that_a_client_prefers_is_sent(service: Service, path: str) -> None:
+    for accept, kind in ACCEPTED.items():
+        answer = service.get(path, accept=accept)
+        assert (answer.status, answer.headers["content-type"]) == (200, kind), accept
+        assert isinstance((json.loads if kind == JSON else msgspec.msgpack.decode)(answer.body), dict)
 
 
 def test_raw_prompts_have_all_other_fields_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -631,29 +670,84 @@ async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
     service.fleet.follower.subscriber.close()
 
 
-def test_a_slow_client_receives_the_number_of_missed_events() -> None:
-    """This tests the queue, because filling the buffers of sockets takes tens of thousands of events."""
+def loss(number: int, instance: str = "e") -> LossEvent:
+    return LossEvent(
+        at=0.0, instance=instance, rank=number, model="m", tenant="default", group="default", what="gap", sentence="lost"
+    )
 
-    def loss(number: int) -> LossEvent:
-        return LossEvent(
-            at=0.0, instance="e", rank=number, model="m", tenant="default", group="default", what="gap", sentence="lost"
-        )
 
-    async def scenario() -> tuple[list[Any], int | None]:
-        event_bus = EventBus()
-        with event_bus.subscribe() as slow, event_bus.subscribe() as native:
-            for number in range(MAX_QUEUED + 5):
+async def test_a_slow_client_receives_the_number_of_missed_events() -> None:
+    """This tests the bus, because filling the buffers of sockets takes tens of thousands of events."""
+    event_bus = EventBus()
+    with event_bus.subscribe() as slow, event_bus.subscribe() as fast:
+        for number in range(MAX_KEPT + 5):
+            event_bus.publish(loss(number))
+            assert await fast.get(1) == loss(number)
+        assert await slow.get(1) == 5
+        assert [await slow.get(1) for _ in range(MAX_KEPT)] == [loss(number) for number in range(5, MAX_KEPT + 5)]
+        event_bus.publish(loss(-1))
+        assert await slow.get(1) == loss(-1)
+        assert await slow.get(0.001) is None
+
+
+async def test_events_continue_after_the_id_of_the_last_one() -> None:
+    event_bus = EventBus()
+    with event_bus.subscribe() as first:
+        before = first.last_id
+        for number in range(3):
+            event_bus.publish(loss(number))
+        assert await first.get(1) == loss(0)
+        after_one = first.last_id
+    event_bus.publish(loss(3))  # while no client listens
+    for known_id, numbers in ((before, [0, 1, 2, 3]), (after_one, [1, 2, 3]), ("other-2", [0, 1, 2, 3]), ("", [0, 1, 2, 3])):
+        with event_bus.subscribe(known_id) as again:
+            assert [await again.get(1) for _ in numbers] == list(map(loss, numbers)), known_id
+            assert await again.get(0.001) is None
+    name = before.partition("-")[0]
+    for last_id in (None, f"{name}-4", f"{name}-{10**18}"):
+        with event_bus.subscribe(last_id) as later:
+            assert await later.get(0.001) is None
+    for number in range(4, MAX_KEPT + 6):
+        event_bus.publish(loss(number))
+    with event_bus.subscribe(after_one) as late:
+        assert await late.get(1) == 5
+        assert await late.get(1) == loss(6)
+
+
+async def test_a_client_whose_filters_nothing_passes_receives_comments_with_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v1, "HEARTBEAT_SECONDS", 0.05)
+    event_bus = EventBus()
+    with event_bus.subscribe() as subscription:
+        events = v1._events(subscription, {"instance": "another"})
+        first = await anext(events)
+
+        async def publish() -> None:
+            for number in count():
                 event_bus.publish(loss(number))
-                await asyncio.sleep(0)
-                assert await native.get(1) == loss(number)
-            received = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
-            event_bus.publish(loss(-1))
-            assert await slow.get(1) == loss(-1)
-            return received[:-1], received[-1] if isinstance(received[-1], int) else None
+                await asyncio.sleep(0.01)
 
-    received, missed = asyncio.run(scenario())
-    assert received == [loss(number) for number in range(MAX_QUEUED)]
-    assert missed == 5
+        busy = asyncio.create_task(publish())
+        async with asyncio.timeout(DEADLINE):
+            comment = await anext(events)
+        busy.cancel()
+        await events.aclose()  # type: ignore[attr-defined]  # it is a generator
+    assert comment.startswith(b": still here\nid: ")
+    assert comment.rpartition(b"id: ")[2] != first.rpartition(b"id: ")[2]
+
+
+def test_a_client_that_connects_again_receives_what_it_missed() -> None:
+    with refuse_connections() as nowhere, serving() as service:
+        with EventStream(service) as stream:
+            assert service.register("a", nowhere).status == 201
+            stream.next("state", lambda event: "refused" in event["trust"]["reason_codes"])
+            last_id = stream.last_id
+        assert service.register("b", nowhere).status == 201
+        wait_for("the fault", lambda: "refused" in service.source("b")["trust"]["reason_codes"])
+        with EventStream(service, last_id=last_id) as again:
+            assert again.next("state")["instance"] == "b"
+            assert again.last_id != last_id
+        with EventStream(service, "?instance=b", last_id="of-another-process") as from_first:
+            assert from_first.next("state")["instance"] == "b"
 
 
 # --- probes

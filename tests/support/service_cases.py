@@ -353,21 +353,28 @@ def write(path: Path, text: str) -> Path:
 class EventStream:
     """A client of `/v1/events`. When it is created, the service has accepted it and sends events to it."""
 
-    def __init__(self, service: Client, query: str = "") -> None:
+    def __init__(self, service: Client, query: str = "", *, last_id: str | None = None) -> None:
         self._connection = HTTPConnection(service.host, service.port, timeout=DEADLINE)
         headers = {} if service.token is None else {"authorization": f"Bearer {service.token}"}
+        if last_id is not None:
+            headers["last-event-id"] = last_id
+        self.last_id = ""
+        """Id of the newest event."""
         self._connection.request("GET", f"/v1/events{query}", headers=headers)
         self.response = self._connection.getresponse()
         self.status = self.response.status
         if self.status == 200:
             assert self.response.headers["content-type"] == "text/event-stream"
-            assert self._read_block() == ["retry: 2000"]
+            first = self._read_block()
+            assert first is not None
+            assert first[0] == "retry: 2000"
 
     def _read_block(self) -> list[str] | None:
         """Return the lines up to an empty one; None at the end of the stream."""
         lines: list[str] = []
         while line := self.response.readline():
             if line == b"\n":
+                self.last_id = lines[-1].removeprefix("id: ")
                 return lines
             lines.append(line.decode().rstrip("\n"))
         return None

@@ -71,10 +71,12 @@ def worker_options(publisher: ZmqEventPublisher, name: str = "engine-0") -> tupl
     return "--model", MODEL, "--block-size", BLOCK, "--worker", f"{name}={publisher.endpoint},{publisher.replay_endpoint}"
 
 
-def post(url: str, body: dict[str, Any]) -> int:
-    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310 - our own service
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return a service's answer to GET, or to POST with a body."""
+    content = None if body is None else json.dumps(body).encode()
+    request = Request(url + path, content, {"Content-Type": "application/json"})  # noqa: S310 - our own service
     with urlopen(request, timeout=20) as answer:  # noqa: S310
-        return int(answer.status)
+        return json.load(answer)
 
 
 def store_event(first: int, blocks: int, medium: str = "GPU") -> EventBatch:
@@ -190,7 +192,7 @@ def test_selections_are_explained(page: Chromium) -> None:
         engine.publish(store_event(0, 4))
         wait_until_exact(page, lambda: engine.publish(EMPTY))
         assert not page.run(is_visible_script("#choices-part"))
-        assert post(f"{url}/v1/select", {"model": MODEL, "tokens": list(range(4 * BLOCK + 1))}) == 200
+        ask(url, "/v1/select", {"model": MODEL, "tokens": list(range(4 * BLOCK + 1))})
         page.wait(f"{is_visible_script('#choices-part')} && {text_script('#choices summary bdi')} === 'engine-0 rank 0'")
         page.run("document.querySelector('#choices summary').click()")
         page.wait("document.querySelector('#choices details').open")
@@ -224,12 +226,12 @@ def test_restarts_are_those_of_the_source(page: Chromium) -> None:
         page.open(url)
         for restarts in ("0", "1"):
             with run_publisher(**place, bind=True) as publisher:
-                assert post(f"{url}/register", {"instance_id": "engine-0", "model_name": MODEL, **place}) in {200, 201}
+                ask(url, "/register", {"instance_id": "engine-0", "model_name": MODEL, **place})
                 publisher.publish(store_event(0, 2 + int(restarts)))
                 page.wait(f"{cell_script(BLOCKS)} === '{2 + int(restarts)}'")
                 page.wait(f"{cell_script('[data-label=Restarts]')} === '{restarts}'")
-        assert post(f"{url}/unregister", {"instance_id": "engine-0"}) == 200
-        assert post(f"{url}/register", {"instance_id": "engine-1", "model_name": MODEL, **place}) == 201
+        ask(url, "/unregister", {"instance_id": "engine-0"})
+        ask(url, "/register", {"instance_id": "engine-1", "model_name": MODEL, **place})
         page.wait(f"{cell_script('[data-label=Restarts]', 'engine-1')} === '0'")
 
 
@@ -242,7 +244,7 @@ def test_names_with_markup_are_shown_as_text(page: Chromium) -> None:
                 "tenant_id": name,
                 "endpoint": "tcp://127.0.0.1:1",
             }
-            assert post(f"{url}/register", body) in {200, 201}
+            ask(url, "/register", body)
         page.open(url)
         for name in HOSTILE_NAMES:
             page.wait(f"{cell_script('bdi', name)} === {json.dumps(name)}")
@@ -283,6 +285,62 @@ def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None
         page.wait(f"{text_script('#fleet-count')} === '0 of 1 source' && document.querySelector('tr.detail').hidden")
         page.run("document.querySelector('#fleet thead th:nth-child(5) button').click()")
         assert page.run("document.querySelector('#fleet thead th:nth-child(5)').ariaSort") == "descending"
+
+
+def test_an_engine_is_registered_drained_and_unregistered(page: Chromium) -> None:
+    """Selections leave a drained engine out, and choose it again afterwards."""
+
+    def is_usable() -> bool:
+        return bool(ask(url, "/v1/select", {"model": MODEL, "tokens": [1, 2, 3]})["usable"])
+
+    with run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine, serving() as (_, url):
+        engine.publish(store_event(0, 2))
+        page.open(url)
+        page.run("document.querySelector('#register-part summary').click()")
+        fields = {"instance_id": "engine-0", "endpoint": "tcp://nowhere", "model_name": MODEL, "block_size": str(BLOCK)}
+        for name, value in fields.items():
+            page.type_into(f"#register [name={name}]", value)
+        page.press("Enter")
+        page.wait(f"/^invalid endpoint 'tcp:..nowhere'/.test({text_script('#register-said')})")
+        page.type_into("#register [name=replay_endpoint]", str(engine.replay_endpoint))
+        page.type_into("#register [name=endpoint]", engine.endpoint)
+        page.press("Enter")
+        page.wait(f"{text_script('#register-said')} === 'engine-0 is registered.'")
+        page.wait(f"{cell_script(BLOCKS)} === '2'")
+        page.run("document.querySelector('.toggle').click()")
+        drain, unregister = (f"document.querySelector('tr.detail button:nth-of-type({number})')" for number in (1, 2))
+        assert is_usable()
+        page.run(f"{drain}.click()")
+        page.wait(f"{drain}.textContent === 'End draining' && {cell_script(REASON)}.includes('selections leave it out')")
+        assert not is_usable()
+        page.run(f"{drain}.click()")
+        page.wait(f"{drain}.textContent === 'Drain' && !{cell_script(REASON)}.includes('selections leave it out')")
+        assert is_usable()
+        page.run(f"{unregister}.click()")
+        page.wait(f"{unregister}.textContent === 'Unregister and drop its blocks'")
+        page.run(f"{unregister}.click()")
+        page.wait(is_visible_script("#fleet-none"))
+        assert ask(url, "/v1/sources")["sources"] == []
+        assert console_errors(page, expected=r"503 .*/readyz|400 .*/register") == []
+
+
+def test_actions_need_a_token_that_permits_them_and_an_engine_that_a_client_registered(page: Chromium, tmp_path: Path) -> None:
+    token = "correct-horse-battery-staple"  # noqa: S105 - of this test
+    config = tmp_path / "fleet.toml"
+    config.write_text(f'[[access.tokens]]\nrole = "read"\ntoken = "{token}"\n')
+    with (
+        run_publisher(endpoint=ANY, replay_endpoint=ANY) as engine,
+        serving("--config", config, *worker_options(engine)) as (_, url),
+    ):
+        page.open(url)
+        page.wait(is_visible_script("#locked"))
+        page.type_into("#token", token)
+        page.press("Enter")
+        page.wait("document.querySelector('.toggle') !== null")
+        page.run("document.querySelector('.toggle').click()")
+        assert page.run("document.querySelector('tr.detail button:nth-of-type(2)').hidden")
+        page.run("document.querySelector('tr.detail button').click()")
+        page.wait("document.querySelector('tr.detail output').textContent.includes('does not have the required role')")
 
 
 def test_the_page_shows_when_the_connection_was_lost_and_reconnects(page: Chromium) -> None:

@@ -400,6 +400,26 @@ class LoadView(Struct, frozen=True, kw_only=True):
     """Time since it arrived."""
 
 
+class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """An engine, or one rank of it, that no selection should choose while its stream is followed."""
+
+    instance: EngineId
+    rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
+    """None means all ranks."""
+    tenant: str = DEFAULT_GROUP
+    group: str = DEFAULT_GROUP
+    draining: bool = True
+    """False ends it: selections choose the engine again."""
+
+
+class DrainAnswer(Struct, frozen=True, kw_only=True):
+    """The ranks of an engine that a `DrainRequest` has changed."""
+
+    instance: str
+    ranks: list[int]
+    draining: bool
+
+
 class SourceView(Struct, frozen=True, kw_only=True):
     """One data-parallel rank of one engine."""
 
@@ -418,6 +438,8 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """`http` for a client's registration, else `discovery` or `plane`."""
     lease_expires_at: float | None = None
     """When a client's registration ends unless it is renewed; null if it has no lease."""
+    draining: bool = False
+    """Whether a client of `/v1/drain` has excluded it from selections."""
     trust: TrustStatus
     advice: str = ""
     """What to do about the trust, for people; empty if it is `EXACT`."""

@@ -568,7 +568,8 @@ class Row {
     putClass(this.trust, `trust ${view.trust.state}`);
     put(this.reason, view.trust.reason || (view.trust.attested ? "attested by the engine" : ""));
     // An unreachable engine's fault is part of the reason already.
-    put(this.fault, view.fault && !view.trust.reason.includes(view.fault) ? `Fault: ${view.fault}` : "");
+    const fault = view.fault && !view.trust.reason.includes(view.fault) ? `Fault: ${view.fault}` : "";
+    put(this.fault, view.draining ? "Drained: selections leave it out." : fault);
     put(this.advice, view.advice);
     put(this.blocks, count(view.blocks));
     put(this.pace, pace(this.rate));
@@ -591,12 +592,27 @@ class Row {
   }
 }
 
+const UNREGISTER = "Unregister",
+  UNREGISTER_NOW = "Unregister and drop its blocks";
+
+/** What to say of a request: `done`, or why the service has refused it. */
+async function sentenceOf(request, done) {
+  try {
+    await request;
+    return done;
+  } catch (error) {
+    if (!(error instanceof RefusedError)) throw error;
+    return [error.message, error.hint].filter(Boolean).join(". ");
+  }
+}
+
 /** What a row shows when it is opened. Values change in place, so that a reader can select and copy them. */
 class Detail {
   constructor(view) {
     this.values = new Map();
-    Object.assign(this, {where: make("dl"), counters: make("dl"), gaps: make("div"), rejects: make("div")});
+    Object.assign(this, {where: make("dl"), counters: make("dl"), gaps: make("div"), rejects: make("div"), view});
     const parts = [
+      ["Actions", this.actions()],
       ["Where", this.where],
       ["Counters", this.counters],
       ["Gap ledger", this.gaps],
@@ -610,7 +626,38 @@ class Detail {
     this.element = make("tr", {role: "row", className: "detail"}, make("td", {role: "cell", colSpan: COLUMNS.length}, facts));
     this.show(view);
   }
+  actions() {
+    const button = act => {
+      const made = make("button", {type: "button", className: "button"});
+      made.addEventListener("click", act);
+      return made;
+    };
+    this.drain = button(() => this.act("/v1/drain", this.rank({draining: !this.view.draining})));
+    this.unregister = button(() => {
+      if (this.unregister.textContent === UNREGISTER) put(this.unregister, UNREGISTER_NOW);
+      else this.act("/unregister", this.identity());
+    });
+    this.unregister.addEventListener("blur", () => put(this.unregister, UNREGISTER));
+    this.said = make("output", {className: "problem"});
+    put(this.unregister, UNREGISTER);
+    return make("div", {className: "ask"}, this.drain, " ", this.unregister, " ", this.said);
+  }
+  rank(more) {
+    const {instance, rank, tenant, group} = this.view;
+    return {instance, rank, tenant, group, ...more};
+  }
+  identity() {
+    const {instance, rank, model, tenant, group} = this.view;
+    return {instance_id: instance, dp_rank: rank, model_name: model, tenant_id: tenant, routing_group: group};
+  }
+  async act(path, body) {
+    put(this.said, await sentenceOf(ask(path, body), ""));
+    pollers.sources.now();
+  }
   show(view) {
+    this.view = view;
+    put(this.drain, view.draining ? "End draining" : "Drain");
+    this.unregister.hidden = view.origin !== "http"; // discovery would name it again
     const seen = view.block_sizes.join(" and ") || "none yet",
       declared = view.declared_block_size,
       otherwise = view.block_sizes.some(size => size !== declared);
@@ -729,9 +776,19 @@ function filter() {
     $("fleet-none"),
     rows.size
       ? "No source is like that."
-      : "No source is registered yet. POST /register names one, and so does a configuration file.",
+      : "No source is registered yet. The form below names one, and so does a configuration file.",
   );
 }
+
+$("register").addEventListener("submit", async event => {
+  event.preventDefault();
+  const filled = [...new FormData($("register"))].map(([name, value]) => [name, value.trim()]).filter(([, value]) => value);
+  const body = Object.fromEntries(filled);
+  if (body.block_size) body.block_size = Number(body.block_size);
+  put($("register-said"), "Asking …");
+  put($("register-said"), await sentenceOf(ask("/register", body), `${body.instance_id} is registered.`));
+  pollers.sources.now();
+});
 
 function sortBy(column, down) {
   Object.assign(sorting, {column, down});
@@ -991,12 +1048,13 @@ const EVENTS = {
   },
 };
 
+let lastId = "";
+
 function apply(text) {
-  const data = text
-    .split(/\r?\n/)
-    .filter(line => line.startsWith("data:"))
-    .map(line => line.slice(5))
-    .join("\n");
+  const lines = text.split(/\r?\n/),
+    valuesOf = name => lines.filter(line => line.startsWith(`${name}: `)).map(line => line.slice(name.length + 2));
+  lastId = valuesOf("id").at(-1) ?? lastId;
+  const data = valuesOf("data").join("\n");
   if (!data) return; // a comment that keeps the connection open
   const event = JSON.parse(data),
     found = named.get(nameOf(event)) ?? [];
@@ -1018,7 +1076,11 @@ async function listen() {
   restartTimer();
   const {token} = contact;
   const answer = await reached(
-    fetch("/v1/events", {headers: contact.headers({Accept: "text/event-stream"}), cache: "no-store", signal: stop.signal}),
+    fetch("/v1/events", {
+      headers: contact.headers({Accept: "text/event-stream", ...(lastId && {"Last-Event-ID": lastId})}),
+      cache: "no-store",
+      signal: stop.signal,
+    }),
   );
   if (!answer.ok) await read(answer, token);
   contact.regain("events");

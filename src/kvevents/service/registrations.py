@@ -112,11 +112,14 @@ class Registrations:
             report_lost(str(error))
             return
         self.were_saved = bool(entries)
-        for registration, lease_seconds in ((entry.registration, entry.lease_seconds) for entry in entries):
+        for entry in entries:
+            registration = entry.registration
             try:
                 check_endpoints(self._allow_list, registration)  # the allow-list may have changed since
                 self._fleet.register(registration, HTTP, resume=self._resume)
-                self._grant_lease(registration.key, lease_seconds)
+                self._grant_lease(registration.key, entry.lease_seconds)
+                if entry.is_draining:
+                    self._fleet.set_draining(registration.key, is_draining=True)
             except ServiceError as error:
                 report_lost(f"{registration.label} is not followed again: {error}")
 
@@ -207,6 +210,21 @@ class Registrations:
             raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
         return former
 
+    async def drain(self, query: InstanceQuery, client: Client, *, is_draining: bool) -> list[Registration]:
+        """Exclude the ranks of an instance from selections, or end that, and return their registrations.
+
+        Raises `NotFoundError` if no rank is registered.
+        """
+        self._check_follows()
+        ranks = self._find(query)
+        changes = [self._fleet.set_draining(rank.key, is_draining=is_draining) for rank in ranks]
+        await asyncio.gather(*map(asyncio.wrap_future, changes))
+        await self.save()
+        for rank in ranks:
+            change = f"{'drained' if is_draining else 'ended the draining of'} {rank.label} of tenant {rank.tenant}"
+            self._audit.log_change(change, caller=client.caller, peer=client.peer)
+        return ranks
+
     def _find(self, query: InstanceQuery) -> list[Registration]:
         owner = (
             query.instance,
@@ -268,6 +286,10 @@ class Registrations:
     def _list_registrations(self) -> list[SavedRegistration]:
         members = [member for member in list(self._fleet.members.values()) if member.origin == HTTP]
         return [
-            SavedRegistration(registration=member.registration, lease_seconds=member.lease and member.lease.seconds)
+            SavedRegistration(
+                registration=member.registration,
+                lease_seconds=member.lease and member.lease.seconds,
+                is_draining=member.is_draining,
+            )
             for member in members
         ]

@@ -38,10 +38,12 @@ _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A client's registration, and the length of its lease, which begins again when the service starts."""
+    """A client's registration, and what else a client has said about it."""
 
     registration: Registration
     lease_seconds: int | None = None
+    """Length of its lease, which begins again when the service starts."""
+    is_draining: bool = False
 
 
 _REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])

@@ -1,11 +1,13 @@
-"""The events of `/v1/events`: a bus with one bounded queue for each client."""
+"""The events of `/v1/events`: a bus that keeps the newest events, and the place of each client in them."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from secrets import token_hex
 from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
@@ -13,8 +15,10 @@ from msgspec import Struct
 from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
-MAX_QUEUED: Final = 1_024
-"""Maximum number of events that wait for one slow client. The client receives the number of the events beyond that."""
+MAX_KEPT: Final = 1_024
+"""Number of events that are kept for clients that are slow or connect again. They receive the number of the older ones."""
+MAX_DIGITS: Final = 19
+"""Maximum number of digits of an event's number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -61,72 +65,103 @@ StreamEvent: TypeAlias = SourceEvent | BatchesEvent | SnapshotEvent | LossEvent
 
 
 class EventBus:
-    """Passes events from other threads to clients in the event loop."""
+    """Numbers the events of all sources, and keeps the newest ones for the clients in the event loop."""
 
     def __init__(self) -> None:
-        self._queues: set[Queue] = set()
+        self._name: Final = token_hex(4)
+        """Part of all ids, since the next process counts from 0 again."""
+        self._lock: Final = threading.Lock()
+        self._newest: Final = deque[StreamEvent](maxlen=MAX_KEPT)
+        self._count = 0
+        """All events so far."""
+        self._subscriptions: Final = set[Subscription]()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.is_closed = False
+        """Whether the clients receive no more events."""
 
     def __len__(self) -> int:
-        return len(self._queues)
+        return len(self._subscriptions)
 
     def publish(self, event: StreamEvent) -> None:
         """Send an event to all clients. Any thread may call it."""
-        if self._queues and self._loop is not None:
+        with self._lock:
+            self._newest.append(event)
+            self._count += 1
+        if self._subscriptions and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._put, event)
+                self._loop.call_soon_threadsafe(self._wake)
 
-    def _put(self, event: StreamEvent) -> None:
-        for queue in self._queues:
-            queue.put(event)
+    def _wake(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.has_events.set()
 
     def close(self) -> None:
-        """Close the queues of all clients. Call it in the event loop."""
-        for queue in self._queues:
-            queue.close()
+        """End the subscriptions of all clients. Call it in the event loop."""
+        self.is_closed = True
+        self._wake()
 
     @contextmanager
-    def subscribe(self) -> Iterator[Queue]:
-        """Return a context with a queue that receives all events. Call it in the event loop."""
+    def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
+        """Return a context with a subscription to the events after the one with `last_id`. Call it in the event loop.
+
+        Without an id it begins with the next event. After the id of another process it begins with the first event of this one.
+        """
         self._loop = asyncio.get_running_loop()
-        queue = Queue()
-        self._queues.add(queue)
+        subscription = Subscription(self, self._count if last_id is None else self._find(last_id))
+        self._subscriptions.add(subscription)
         try:
-            yield queue
+            yield subscription
         finally:
-            self._queues.discard(queue)
+            self._subscriptions.discard(subscription)
+
+    def _find(self, event_id: str) -> int:
+        """Return the number of the event after the one with an id."""
+        name, _, number = event_id.partition("-")
+        is_known = name == self._name and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
+        return min(int(number), self._count) if is_known else 0
+
+    def read(self, position: int) -> StreamEvent | int | None:
+        """Return an event by its number, or None if it is to come. If it is not kept, return how many events are missing."""
+        with self._lock:
+            first = self._count - len(self._newest)
+            if position < first:
+                return first - position
+            return self._newest[position - first] if position < self._count else None
+
+    def id_before(self, position: int) -> str:
+        """Return the id of the event before a number."""
+        return f"{self._name}-{position}"
 
 
-class Queue:
-    """The events that wait for one client."""
+class Subscription:
+    """The events that one client has not received."""
 
-    def __init__(self) -> None:
-        self._events: deque[StreamEvent] = deque()
-        self._has_events = asyncio.Event()
-        self._missed_count = 0
-        self.closed = False
+    def __init__(self, bus: EventBus, position: int) -> None:
+        self._bus: Final = bus
+        self._position = position
+        """Number of the next event."""
+        self.has_events: Final = asyncio.Event()
+        """It is set when an event arrives, and when the bus is closed."""
 
-    def put(self, event: StreamEvent) -> None:
-        """Append an event, or count it as missed if the queue is full."""
-        if len(self._events) < MAX_QUEUED:
-            self._events.append(event)
-        else:
-            self._missed_count += 1
-        self._has_events.set()
+    @property
+    def last_id(self) -> str:
+        """The id of the newest event that was returned, or was missed."""
+        return self._bus.id_before(self._position)
 
-    def close(self) -> None:
-        """End the queue: the client receives no more events."""
-        self.closed = True
-        self._has_events.set()
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more events follow."""
+        return self._bus.is_closed
 
     async def get(self, pause: float) -> StreamEvent | int | None:
         """Return the next event, or the number of events that this client missed; None after `pause` seconds without one."""
-        if not self._events and not self._missed_count:
-            self._has_events.clear()
+        self.has_events.clear()
+        event = self._bus.read(self._position)
+        if event is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._has_events.wait()
-        if self._events:
-            return self._events.popleft()
-        count, self._missed_count = self._missed_count, 0
-        return count or None
+                    await self.has_events.wait()
+            event = self._bus.read(self._position)
+        if event is not None:
+            self._position += event if isinstance(event, int) else 1
+        return event

@@ -24,7 +24,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, ServiceError, 
 from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
 from kvevents.service.fleet.member import HTTP, Member, Revision
-from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.registration import SEPARATOR, Key, Registration, Scope, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 DEFAULT_MAX_RESERVATIONS: Final = 65_536
+DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
+"""Why a stream is in no selection although it is followed."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
@@ -53,10 +55,6 @@ class Fleet(Listener):
     """LoRA adapters that requests may name as their model, as engines list them."""
     unready: Mapping[str, str] = {}
     """Why sources should get no requests although they are followed, by their names."""
-    version = 0
-    """The version changes when a member is added or removed."""
-    state_version = 0
-    """The version changes when a member changes its state."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
 
@@ -141,7 +139,6 @@ class Fleet(Listener):
             self._collect_workers()
             self._scopes.add(registration.scope, registration.key)
             self._add_block_size(registration)
-            self.version += 1
             self.revision.advance()
         following = self.follower.submit(lambda: self._follow(member, checkpoint))
         following.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
@@ -185,13 +182,25 @@ class Fleet(Listener):
     def unregister(self, key: Key) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
         with self._lock:
-            member = self.members.get(key)
-            if member is None:
-                raise NotFoundError(
-                    f"{key[0].split(chr(31))[-1]} rank {key[1]} is not registered", "not-registered", "see /workers"
-                )
+            member = self._find(key)
             self._drop(member)
         return self.follower.submit(lambda: self._leave(member))
+
+    def _find(self, key: Key) -> Member:
+        member = self.members.get(key)
+        if member is None:
+            name = f"{key[0].split(SEPARATOR)[-1]} rank {key[1]}"
+            raise NotFoundError(f"{name} is not registered", "not-registered", "see /workers")
+        return member
+
+    def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
+        """Exclude a stream from selections and follow it as before, or end that. Answers agree when the future is done.
+
+        Raises `NotFoundError`.
+        """
+        member = self._find(key)
+        member.is_draining = is_draining
+        return self.follower.submit(lambda: self._update_trust(member, self._clock()))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
         sentence = f"cannot follow {member.registration.label}: {error}"
@@ -207,7 +216,6 @@ class Fleet(Listener):
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
         self._collect_workers()
-        self.version += 1
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
         self._scopes.drop(member.registration.scope, member.registration.key)
@@ -409,7 +417,6 @@ class Fleet(Listener):
         trust = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
         for member in list(self.workers.values()):
             member.set_trust(trust, (Reason.FAILED,), self._clock())
-        self.state_version += 1
         self.on_change()
 
     def _update_all_trust(self, now: float) -> None:
@@ -426,16 +433,16 @@ class Fleet(Listener):
         except LookupError:  # its order is on its way
             return
         codes = member.trust_status.reason_codes
+        why_not_ready = DRAINING if member.is_draining else self.unready.get(registration.key[0], "")
         for worker in (member, *member.carried):
             worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
-            if worker.update_reach(self.unready.get(registration.key[0], "")):
+            if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
         former = member.update_trust(trust, now)
         for worker in member.carried:
             worker.status, worker.faults = member.status, member.faults
-            self.state_version += worker.update_trust(trust, now) is not None
+            worker.update_trust(trust, now)
         if former is not None:
-            self.state_version += 1
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
             level = logging.WARNING if is_wrong else logging.INFO
@@ -492,7 +499,6 @@ class Fleet(Listener):
             with self._lock:
                 member.carried = tuple(carried[rank] for rank in ranks)
                 self._collect_workers()
-                self.version += 1
                 self.revision.advance()
         for worker in member.carried:
             with suppress(UnknownSourceError):  # its stream has just ended

@@ -59,6 +59,7 @@ class Member:
         "index_faults",
         "info",
         "instance",
+        "is_draining",
         "is_hidden",
         "lag",
         "last_event",
@@ -91,6 +92,8 @@ class Member:
         """The other ranks that its stream carries. They share its trust, and are not registered themselves."""
         self.is_hidden = False
         """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
+        self.is_draining = False
+        """Whether a client has excluded it from selections."""
         self.origin = origin
         """Origin of the registration: `http` for clients, `discovery` or `plane`."""
         self.lease: Lease | None = None
@@ -157,7 +160,7 @@ class Member:
         return [] if fault is None or trust == Trust.EXACT else [fault]
 
     def update_reach(self, why_not_ready: str = "") -> bool:
-        """Find out whether the engine can take requests, unless discovery knows why not. Return whether that has changed.
+        """Find out whether the engine can take requests, unless it is known why not. Return whether that has changed.
 
         A stream alone does not say that: the server for requests is another process. And a process that was stopped keeps its
         connections. It is known by its replay endpoint, which answered before and no longer does while no event arrives.
@@ -278,6 +281,7 @@ class Member:
             labels=dict(registration.labels),
             origin=self.origin,
             lease_expires_at=None if (lease := self.lease) is None else lease.expires_at,
+            draining=self.is_draining,
             trust=(trust := self.trust_status),
             advice=advise(trust.state, trust.reason_codes, registration.endpoint),
             since=self.since,

@@ -20,7 +20,13 @@ JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
 """Media type of errors (RFC 9457), regardless of the media types that the request accepts."""
 MSGPACK: Final = b"application/msgpack"
+MSGPACK_BEFORE: Final = b"application/x-msgpack"
+"""Name of the same type before it was registered."""
 RAW: Final = b"application/octet-stream"
+_WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
+"""A weight in an `Accept` header."""
+_REFUSED: Final = (0.0, 0)
+"""Weight and place of a type that a client does not accept."""
 MAX_PARAMETERS: Final = 32
 MAX_ERROR: Final = 800
 """Maximum number of characters of an error's sentence, which may quote the request. The response has it twice."""
@@ -32,21 +38,50 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Headers:
-    """The headers that the endpoints use; of several headers with one name the first one counts."""
+    """The headers that the endpoints use; of several headers with one name the first one counts, except for `Accept`."""
 
-    __slots__ = ("accept", "authorization", "fetch_mode", "fetch_site", "host", "if_none_match", "kind", "origin")
+    __slots__ = (
+        "authorization",
+        "fetch_mode",
+        "fetch_site",
+        "host",
+        "if_none_match",
+        "kind",
+        "last_event_id",
+        "origin",
+        "wants_msgpack",
+    )
 
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
         self.authorization: Final = fields.get("authorization")
-        self.accept: Final = fields.get("accept")
+        self.wants_msgpack: Final = prefers_msgpack(b",".join(value for name, value in headers if name == "accept"))
+        """Whether the answer should be msgpack, and not JSON."""
         self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body in lower case, without parameters; empty if not given."""
         self.host: Final = fields.get("host")
         self.if_none_match: Final = fields.get("if-none-match")
+        last_event_id = fields.get("last-event-id")
+        self.last_event_id: Final = None if last_event_id is None else last_event_id.decode("latin-1")
         self.origin: Final = fields.get("origin")
         self.fetch_site: Final = fields.get("sec-fetch-site")
         self.fetch_mode: Final = fields.get("sec-fetch-mode")
+
+
+def prefers_msgpack(accept: bytes) -> bool:
+    """Return whether a client prefers msgpack to JSON, by its `Accept` header (RFC 9110, 12.5.1).
+
+    Wildcards mean JSON. Of two types with the same weight the first one counts.
+    """
+    ranks: dict[bytes, tuple[float, int]] = {}
+    for position, entry in enumerate(accept.lower().split(b",")):
+        kind, *parameters = (part.strip(b" \t") for part in entry.split(b";"))
+        weight = next((value[2:] for value in parameters if value.startswith(b"q=")), b"1")
+        if _WEIGHT.fullmatch(weight):
+            ranks.setdefault(kind, (float(weight), -position))
+    msgpack = max((ranks[kind] for kind in (MSGPACK, MSGPACK_BEFORE) if kind in ranks), default=_REFUSED)
+    json = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _REFUSED)
+    return msgpack[0] > 0 and msgpack > json
 
 
 class Lookup(NamedTuple):
@@ -154,10 +189,15 @@ class StreamingResponse:
 
 
 def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:
-    """Return a value as JSON, or as msgpack if the request accepts only that."""
-    if request is not None and request.headers.accept == MSGPACK:
+    """Return a value as JSON, or as msgpack if the request prefers it."""
+    if request is not None and request.headers.wants_msgpack:
         return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
     return Response(_encode(value), status=status)
+
+
+def answer_json(body: bytes, request: HttpRequest) -> Response:
+    """Return a value that is encoded as JSON already, as `answer` returns it."""
+    return answer(msgspec.json.decode(body), request) if request.headers.wants_msgpack else Response(body)
 
 
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
@@ -188,7 +228,7 @@ class Body(msgspec.Struct, frozen=True):
         """Decode and check the body. Raises `ServiceError`."""
         _check_size(len(request.body), limits)
         kind = request.kind
-        if kind in {MSGPACK, b"application/x-msgpack"}:
+        if kind in {MSGPACK, MSGPACK_BEFORE}:
             decoder = self.msgpack
         elif kind == JSON or kind.endswith(b"+json"):
             decoder = self.json

@@ -37,7 +37,7 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
     scope = scope_of(query)
     values = {name: getattr(query, name) for name in query.__struct_fields__ if name not in _PROMPTS} | changes
     fields = {name: value for name, value in values.items() if value is not None and value is not UNSET}
-    wants_msgpack = request.path.startswith("/v1/") and request.headers.accept == MSGPACK
+    wants_msgpack = request.path.startswith("/v1/") and request.headers.wants_msgpack
     response = ask(service, scope, request.path, fields, tokens, wants_msgpack=wants_msgpack)
     count = sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens)
     request.lookup = Lookup(scope.model, count, response.longest)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
-from kvevents.service.http.messages import JSON, MSGPACK, Body, HttpRequest, Response
+from kvevents.service.http.messages import JSON, MSGPACK, Body, HttpRequest, Response, answer_json
 from kvevents.service.http.pages import read_number
 from kvevents.service.service import Service
 
@@ -37,7 +37,7 @@ def finish(service: Service, request: HttpRequest) -> Response:
 
 
 def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) -> Response:
-    wants_msgpack = request.headers.accept == MSGPACK
+    wants_msgpack = request.headers.wants_msgpack
     method = "GET" if request.method == "HEAD" else request.method
     body = ask(service, method, request.item, changes, wants_msgpack=wants_msgpack)
     return Response(body, kind=MSGPACK if wants_msgpack else JSON)
@@ -59,9 +59,10 @@ def ask(
 
 def list_open(service: Service, request: HttpRequest) -> Response:
     """List open reservations, in the order in which they expire."""
-    return Response(service.data_plane.reservations(read_number(request.arguments, "limit", DEFAULT_LISTED, MAX_LISTED)))
+    limit = read_number(request.arguments, "limit", DEFAULT_LISTED, MAX_LISTED)
+    return answer_json(service.data_plane.reservations(limit), request)
 
 
-def explain(service: Service, _: HttpRequest) -> Response:
+def explain(service: Service, request: HttpRequest) -> Response:
     """Return a sample of the newest selections, each with its candidates and the parts of their scores."""
-    return Response(service.data_plane.decisions())
+    return answer_json(service.data_plane.decisions(), request)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -35,7 +35,7 @@ AsyncHandler: TypeAlias = "Callable[[Service, HttpRequest], Awaitable[Response |
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the query string."""
+    """A parameter of the query string, a header or a part of the path."""
 
     name: str
     description: str
@@ -72,8 +72,8 @@ class Route:
 
     Others are rejected, except at public endpoints.
     """
-    is_tagged: bool = False
-    """Whether responses have an entity tag, so that clients can send `If-None-Match`."""
+    headers: tuple[Parameter, ...] = ()
+    """Headers of requests that change the response."""
     media: str = "application/json"
     """Media type of the response."""
 
@@ -122,6 +122,8 @@ _PAGE: Final = (
     ),
     Parameter("cursor", "where the page begins", schema={"type": "string", "pattern": pages.CURSOR.pattern}),
 )
+_TAGGED: Final = (Parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has"),)
+"""Headers of an endpoint whose responses have an entity tag."""
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = ((503, "the process failed and must be restarted"),)
 
@@ -207,7 +209,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     Route("POST", "/unregister", indexer_api.unregister, role=Role.REGISTER, tag="indexer", takes=schemas.UnregisterRequest),
     _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool=QUERIES),
     _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool=QUERIES),
-    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE), is_tagged=True),
+    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE), headers=_TAGGED),
     _indexer("GET", "/services", indexer_listings.services, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/global_view", indexer_listings.global_view, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/dump", indexer_listings.dump),
@@ -313,8 +315,9 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
         gives=schemas.SourcesAnswer,
         pool=FLEET,
         parameters=(*_FILTERS, *_PAGE),
-        is_tagged=True,
+        headers=_TAGGED,
     ),
+    _v1("POST", "/v1/drain", v1.drain, role=Role.REGISTER, takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
     _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool=FLEET),
     _v1(
         "GET",
@@ -333,7 +336,14 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
             Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
         ),
     ),
-    _v1("GET", "/v1/events", v1.events, parameters=_FILTERS, media="text/event-stream"),
+    _v1(
+        "GET",
+        "/v1/events",
+        v1.events,
+        parameters=_FILTERS,
+        headers=(Parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow"),),
+        media="text/event-stream",
+    ),
     # Probes, metrics, documentation and the page
     _public("GET", "/health", health, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
     _public("GET", "/livez", live, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
@@ -416,13 +426,20 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ITEM_PARAMETER: Final = {
-    "name": "id",
-    "in": "path",
-    "required": True,
-    "description": "name of the reservation",
-    "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._~:-]{{1,{schemas.MAX_RESERVATION_ID}}}$"},
-}
+def _describe(parameter: Parameter, place: Literal["query", "header", "path"]) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "in": place,
+        "required": parameter.required,
+        "description": parameter.description,
+        "schema": parameter.schema,
+    }
+
+
+_ITEM_PATTERN: Final = f"^[A-Za-z0-9._~:-]{{1,{schemas.MAX_RESERVATION_ID}}}$"
+_ITEM_PARAMETER: Final = _describe(
+    Parameter("id", "name of the reservation", required=True, schema={"type": "string", "pattern": _ITEM_PATTERN}), "path"
+)
 
 
 def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
@@ -431,30 +448,13 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
         "summary": endpoint.summary,
         "tags": [endpoint.tag],
         "parameters": [
-            {
-                "name": parameter.name,
-                "in": "query",
-                "required": parameter.required,
-                "description": parameter.description,
-                "schema": parameter.schema,
-            }
-            for parameter in endpoint.parameters
-        ]
-        + ([_ITEM_PARAMETER] if ITEM in endpoint.path else []),
+            *(_describe(parameter, "query") for parameter in endpoint.parameters),
+            *([_ITEM_PARAMETER] if ITEM in endpoint.path else []),
+            *(_describe(parameter, "header") for parameter in endpoint.headers),
+        ],
         "responses": _responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
-    if endpoint.is_tagged:
-        description = "entity tag (`ETag`) of the answer that the client has"
-        operation["parameters"].append(
-            {
-                "name": "If-None-Match",
-                "in": "header",
-                "required": False,
-                "description": description,
-                "schema": {"type": "string"},
-            }
-        )
     if endpoint.takes is not None:
         content: dict[str, Any] = {"application/json": {"schema": by_kind[id(endpoint.takes)]}}
         if endpoint.raw:
@@ -470,7 +470,7 @@ def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
         str(status): {"description": description, "content": content}
         for status, description in ((endpoint.status, "success"), *endpoint.also)
     }
-    if endpoint.is_tagged:
+    if endpoint.headers is _TAGGED:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
     problem = {PROBLEM.decode(): {"schema": by_kind[id(Problem)]}}
     for status, description in _ERRORS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
@@ -12,6 +13,8 @@ import msgspec
 
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
+    DrainAnswer,
+    DrainRequest,
     MatchManyRequest,
     MatchRequest,
     Reserve,
@@ -21,18 +24,20 @@ from kvevents.client.schemas import (
 )
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
-from kvevents.service.fleet.event_bus import Queue, StreamEvent
+from kvevents.service.fleet.event_bus import StreamEvent, Subscription
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import MAX_DIGITS, MAX_SHOWN, cut_page, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
+from kvevents.service.registrations import Client, InstanceQuery
 from kvevents.service.service import Service
 from kvevents.settings import build_decoder_now
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
 SELECT: Final = Body.of(SelectRequest)
+DRAIN: Final = Body.of(DrainRequest)
 MAX_PAGE: Final = 10_000
 """Largest page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
@@ -40,7 +45,8 @@ CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
 HEARTBEAT_SECONDS: Final = 15.0
-"""Interval of comments on an idle `/v1/events`. They keep proxies from closing it and reveal disconnected clients."""
+"""Longest pause of `/v1/events`, after which a comment is sent. It keeps proxies from closing the connection, reveals clients
+that have left, and moves the last id of a client on whose filters nothing has passed."""
 
 
 # --- prompts
@@ -115,6 +121,16 @@ def sources(service: Service, request: HttpRequest) -> Response:
     return tag(answer(listing, request), request)
 
 
+async def drain(service: Service, request: HttpRequest) -> Response:
+    """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
+    body: DrainRequest = DRAIN.read(request, service.settings.limits)
+    query = InstanceQuery(str(body.instance), body.rank, tenant=body.tenant, group=body.group)
+    client = Client(request.caller, request.peer)
+    ranks = await service.registrations.drain(query, client, is_draining=body.draining)
+    numbers = [registration.rank for registration in ranks]
+    return answer(DrainAnswer(instance=query.instance, ranks=numbers, draining=body.draining), request)
+
+
 def _matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> bool:
     return all(getattr(item, name) == filters[name] for name in _FILTERS if name in filters)
 
@@ -166,26 +182,35 @@ def _rank(text: str) -> int:
 
 
 def events(service: Service, request: HttpRequest) -> StreamingResponse:
-    """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source."""
+    """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source.
+
+    Events have ids. With `Last-Event-ID` the stream continues after that event, or reports how many were missed.
+    """
     if len(service.fleet.event_bus) >= service.settings.limits.max_listeners:
         raise UnavailableError(
             f"{service.settings.limits.max_listeners} clients are connected to /v1/events already",
             "too-many-listeners",
             "raise limits.max_listeners, or poll /v1/sources",
         )
-    subscription = ExitStack()
-    queue = subscription.enter_context(service.fleet.event_bus.subscribe())  # it counts from now on
-    return StreamingResponse(_events(queue, request.arguments), b"text/event-stream", release=subscription.close)
+    context = ExitStack()
+    last_id = request.headers.last_event_id
+    # It counts from now on.
+    subscription = context.enter_context(service.fleet.event_bus.subscribe(last_id))
+    return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
 
-async def _events(queue: Queue, filters: Mapping[str, str]) -> AsyncIterator[bytes]:
-    yield b"retry: 2000\n\n"
-    while not queue.closed:
-        event = await queue.get(HEARTBEAT_SECONDS)
-        if event is None:
-            yield b": still here\n\n"
-        elif isinstance(event, int):
-            yield b'event: missed\ndata: {"events":%d}\n\n' % event
-        elif _matches(event, filters):
-            kind = event.__struct_config__.tag
-            yield b"event: %b\ndata: %b\n\n" % (str(kind).encode(), msgspec.json.encode(event))
+async def _events(subscription: Subscription, filters: Mapping[str, str]) -> AsyncIterator[bytes]:
+    yield b"retry: 2000\nid: %b\n\n" % subscription.last_id.encode()
+    sent_at = time.monotonic()
+    while not subscription.is_closed:
+        event = await subscription.get(max(0.0, sent_at + HEARTBEAT_SECONDS - time.monotonic()))
+        if isinstance(event, int):
+            lines = b'event: missed\ndata: {"events":%d}' % event
+        elif event is not None and _matches(event, filters):
+            lines = b"event: %b\ndata: %b" % (str(event.__struct_config__.tag).encode(), msgspec.json.encode(event))
+        elif time.monotonic() - sent_at >= HEARTBEAT_SECONDS:
+            lines = b": still here"
+        else:
+            continue  # the client has filtered it out
+        yield b"%b\nid: %b\n\n" % (lines, subscription.last_id.encode())
+        sent_at = time.monotonic()
