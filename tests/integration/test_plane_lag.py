@@ -57,7 +57,7 @@ def trust_of(replica: ReplicaRunner) -> Trust:
 def records(trust: str, **lags: float) -> list[Record]:
     log_records: list[Record] = [JoinRecord("engine", 0, b"")]
     for bridge, lag in lags.items():
-        log_records += [HeartbeatRecord(bridge, 1.0, 0.0, "", lag), TrustRecord("engine", 0, bridge, trust, "", {})]
+        log_records += [HeartbeatRecord(bridge, 1.0, "", lag), TrustRecord("engine", 0, bridge, trust, "", {})]
     return log_records
 
 

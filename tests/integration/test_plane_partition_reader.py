@@ -315,7 +315,7 @@ def test_a_page_can_begin_a_new_history(server: NatsServer) -> None:
 
 def test_a_message_whose_headers_contradict_its_content_is_not_a_page() -> None:
     """Readers use the headers, so a message whose content differs from them is rejected."""
-    page = Page(VERSION, "a", 0.0, [], name="a#1", history=EMPTY_HISTORY)
+    page = Page(VERSION, "a", [], name="a#1", history=EMPTY_HISTORY)
     data, history = encode_page(page), history_header(EMPTY_HISTORY)
     assert ReceivedMessage(1, data, 0, "a#1", history).page() == page
     for name, said in (("a#2", history), ("a#1", "new"), ("a#1", history_of("x").hex())):

@@ -30,4 +30,4 @@ def add_partition(found: LogSubscriber, partition: int, state: PartitionState, r
 
 
 def make_message(position: int, *records: Record, pending: int = 0) -> ReceivedMessage:
-    return ReceivedMessage(position, encode_page(Page(VERSION, "bridge", 0.0, list(records))), pending)
+    return ReceivedMessage(position, encode_page(Page(VERSION, "bridge", list(records))), pending)

@@ -29,7 +29,7 @@ def batch_record(seq: int, incarnation_key: int = 1, incarnation: int = 0) -> Ba
 def audit_pages(*pages: tuple[int, Record]) -> Audit:
     audit = Audit()
     for position, record in pages:
-        audit.take(position, Page(VERSION, "bridge", 0.0, [record]))
+        audit.take(position, Page(VERSION, "bridge", [record]))
     return audit
 
 

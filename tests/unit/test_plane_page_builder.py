@@ -67,7 +67,7 @@ class Partition:
 
 def write(partition: Partition, builder: PageBuilder, now: float = 0.0) -> bool:
     """Try to write one page, and return whether the partition accepted it."""
-    page = builder.build(now, 0.0)
+    page = builder.build(now)
     if page is None:
         return False
     position = partition.append(page, builder.state.position)
@@ -191,7 +191,7 @@ def test_the_newest_batch_of_a_snapshot_is_compared_by_its_digest() -> None:
         builder = PageBuilder(PartitionState.decode(partition.state()[0].encode()), "b", PAGE_BYTES, "b")
         builder.resync(KEY)
         builder.enqueue(batch_record(0, payload))
-        builder.build(0.0, 0.0)
+        builder.build(0.0)
         assert list(builder.diverged) == diverged_streams
 
 
@@ -225,7 +225,7 @@ def test_trust_is_written_after_the_records_that_it_is_about() -> None:
     assert [type(record) for record in page.records] == [JoinRecord, BatchRecord, BatchRecord, TrustRecord]
     two = new_builder("b", TrustRecord(*KEY, "b", "EXACT", "", {}))
     partition.read(two)
-    assert two.build(0.0, 0.0) is None
+    assert two.build(0.0) is None
     two.enqueue(batch_record(1))
     assert write(partition, two)
     assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
@@ -351,7 +351,7 @@ def test_an_invalid_record_is_counted_and_ends_the_incarnation() -> None:
     ]
     for record in odd:
         state = PartitionState()
-        found = state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(0), record, batch_record(1)]))
+        found = state.apply(1, Page(VERSION, "a", [JoinRecord(*KEY, b""), batch_record(0), record, batch_record(1)]))
         assert [type(event) for event in found[2:]] == [InvalidRecord, InvalidRecord]
         assert batch_numbers(list(found)) == [0]
         assert state.resume_point(KEY, "a") == ResumePoint(Checkpoint(*KEY, 0, -1), 0)
@@ -362,8 +362,8 @@ def test_invalid_bytes_decode_to_no_page() -> None:
         b"",
         b"\xc1",
         b"hello",
-        encode_page(Page(99, "a", 0.0, [])),
-        b"\x94\x01\xa1a\xcb\0\0\0\0\0\0\0\0\x91\x91\xa1?",
+        encode_page(Page(99, "a", [])),
+        b"\x93\x03\xa1a\x91\x91\xa1?",
     ):
         assert decode_page(data) is None
 
@@ -400,9 +400,7 @@ def test_after_a_gap_in_the_log_every_reader_begins_with_new_incarnations() -> N
 
 def test_after_an_unknown_prefix_stream_records_are_ignored() -> None:
     state = PartitionState.after_unknown_prefix(7, "purged")
-    assert (
-        state.apply(8, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(5), HeartbeatRecord("a", 1.0, 0.0)])) == []
-    )
+    assert state.apply(8, Page(VERSION, "a", [JoinRecord(*KEY, b""), batch_record(5), HeartbeatRecord("a", 1.0)])) == []
     assert (state.streams, state.invalid_records, list(state.heartbeats)) == ({}, 0, ["a"])
     again = PartitionState.decode(state.encode())
     assert (again.unknown_prefix, again.position) == ("purged", 8)
@@ -411,8 +409,8 @@ def test_after_an_unknown_prefix_stream_records_are_ignored() -> None:
 def test_a_page_that_was_written_for_another_epoch_of_the_partition_is_ignored() -> None:
     """Its writer did not notice that the partition was deleted, and the position was right by chance."""
     state = PartitionState()
-    state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batch_record(0)], "this epoch"))
-    assert state.apply(2, Page(VERSION, "b", 0.0, [batch_record(7)], "that epoch")) == []
+    state.apply(1, Page(VERSION, "a", [JoinRecord(*KEY, b""), batch_record(0)], "this epoch"))
+    assert state.apply(2, Page(VERSION, "b", [batch_record(7)], "that epoch")) == []
     assert (state.stale_epoch_pages, state.invalid_records, state.position, state.streams[KEY].last_seq) == (1, 0, 2, 0)
     assert PartitionState.decode(state.encode()).epoch == "this epoch"
 
@@ -427,7 +425,7 @@ def test_long_names_and_reasons_count_for_the_size_of_a_page() -> None:
         builder.enqueue(IncarnationRecord(*key, 1, "reason " * 70))
         builder.enqueue(TrustRecord(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(REASON_NAMES, 2**60)))
     position = 0
-    while (page := builder.build(0.0, 0.0)) is not None:
+    while (page := builder.build(0.0)) is not None:
         position += 1
         assert len(encode_page(page)) <= 4_000 + 300
         builder.acknowledge(position)
@@ -442,7 +440,7 @@ REASON_NAMES = [reason.name for reason in PERSISTENT_REASONS]
 def test_a_page_does_not_exceed_its_maximum_size() -> None:
     builder = new_builder("a", JoinRecord(*KEY, b""), *(batch_record(number, bytes(100)) for number in range(50)))
     for position in range(1, 40):
-        page = builder.build(0.0, 0.0)
+        page = builder.build(0.0)
         if page is None:
             break
         assert len(encode_page(page)) <= PAGE_BYTES + RECORD_BYTES
@@ -458,7 +456,7 @@ def batch_records(count: int, size: int = 200, first: int = 0) -> list[BatchReco
 
 
 def build_page(builder: PageBuilder) -> Page:
-    page = builder.build(0.0, 0.0)
+    page = builder.build(0.0)
     assert page is not None
     return page
 
@@ -471,7 +469,7 @@ def test_records_that_arrive_while_a_page_is_in_flight_go_into_the_next_page() -
     for record in batch_records(10, first=2):
         one.enqueue(record)
     one.enqueue(TrustRecord(*KEY, "a", "EXACT", "", {}))
-    assert (one.queued_records, one.build(0.0, 0.0)) == (13, None)
+    assert (one.queued_records, one.build(0.0)) == (13, None)
     partition.append(page, 0)
     one.acknowledge(1)
     while write(partition, one):
@@ -486,7 +484,7 @@ def test_records_that_arrive_while_a_page_is_in_flight_go_into_the_next_page() -
 def test_a_page_of_another_bridge_withdraws_the_page_in_flight() -> None:
     one = new_builder("a", JoinRecord(*KEY, b""), *batch_records(2))
     first = build_page(one)
-    one.apply(1, Page(VERSION, "b", 0.0, [HeartbeatRecord("b", 1.0, 0.0)]))
+    one.apply(1, Page(VERSION, "b", [HeartbeatRecord("b", 1.0)]))
     assert (one.queued_records, one.acknowledge(2)) == (3, [])
     assert build_page(one).records == first.records
 
@@ -513,14 +511,14 @@ def test_acknowledging_a_page_drops_no_records_of_a_stream_that_was_resubscribed
 
 def test_a_heartbeat_that_was_not_acknowledged_is_written_again() -> None:
     one = new_builder("a")
-    one.set_heartbeat(HeartbeatRecord("a", 1.0, 7.0))
-    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
-    assert one.build(0.0, 0.0) is None
+    one.set_heartbeat(HeartbeatRecord("a", 7.0))
+    assert build_page(one).records == [HeartbeatRecord("a", 7.0)]
+    assert one.build(0.0) is None
     one.withdraw()
-    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
-    one.set_heartbeat(HeartbeatRecord("a", 1.0, 8.0))
+    assert build_page(one).records == [HeartbeatRecord("a", 7.0)]
+    one.set_heartbeat(HeartbeatRecord("a", 8.0))
     one.withdraw()
-    assert build_page(one).records == [HeartbeatRecord("a", 1.0, 8.0)]
+    assert build_page(one).records == [HeartbeatRecord("a", 8.0)]
 
 
 def test_each_fragment_of_a_batch_waits_for_the_previous_one() -> None:
@@ -531,7 +529,7 @@ def test_each_fragment_of_a_batch_waits_for_the_previous_one() -> None:
     one.enqueue(batch_record(0, bytes(3_000)))
     one.enqueue(batch_record(1))
     assert [type(record) for record in build_page(one).records] == [FragmentRecord]
-    assert one.build(0.0, 0.0) is None
+    assert one.build(0.0) is None
     one.acknowledge(2)
     assert [record.offset for record in build_page(one).records if isinstance(record, FragmentRecord)] == [
         PAGE_BYTES - RECORD_BYTES - len(KEY[0])
@@ -546,7 +544,7 @@ def test_a_snapshot_contains_which_page_was_the_last() -> None:
     second = build_page(one)
     for known, other in (
         (first, 0),
-        (Page(VERSION, "b", 0.0, [JoinRecord(*KEY, b"")], name="other", history=EMPTY_HISTORY), 1),
+        (Page(VERSION, "b", [JoinRecord(*KEY, b"")], name="other", history=EMPTY_HISTORY), 1),
     ):
         whole = PartitionState()
         whole.apply(1, known)
@@ -739,7 +737,7 @@ class Simulation:
         """Send a page, unless one is in flight or nothing is queued."""
         self.verify(at)
         model_bridge = self.bridges[at]
-        page = model_bridge.builder.build(0.0, 0.0)
+        page = model_bridge.builder.build(0.0)
         if page is not None:
             model_bridge.in_flight = PageInFlight(page, model_bridge.builder.state.position)
             self.network.append(model_bridge.in_flight)

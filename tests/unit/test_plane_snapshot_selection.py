@@ -14,6 +14,7 @@ from kvevents.errors import PlaneError
 from kvevents_plane import snapshots
 from kvevents_plane.layout import Layout, PartitionInfo
 from kvevents_plane.partition_state import PartitionState
+from kvevents_plane.records import EMPTY_HISTORY
 from kvevents_plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots, SnapshotTimers
 
 pytest.importorskip("nats")
@@ -29,7 +30,7 @@ async def hang(*_: object, **__: object) -> None:
 
 
 def snapshot_info(name: str) -> SnapshotInfo:
-    return SnapshotInfo(name, 0, 0.0, "test", 7, "made", 0, 0)
+    return SnapshotInfo(name, 0, 0.0, "test", 7, "made", 0, 0, "", EMPTY_HISTORY.hex())
 
 
 def encoded_body(position: int) -> bytes:

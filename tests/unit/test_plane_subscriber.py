@@ -34,7 +34,7 @@ def test_the_degraded_reasons_of_a_bridge_are_in_the_status() -> None:
     """A replica reports the same reason codes as the bridge. Names of later releases are ignored."""
     found = subscriber()
     trust_record = TrustRecord("engine", 0, "bridge", "DEGRADED", "some sentence", {"IDENTITY": 7, "INVENTED_LATER": 7})
-    found.put(0, [make_message(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0, 0.0), trust_record)])
+    found.put(0, [make_message(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 1.0), trust_record)])
     found.receive_many(timeout=0.0)
     status = found.status("engine", 0)
     assert (status.trust, status.trust.reason) == (Trust.DEGRADED, "some sentence")
@@ -68,16 +68,16 @@ def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> Non
     found.add_partition(0, PartitionState(), {})
     records = (
         JoinRecord("engine", 0, b""),
-        HeartbeatRecord("bridge", 1.0, 0.0),
+        HeartbeatRecord("bridge", 1.0),
         TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
     )
     found.put(0, [make_message(1, *records, pending=1)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
-    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0, 0.0))])
+    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0))])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.STALE
-    found.put(0, [make_message(3, HeartbeatRecord("bridge", 1.0, 0.0))])
+    found.put(0, [make_message(3, HeartbeatRecord("bridge", 1.0))])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
 
@@ -88,19 +88,19 @@ def test_an_exact_stream_has_a_bounded_age() -> None:
     found = LogSubscriber(lambda: now, lambda _: None)
     add_partition(found, 0, PartitionState())
     records = (JoinRecord("engine", 0, b""), TrustRecord("engine", 0, "bridge", "EXACT", "", {}))
-    found.put(0, [make_message(1, *records, HeartbeatRecord("bridge", 0.5, 0.0))])
+    found.put(0, [make_message(1, *records, HeartbeatRecord("bridge", 0.5))])
     now = 1.4
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
     now = 1.6
     assert found.trust("engine") == Trust.STALE
     for position in range(2, 12):
-        found.put(0, [make_message(position, HeartbeatRecord("bridge", 0.5, 0.0), pending=3)])
+        found.put(0, [make_message(position, HeartbeatRecord("bridge", 0.5), pending=3)])
         found.receive_many(timeout=0.0)
         assert found.trust("engine") == Trust.EXACT, "the pages of a busy partition arrive in time"
         now += 0.4
     now += 1.0
-    found.put(0, [make_message(12, HeartbeatRecord("bridge", 0.5, 0.0), pending=3)])
+    found.put(0, [make_message(12, HeartbeatRecord("bridge", 0.5), pending=3)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
 
@@ -112,7 +112,7 @@ def test_a_compacted_gap_is_counted_apart_and_does_not_degrade_the_stream(compac
     clear = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
     records = (
         JoinRecord("engine", 0, b""),
-        HeartbeatRecord("bridge", 1.0, 0.0),
+        HeartbeatRecord("bridge", 1.0),
         GapRecord("engine", 0, 0, 0, 4, compacted),
         BatchRecord("engine", 0, 0, 5, True, clear),
         TrustRecord("engine", 0, "bridge", "EXACT", "", {}),
@@ -155,7 +155,7 @@ def test_a_partition_with_pending_pages_can_be_exact_for_a_limited_time() -> Non
     found.add_partition(0, PartitionState(), {})
     found.put(0, [make_message(1)])
     found.receive_many(timeout=0.0)
-    heartbeat = HeartbeatRecord("bridge", 10.0, 0.0)
+    heartbeat = HeartbeatRecord("bridge", 10.0)
     records = (JoinRecord("engine", 0, b""), heartbeat, TrustRecord("engine", 0, "bridge", "EXACT", "", {}))
     found.put(0, [make_message(2, *records, pending=1_000)])
     found.receive_many(timeout=0.0)
@@ -177,7 +177,7 @@ def test_registrations_are_replaced_as_a_whole() -> None:
     found.put(0, [make_message(1, JoinRecord("engine", 0, b"card"), JoinRecord("other", 1, b""))])
     found.receive_many(timeout=0.0)
     joined = found.registrations
-    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0, 0.0)), make_message(3, LeaveRecord("other", 1, "gone"))])
+    found.put(0, [make_message(2, HeartbeatRecord("bridge", 1.0)), make_message(3, LeaveRecord("other", 1, "gone"))])
     assert found.queued_bytes > 0
     found.receive_many(timeout=0.0)
     assert (before, joined, found.registrations) == ({}, {("engine", 0): b"card", ("other", 1): b""}, {("engine", 0): b"card"})
@@ -192,7 +192,7 @@ def test_the_blocks_of_a_stream_that_leaves_are_removed_even_if_it_joins_again_a
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
     cards = found.registrations
-    again = (LeaveRecord("engine", 0, "dead"), JoinRecord("engine", 0, b"card"), HeartbeatRecord("bridge", 1.0, 0.0))
+    again = (LeaveRecord("engine", 0, "dead"), JoinRecord("engine", 0, b"card"), HeartbeatRecord("bridge", 1.0))
     found.put(0, [make_message(2, *again, TrustRecord("engine", 0, "bridge", "EXACT", "", {}))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert found.registrations == cards
@@ -209,7 +209,7 @@ def test_the_blocks_of_a_stream_that_leaves_are_removed_even_if_it_joins_again_a
 
 
 CLEAR = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
-HEARTBEATS = (HeartbeatRecord("bridge", 1.0, 0.0), HeartbeatRecord("other", 1.0, 0.0))
+HEARTBEATS = (HeartbeatRecord("bridge", 1.0), HeartbeatRecord("other", 1.0))
 
 
 def trust_record(bridge: str, trust: str) -> TrustRecord:
@@ -385,11 +385,7 @@ def test_a_bridge_counts_as_alive_no_longer_than_the_maximum_heartbeat_interval_
     add_partition(found, 0, PartitionState())
     found.put(
         0,
-        [
-            make_message(
-                1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0, 0.0), trust_record("bridge", "EXACT")
-            )
-        ],
+        [make_message(1, JoinRecord("engine", 0, b""), HeartbeatRecord("bridge", 3_600.0), trust_record("bridge", "EXACT"))],
     )
     found.receive_many(timeout=0.0)
     now = MISSED_HEARTBEATS * MAX_HEARTBEAT_SECONDS - 1
@@ -423,7 +419,7 @@ def test_heartbeats_count_from_when_they_were_sent() -> None:
     add_partition(found, 0, PartitionState())
 
     def receive(position: int, uptime: float, *records: Record) -> Trust:
-        found.put(0, [make_message(position, *records, HeartbeatRecord("bridge", 0.5, 0.0, uptime=uptime))])
+        found.put(0, [make_message(position, *records, HeartbeatRecord("bridge", 0.5, uptime=uptime))])
         found.receive_many(timeout=0.0)
         return found.trust("engine")
 

@@ -121,7 +121,7 @@ class Pipeline:
 
     def _write(self, *records: Record) -> None:
         self.position += 1
-        page = Page(VERSION, "bridge", 0.0, [*records, HeartbeatRecord("bridge", 3600.0, 0.0)])
+        page = Page(VERSION, "bridge", [*records, HeartbeatRecord("bridge", 3600.0)])
         self.log.put(0, [ReceivedMessage(self.position, encode_page(page), 0)])
 
     @property
@@ -432,7 +432,7 @@ def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, i
 
     def heartbeat_event(*records: Record) -> None:
         """Write a heartbeat of the other bridge."""
-        page = Page(VERSION, "other", 0.0, [*records, HeartbeatRecord("other", 3600.0, 0.0)])
+        page = Page(VERSION, "other", [*records, HeartbeatRecord("other", 3600.0)])
         builder.apply(len(pages) + 1, page)
         append(page)
 
@@ -444,8 +444,8 @@ def write_snapshot(folder: Path, sent: CompactedHistory, *, killed_after: int, i
     )
     builder = builder_at_log_end(bridge, pages, sent.parts, is_new=False)
     while builder.next_due() is not None:
-        builder.set_heartbeat(HeartbeatRecord(bridge, 3600.0, 0.0))
-        page = builder.build(0.0, 0.0)
+        builder.set_heartbeat(HeartbeatRecord(bridge, 3600.0))
+        page = builder.build(0.0)
         assert page is not None
         builder.acknowledge(len(pages) + 1)
         append(page)

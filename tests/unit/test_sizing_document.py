@@ -50,7 +50,7 @@ def test_sizes_in_the_document_are_those_of_the_code(tmp_path: Path) -> None:
     stats = index.stats()
     batches = list(payloads(BLOCKS, 250, with_removals=True))
     records = [BatchRecord("engine-00000", 0, 0, seq, False, payload) for seq, payload in enumerate(batches)]
-    page = encode_page(Page(VERSION, "sizing", 0.0, [*records], "made"))
+    page = encode_page(Page(VERSION, "sizing", [*records], "made"))
     measured = {
         "a batch of 10 blocks stored and 10 removed": sum(map(len, batches)) / len(batches),
         "a block in the index": stats.bytes / stats.blocks,

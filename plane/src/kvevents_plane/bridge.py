@@ -483,9 +483,9 @@ class Bridge:
                 (self._lagging.add if is_lagging else self._lagging.discard)(number)
                 reported = lag if is_lagging else 0.0
                 suspicion, conflict = self._liveness.suspicion, self._conflict_in(partition, now)
-                clocks = time.time(), time.monotonic()
+                uptime = time.monotonic()
                 partition.set_heartbeat(
-                    HeartbeatRecord(self.id, interval, clocks[0], suspicion, reported, self._process, clocks[1], conflict)
+                    HeartbeatRecord(self.id, interval, suspicion, reported, self._process, uptime, conflict)
                 )
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:

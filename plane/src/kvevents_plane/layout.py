@@ -285,7 +285,8 @@ async def fetch_message(
         return None
     headers = found.headers or {}
     name, history = headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER)
-    return ReceivedMessage(found.seq or position, found.data or b"", 0, name, history)
+    stored_at = 0.0 if found.time is None else found.time.timestamp()
+    return ReceivedMessage(found.seq or position, found.data or b"", 0, name, history, stored_at)
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:

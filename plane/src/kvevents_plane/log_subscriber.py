@@ -79,8 +79,8 @@ class PartitionProgress(NamedTuple):
     """Pages on the servers that were not received when the newest page in the index was; None if unknown."""
     fault: str
     """Why the partition cannot be read at the moment."""
-    written_at: float | None
-    """When the newest page was written, by the bridge's clock."""
+    stored_at: float | None
+    """When the servers stored the newest page, by their clock."""
     awaited: int = 0
     """Position of a page that the servers had at the time `awaited_since`. Once it was read, it is a newer one."""
     awaited_since: float = 0.0
@@ -330,7 +330,6 @@ class LogSubscriber:
             return []
         page = message.page()
         events: list[PartitionEvent] = []
-        written_at = self._partitions[partition].written_at
         is_live = self._partitions[partition].is_complete
         if page is None:
             if not state.foreign_messages:
@@ -341,10 +340,10 @@ class LogSubscriber:
                 )
             state.skip(message.position, message.name, is_first=message.begins_history)
         else:
-            events, written_at = state.apply(message.position, page), page.written_at
+            events = state.apply(message.position, page)
         if message.position % self._limits.digest_intervals[0] == 0 and not state.unknown_prefix:
             self._due.append(partition)
-        self._advance(partition, message, written_at, received_at)
+        self._advance(partition, message, received_at)
         for bridge, last in state.heartbeats.items():
             known = self._heartbeats.get((partition, bridge))
             if known is None:
@@ -354,9 +353,9 @@ class LogSubscriber:
                 self._heartbeats[partition, bridge] = found
         return [delivery for event in events if (delivery := self._deliver(partition, event)) is not None]
 
-    def _advance(self, partition: int, message: ReceivedMessage, written_at: float | None, received_at: float) -> None:
+    def _advance(self, partition: int, message: ReceivedMessage, received_at: float) -> None:
         with self._partitions_lock:
-            known = self._partitions[partition]._replace(position=message.position, written_at=written_at)
+            known = self._partitions[partition]._replace(position=message.position, stored_at=message.stored_at)
             if not known.is_broken:
                 is_complete = known.is_complete or message.pending == 0
                 known = known._replace(lag=message.pending, fault="", is_complete=is_complete)

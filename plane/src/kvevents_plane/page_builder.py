@@ -214,8 +214,8 @@ class PageBuilder:
 
     # --- build a page
 
-    def build(self, now: float, written_at: float) -> Page | None:
-        """Return the next page, with the wall-clock time `written_at`; None if nothing is due or a page is in flight.
+    def build(self, now: float) -> Page | None:
+        """Return the next page; None if nothing is due or a page is in flight.
 
         Call `acknowledge` or `withdraw` once the result of the page is known.
         """
@@ -232,7 +232,7 @@ class PageBuilder:
             return None
         self._pages += 1
         name = f"{self._builder_id}#{self._pages}"
-        page = Page(VERSION, self._bridge, written_at, records, self.state.epoch, name, self.state.history)
+        page = Page(VERSION, self._bridge, records, self.state.epoch, name, self.state.history)
         self._in_flight = _InFlight(page, self._heartbeat, commits)
         self._heartbeat = None
         return page

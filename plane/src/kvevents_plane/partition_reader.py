@@ -467,7 +467,8 @@ class PartitionReader:
             return
         headers = message.headers or {}
         name = headers.get(PAGE_HEADER, "")
-        page = ReceivedMessage(position, message.data, pending, name, headers.get(HISTORY_HEADER))
+        stored_at = metadata.timestamp.timestamp()
+        page = ReceivedMessage(position, message.data, pending, name, headers.get(HISTORY_HEADER), stored_at)
         if not self._advance(page):
             return
         is_known = self._writer is not None and self._writer.knows(position, name)

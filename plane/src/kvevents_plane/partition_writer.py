@@ -15,7 +15,6 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -369,7 +368,7 @@ class PartitionWriter:
     def _send(self) -> bool:
         """Send the next page; return False if nothing is due."""
         builder = self.builder
-        page = builder.build(asyncio.get_running_loop().time(), time.time())
+        page = builder.build(asyncio.get_running_loop().time())
         if builder.diverged:
             self._observer.on_diverged(list(builder.diverged))
         if page is None:

@@ -15,7 +15,7 @@ import msgspec
 from kvevents.stream import printable
 from kvevents.wire import MAX_SEQ
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the page format; readers reject other versions."""
 EMPTY_HISTORY: Final = bytes(8)
 """The history of a partition before its first message."""
@@ -158,8 +158,6 @@ class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=
     bridge: str
     interval: float
     """Seconds until the next heartbeat, at most."""
-    sent_at: float
-    """The bridge's clock, in seconds since the epoch."""
     suspicion: str = ""
     """Why the bridge suspects its own network rather than its engines; empty if it does not."""
     lag: float = 0.0
@@ -187,8 +185,6 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
     bridge: str
     """Id of the bridge that wrote the page."""
-    written_at: float
-    """The bridge's clock, in seconds since the epoch."""
     records: list[Record]
     epoch: str = ""
     """Epoch of the partition that the page was written for. The page is void in a recreated partition, which has another
@@ -222,6 +218,8 @@ class ReceivedMessage(NamedTuple):
     """The page's name from `PAGE_HEADER`."""
     history: str | None = None
     """Value of `HISTORY_HEADER`; None for a message that is not a page."""
+    stored_at: float = 0.0
+    """When the servers stored the message, by their clock, in seconds since the epoch; clocks of bridges can differ."""
 
     @property
     def begins_history(self) -> bool:

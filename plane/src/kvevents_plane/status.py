@@ -44,7 +44,7 @@ class PartitionView(msgspec.Struct, frozen=True):
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """Bridges that wrote the last pages, with the time of their last page or heartbeat by their clocks."""
+    """Bridges that wrote the last pages, with the time at which the servers stored the last page of each."""
     alive_seconds: float = 0.0
     """Seconds within which each of these bridges writes again, as their heartbeats say."""
     silent: list[str] = []
@@ -57,7 +57,9 @@ class PartitionView(msgspec.Struct, frozen=True):
     conflicts: list[str] = []
     """Which engines have a name that another bridge uses for another engine, as bridges say in their heartbeats."""
     unsaved_seconds: float = 0.0
-    """Age of the oldest page that no snapshot contains, compared with the newest page; by the clocks of bridges."""
+    """Age of the oldest page that no snapshot contains, compared with the newest page."""
+    newest_at: float = 0.0
+    """When the servers stored the newest page, by their clock."""
 
     @property
     def faults(self) -> list[str]:
@@ -89,7 +91,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     missing: dict[int, int] = {}
     """Partitions that it cannot read, with the first page after those that are missing."""
     lag_seconds: float = 0.0
-    """Age of the oldest page that it lacks, compared with the newest page of the partition; by the clocks of bridges."""
+    """Age of the oldest page that it lacks, compared with the newest page of the partition."""
 
     @property
     def faults(self) -> list[str]:
@@ -172,7 +174,7 @@ class _Scan:
 
     def __init__(self) -> None:
         self.written: list[tuple[str, float]] = []
-        """Bridge and time of each page and heartbeat, in order."""
+        """Bridge of each page, and when the servers stored it, in order."""
         self.alive_seconds = DEFAULT_ALIVE_SECONDS
         self.conflicts: dict[str, str] = {}
         """By bridge."""
@@ -180,15 +182,14 @@ class _Scan:
 
     def add(self, message: ReceivedMessage | None) -> set[str]:
         """Add the next page, and return the names of the bridges that wrote it."""
-        page = None if message is None else decode_page(message.data)
-        if page is None:
+        if message is None or (page := decode_page(message.data)) is None:
             return set()
         heartbeats = [each for each in page.records if isinstance(each, HeartbeatRecord)]
         self.alive_seconds = max([self.alive_seconds, *(each.alive_seconds for each in heartbeats)])
         # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
-        self.written += [(page.bridge, page.written_at), *((each.bridge, each.sent_at) for each in heartbeats)]
+        self.written.append((page.bridge, message.stored_at))
         self.conflicts |= {each.bridge: printable(each.conflict) for each in heartbeats}
-        self.newest_at = page.written_at
+        self.newest_at = message.stored_at
         return {bridge_name(page.bridge)}
 
 
@@ -200,7 +201,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
         for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
             scan.add(await fetch_message(js, layout, partition, position))
         silent = await _find_silent(js, layout, partition, info.last, scan)
-        oldest = await _written_at(js, layout, partition, saved + 1)
+        oldest = await _stored_at(js, layout, partition, saved + 1)
     except PlaneError as error:
         return PartitionView(partition, 0, 0, 0, None, {}, fault=str(error))
     return PartitionView(
@@ -216,6 +217,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
         missing=info.missing,
         conflicts=sorted({each for each in scan.conflicts.values() if each}),
         unsaved_seconds=0.0 if oldest is None else max(0.0, scan.newest_at - oldest),
+        newest_at=scan.newest_at,
     )
 
 
@@ -234,11 +236,10 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
     return sorted(waiting)
 
 
-async def _written_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
-    """Return when the first page at `position` or later was written; None without one."""
+async def _stored_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
+    """Return when the servers stored the first message at `position` or later; None without one."""
     message = await fetch_message(js, layout, partition, max(1, position), or_next=True)
-    page = None if message is None else decode_page(message.data)
-    return None if page is None else page.written_at
+    return None if message is None else message.stored_at
 
 
 def _shared_names(bridges: Iterable[str]) -> list[str]:
@@ -262,8 +263,7 @@ async def _replica_view(
     lags = [(each, each.last - own.positions[each.partition]) for each in partitions if each.partition in own.positions]
     seconds = 0.0
     for partition, lag in lags:
-        if lag > 0 and partition.bridges:
-            oldest = await _written_at(js, layout, partition.partition, partition.last - lag + 1)
-            seconds = max(seconds, max(partition.bridges.values()) - (oldest or float("inf")))
+        if lag > 0 and (oldest := await _stored_at(js, layout, partition.partition, partition.last - lag + 1)) is not None:
+            seconds = max(seconds, partition.newest_at - oldest)
     differs = [other for other, found in digests.items() if own.agrees(found) is False]
     return ReplicaView(name, sum(max(0, lag) for _, lag in lags), sorted(differs), own.missing, seconds)

@@ -77,8 +77,8 @@ _BUILD: Final[Table[IndexBuild]] = {
         _by_partition(lambda p: p.lag),
     ),
     "partition_last_page_timestamp_seconds": (
-        "Unix time at which the newest page in the index was written, by the bridge's clock.",
-        _by_partition(lambda p: p.written_at),
+        "Unix time at which the servers stored the newest page in the index, by their clock.",
+        _by_partition(lambda p: p.stored_at),
     ),
     "partition_snapshot_timestamp_seconds": (
         "Unix time at which this replica found the newest snapshot; absent before the first.",
