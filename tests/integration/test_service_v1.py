@@ -116,10 +116,11 @@ ACCEPTED = {
 """Headers `Accept`, and the format of the answer."""
 
 
-@pytest.mark.parametrize("path", ["/v1/stats", "/v1/reservations", "/v1/select/explain"])
-def test_the_format_that_a_client_prefers_is_sent(service: Service, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/match", "/v1/select", "/v1/stats", "/v1/reservations", "/v1/select/explain", "/livez"])
+def test_the_format_that_a_client_prefers_is_sent(service: Service, fresh: tuple[str, str, Engine], path: str) -> None:
+    body = json.dumps({"model": fresh[1], "tokens": [1, 2]}).encode() if path in {"/v1/match", "/v1/select"} else None
     for accept, kind in ACCEPTED.items():
-        answer = service.get(path, accept=accept)
+        answer = service.ask("GET" if body is None else "POST", path, body, content_type=JSON, accept=accept)
         assert (answer.status, answer.headers["content-type"]) == (200, kind), accept
         assert isinstance((json.loads if kind == JSON else msgspec.msgpack.decode)(answer.body), dict)
 

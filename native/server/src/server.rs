@@ -501,7 +501,7 @@ fn close_after(connection: &Connection, mut response: Response<Body>) -> Respons
 
 /// Returns the answer to a probe. None for a request that the control plane answers.
 fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
-    if head.method != Method::GET || head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK) {
+    if head.method != Method::GET || wants_msgpack(head) != Some(false) {
         return None;
     }
     let probes = shared.probes.read();
@@ -521,7 +521,18 @@ fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Returns the parts of a query's head. None for a body that is not read here.
+/// Returns whether the client wants msgpack, and not JSON. None if its `Accept` names several types: the control plane weighs these.
+fn wants_msgpack(head: &Parts) -> Option<bool> {
+    let mut kinds = head.headers.get_all(ACCEPT).iter();
+    match (kinds.next(), kinds.next()) {
+        (None, _) => Some(false),
+        (Some(kind), None) if kind == MSGPACK => Some(true),
+        (Some(kind), None) if !kind.to_str().ok()?.to_ascii_lowercase().contains("msgpack") => Some(false),
+        _ => None,
+    }
+}
+
+/// Returns the parts of a query's head. None for a body that is not read here, or an answer whose format the control plane chooses.
 fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -536,7 +547,7 @@ fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     };
     Some(Head {
         format,
-        wants_msgpack: head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK),
+        wants_msgpack: wants_msgpack(head)?,
         query_string: head.uri.query().map(str::to_owned),
         reservation: head.uri.path().strip_prefix(RESERVATIONS).map(str::to_owned),
     })
