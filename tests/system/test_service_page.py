@@ -112,8 +112,10 @@ def is_visible_script(selector: str) -> str:
 def wait_until_exact(page: Chromium, publish: Callable[[], object]) -> None:
     """Wait until the engine's row is EXACT; a live batch of the engine confirms what was replayed.
 
-    The engine publishes until then, since a batch that it sends before it knows the subscription is replayed as well.
+    The page shows the state before that, so that it announces a change. Then the engine publishes until it is EXACT, since a
+    batch that it sends before it knows the subscription is replayed as well.
     """
+    page.wait(f"/^(EXACT|DEGRADED)$/.test({cell_script(TRUST)})")
 
     def is_exact() -> bool:
         publish()
