@@ -26,9 +26,15 @@ _leases_of_process: Final[set[int]] = set()
 
 def reserve_port() -> int:
     """Return a port at which nothing listens, which no other test gets, and which is not an ephemeral port."""
-    while not reserve_ports(port := _CHOICE.choice(_PORTS)):
-        pass
-    return port
+    return reserve_adjacent_ports(1)
+
+
+def reserve_adjacent_ports(count: int) -> int:
+    """Return the first of `count` consecutive ports like those of `reserve_port`."""
+    while True:
+        port = _CHOICE.choice(_PORTS)
+        if reserve_ports(*range(port, port + count)):
+            return port
 
 
 def reserve_ports(*ports: int) -> bool:

@@ -27,7 +27,7 @@ from kvevents.sim.results import LiveResult, StreamResult
 from service_cases import Service, serving, wait_for
 from sim_cases import conversations, growing_conversations
 from sim_live_cases import open_fleet
-from sim_socket_cases import find_four_free_ports
+from tools.ports import reserve_adjacent_ports
 
 SMALL = ("--engines", "2", "--blocks", "400", "--preset", "llama-3.1-8b-h100")
 FAST = ("--time-scale", "20")
@@ -147,7 +147,7 @@ def test_without_a_terminal_progress_is_printed_as_lines(monkeypatch: pytest.Mon
 
 def test_the_written_sources_can_be_read_by_a_service(fleet: Callable[..., ProcessResult], tmp_path: Path) -> None:
     """The file replaces an older one and contains ranks, configured ports, and names that TOML must quote."""
-    file, port = tmp_path / "fleet.toml", find_four_free_ports()
+    file, port = tmp_path / "fleet.toml", reserve_adjacent_ports(4)
     file.write_text("[[sources")
     model = 'a "model" \\ of ours \u00e9'
     ended = fleet(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import paths
-from tools.ports import reserve_port, reserve_ports
+from tools.ports import reserve_adjacent_ports, reserve_port, reserve_ports
 
 
 def evaluate_in_another_process(expression: str) -> str:
@@ -21,6 +21,11 @@ def test_a_port_that_one_process_has_chosen_is_not_given_to_another() -> None:
     port = reserve_port()
     assert evaluate_in_another_process(f"ports.reserve_ports({port})") == "False"
     assert not reserve_ports(port)
+
+
+def test_adjacent_ports_are_reserved_together() -> None:
+    first = reserve_adjacent_ports(4)
+    assert [reserve_ports(port) for port in range(first, first + 4)] == [False] * 4
 
 
 def test_leasing_several_ports_reserves_all_or_none() -> None:

@@ -23,7 +23,8 @@ from kvevents.wire import decode_batch, resolve_dialect
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
 from sim_live_cases import count_resources
-from sim_socket_cases import TWO_RANKS, find_four_free_ports, open_sockets
+from sim_socket_cases import TWO_RANKS, open_sockets
+from tools.ports import reserve_adjacent_ports
 
 FIRST, SECOND = ("engine-0", 0), ("engine-0", 1)
 
@@ -46,7 +47,7 @@ def subscribe_to(endpoint: str) -> Iterator[Any]:
 
 def test_workers_use_consecutive_ports_from_the_base_port_on() -> None:
     """Each worker has two ports: for live events, then for replay."""
-    port = find_four_free_ports()
+    port = reserve_adjacent_ports(4)
     with open_sockets(base_port=port) as sockets:
         endpoints = [(one.worker, one.endpoint, one.replay_endpoint) for one in sockets.addresses.values()]
     assert endpoints == [
@@ -76,7 +77,7 @@ def test_ports_out_of_range_are_reported_before_anything_is_opened() -> None:
 
 def test_proxies_are_between_the_publisher_and_its_consumers() -> None:
     """The proxies listen at the requested ports, and stay through restarts."""
-    port = find_four_free_ports()
+    port = reserve_adjacent_ports(4)
     with open_sockets(proxied=True, base_port=port) as sockets:
         address = sockets.addresses[FIRST]
         assert (address.endpoint, address.replay_endpoint) == (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")

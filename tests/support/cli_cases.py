@@ -10,18 +10,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryFile
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import paths
 from forked_commands import ForkedProcess, command_server
-from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.playlist import Tape
-from tools.ports import reserve_port
+from tools.ports import reserve_adjacent_ports
 
 KVEVENTS = (sys.executable, "-m", "kvevents")
 
@@ -174,27 +173,15 @@ class Program:
 @contextmanager
 def play_on_adjacent_ports(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterator[list[TapePlayer]]:
     """Play a tape for each rank of an engine: live endpoints at consecutive ports, then replay endpoints at the next ones."""
-    for _ in range(50):
+    source, run_name = (RECORDING, RUN) if tape is None else (tape, None)
+    base = reserve_adjacent_ports(2 * ranks)
+    with ExitStack() as stack:
         players: list[TapePlayer] = []
-        try:
-            base = reserve_port()
-            for rank in range(ranks):
-                endpoints = [f"tcp://127.0.0.1:{base + rank}", f"tcp://127.0.0.1:{base + ranks + rank}"]
-                source = RECORDING if tape is None else tape
-                run_name = RUN if tape is None else None
-                players.append(TapePlayer(source, run=run_name, endpoint=endpoints[0], replay_endpoint=endpoints[1], **kwargs))
-            break
-        except (EndpointError, OverflowError):
-            close_all(players)
-    try:
+        for rank in range(ranks):
+            live, replay = (f"tcp://127.0.0.1:{port}" for port in (base + rank, base + ranks + rank))
+            player = TapePlayer(source, run=run_name, endpoint=live, replay_endpoint=replay, **kwargs)
+            players.append(stack.enter_context(player))
         yield players
-    finally:
-        close_all(players)
-
-
-def close_all(players: list[TapePlayer]) -> None:
-    for player in players:
-        player.close()
 
 
 @contextmanager

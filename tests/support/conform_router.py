@@ -24,7 +24,7 @@ class NaiveRouter:
         found = self._indexer.answer("POST", "/query", {"token_ids": tokens})[1]["instances"]
         best = max(found, key=lambda name: found[name]["longest_matched"], default="0")
         request = urllib.request.Request(self._urls[int(best)] + path, json.dumps(body).encode())  # noqa: S310 - the referee's
-        with urllib.request.urlopen(request, timeout=5) as response:  # noqa: S310 - as above
+        with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310 - as above
             return 200, json.loads(response.read())
 
     def close(self) -> None:

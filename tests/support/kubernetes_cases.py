@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -21,6 +20,7 @@ from typing import Any, Final
 import pytest
 
 from paths import ROOT
+from tools.ports import reserve_port
 
 API_SERVER: Final = ROOT / ".cache" / "kubernetes" / "kube-apiserver"
 ETCD: Final = shutil.which("etcd")
@@ -101,7 +101,7 @@ class ApiServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port, self._etcd_port, peers = (_free_port() for _ in range(3))
+        self.port, self._etcd_port, peers = (reserve_port() for _ in range(3))
         self.url = f"https://127.0.0.1:{self.port}"
         self.tls = ssl._create_unverified_context()  # noqa: S323 - the server makes a certificate of its own
         self._etcd_url = f"http://127.0.0.1:{self._etcd_port}"
@@ -287,12 +287,6 @@ def wait_until(what: str, is_so: Callable[[], bool], seconds: float = DEADLINE) 
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _post(url: str, body: Any) -> bytes:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from discovery_cases import await_in_time
 from paths import ROOT
+from tools.ports import reserve_port
 
 RECORDED: Final = ROOT / "tests" / "data" / "kubernetes.json"
 
@@ -39,17 +40,16 @@ class StreamServer:
         self.url = ""
         self._lines: dict[str, asyncio.Queue[bytes | None]] = {}
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._port = reserve_port()
 
     async def start(self) -> None:
-        """Listen, at the same port as before if there was one."""
+        """Listen, always at the same port."""
         application = web.Application()
         application.router.add_get("/{path:.*}/namespaces/{namespace}/{kind}", self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True, ssl_context=self._tls)
         await site.start()
-        self._port = self._runner.addresses[0][1]
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
 
     async def stop(self) -> None:

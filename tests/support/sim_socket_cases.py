@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvevents.errors import ConfigError, EndpointError
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
-from tools.ports import reserve_port
 
 TWO_RANKS = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)
 
@@ -20,15 +18,3 @@ def open_sockets(settings: FleetSettings = TWO_RANKS, **given: Any) -> Iterator[
         for worker in settings.workers:
             sockets.open(worker)
         yield sockets
-
-
-def find_four_free_ports() -> int:
-    """Return the first of four consecutive free ports."""
-    for _ in range(100):
-        port = reserve_port()
-        try:
-            with open_sockets(base_port=port):
-                return port
-        except (EndpointError, ConfigError):
-            continue
-    raise AssertionError("no four free ports in a row")
