@@ -25,6 +25,7 @@ UNTIL_STOPPED = {
     ("relay",): r"relaying to",
     ("tail",): r".",
     ("play",): r".",
+    ("publish",): r"publishing at",
     ("sim", "run"): r"engine-0/0 publishes",
 }
 """Commands that run until they are stopped, each with a pattern of what it prints when it is ready."""
@@ -70,7 +71,8 @@ def commands_of(block: Block) -> Iterator[ShellCommand]:
         if _is_open(command):
             command += "\n" + line
             continue
-        starts = line.startswith("$ ") if block.language != "sh" else bool(line.strip())
+        text = line.strip()
+        starts = line.startswith("$ ") if block.language != "sh" else bool(text) and not text.startswith("#")
         if command and (starts or block.language == "sh"):
             yield ShellCommand(command, "")
             command = ""

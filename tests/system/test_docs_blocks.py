@@ -52,7 +52,7 @@ REASONS_BY_PROGRAM = {
     "helm": "there is no cluster; test_helm_chart.py renders the chart with this command",
     "vllm": "test_docs.py: the options are those of the release's configuration",
     "python -m sglang.launch_server": "as for vllm",
-    "echo": "changes an installed SGLang",
+    "python -m benchmarks": "minutes, and rivals from other packages",
     "export": "sets a variable in the environment of an engine",
     "nats-server": "a fixture runs the server",
     "nats": "the command line of NATS is another project's",
@@ -61,6 +61,7 @@ REASONS_BY_PROGRAM = {
 
 REASONS_BY_COMMAND = {
     "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
+    "echo 'import kvevents.engines.sglang": "changes an installed SGLang",
     "kvevents top": "needs a terminal: test_cli_service.py",
     "kvevents sim compare\n": "`make study` compares what it prints; test_cli_sim.py",
     "kvevents conform": "minutes, and downloads: test_conform.py runs a scenario",
@@ -97,8 +98,10 @@ JSON = {
     "docs/reference/conformance.md": "test_the_scenario_in_the_reference_is_valid",
 }
 
-RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ("curl", "test_the_requests_of_the_guide_work")}
+RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ({"curl", "printf"}, "test_the_requests_of_the_guide_work")}
 """Programs in documents whose commands another test runs, and that test."""
+RUNNABLE = {"kvevents", "curl", "echo", "mkdir"}
+"""Programs whose commands run here."""
 
 
 def relative_name(path: Path) -> str:
@@ -106,8 +109,8 @@ def relative_name(path: Path) -> str:
 
 
 def has_reason(path: Path, command: ShellCommand) -> bool:
-    by_other, _ = RUN_BY_OTHER_TESTS.get(relative_name(path), ("", ""))
-    return command.program in {*REASONS_BY_PROGRAM, by_other} or any(
+    by_other, _ = RUN_BY_OTHER_TESTS.get(relative_name(path), (set[str](), ""))
+    return command.program in REASONS_BY_PROGRAM.keys() | by_other or any(
         f"{command.text.split('#')[0].strip()}\n".startswith(each) for each in REASONS_BY_COMMAND
     )
 
@@ -122,8 +125,8 @@ def is_executed(path: Path, block: Block) -> bool:
         return relative_name(path) in tests[block.language]
     if block.language not in SHELLS:
         return block.language in REASONS_BY_LANGUAGE
-    runnable = {"kvevents", "curl"}
-    return all(command.program in runnable or has_reason(path, command) for command in commands_of(block))
+    commands = list(commands_of(block))
+    return bool(commands) and all(command.program in RUNNABLE or has_reason(path, command) for command in commands)
 
 
 def test_every_block_is_executed_or_has_a_reason() -> None:
@@ -191,7 +194,7 @@ def substitutes(addresses: Addresses, folder: Path) -> dict[str, str]:
     live, replay = addresses.engine.endpoint, addresses.engine.replay_endpoint or ""
     found = {"--worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558": f"--worker engine-0={live},{replay}"}
     for host in ("127.0.0.1", "10.0.0.7"):
-        found |= {f"tcp://{host}:5557": live, f"tcp://{host}:5558": replay}
+        found |= {f"{host}:5557,5558": f"{live},{replay}", f"tcp://{host}:5557": live, f"tcp://{host}:5558": replay}
         found |= {f"{host}:5557": live.removeprefix("tcp://"), f"{host}:5558": replay.removeprefix("tcp://")}
     return found | {
         "http://127.0.0.1:8090": addresses.service,
@@ -248,6 +251,9 @@ def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, check
     write_files(tmp_path, addresses)
     replaced = substitutes(addresses, tmp_path)
     replaced |= {f"127.0.0.1:{port}": f"127.0.0.1:{reserve_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
+    if relative_name(path) == "docs/guides/curve.md":  # the page starts the publisher that its consumer reads
+        ports = {host: f"127.0.0.1:{reserve_port()}" for host in ("10.0.0.7:5557", "10.0.0.7:5558")}
+        replaced |= ports | {name.replace("10.0.0.7", "*"): address for name, address in ports.items()}
     if relative_name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
         replaced["--wait-for-subscriber"] = "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay tcp://127.0.0.1:*"

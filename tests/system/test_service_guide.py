@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-from array import array
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from aiohttp.test_utils import TestServer
 import paths
 from certificate_cases import make_certificates
 from cli_cases import run
+from doc_blocks import blocks_of, commands_of
 from kvevents.client import AsyncClient
 from kvevents.service.discovery.provider import SourceTable
 from kvevents.service.settings import DnsTable
 from service_cases import engine, serving
 
 GUIDE = paths.ROOT / "docs" / "guides" / "service.md"
+CURL_TIMED_OUT = 28
+"""Exit code of `curl --max-time` for a response without an end."""
 
 
 def blocks(kind: str) -> list[str]:
@@ -63,31 +66,28 @@ def test_the_settings_of_the_guide_are_accepted(tmp_path: Path, monkeypatch: pyt
 
 def test_the_requests_of_the_guide_work(tmp_path: Path) -> None:
     tokens = list(range(16))
-    (tmp_path / "prompt.u32").write_bytes(array("I", tokens).tobytes())
     with engine(seed=1) as made, serving() as service:
         made.store(tokens)
         answers = []
-        for block in blocks("sh"):
-            script = block.replace("http://127.0.0.1:8090", service.url)
-            script = script.replace("tcp://127.0.0.1:5557", made.endpoint).replace(
-                "tcp://127.0.0.1:5558", made.replay_endpoint or ""
-            )
-            for command in re.split(r"\n(?=curl)", script.strip()):
-                done = subprocess.run(
-                    ["sh", "-c", f"{command} -w '\\n%{{http_code}}'"],  # noqa: S607 - our own document
-                    cwd=tmp_path,
-                    check=True,
-                    capture_output=True,
-                    timeout=20,
-                )
+        for command in (each for block in blocks_of(GUIDE) if block.language == "sh" for each in commands_of(block)):
+            if command.program == "kvevents":
+                continue
+            script = command.text.replace("http://127.0.0.1:8090", service.url)
+            script = script.replace("tcp://127.0.0.1:5557", made.endpoint)
+            script = script.replace("tcp://127.0.0.1:5558", made.replay_endpoint or "")
+            follows = "/v1/events" in script
+            script = script.replace("curl ", "curl -w '\\n%{http_code}' ").replace("--max-time 5", "--max-time 1")
+            done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=20, check=False)  # noqa: S607 - our own document
+            assert done.returncode == (CURL_TIMED_OUT if follows else 0), (command, done.stderr)
+            if command.program == "curl":
                 body, _, status = done.stdout.decode().rpartition("\n")
                 assert status in {"200", "201"}, (command, body)
                 answers.append(body)
-                if "/register" in command:
-                    service.wait_for_prefix(7, tokens, model_name="llama")
-                    service.exact(7, blocks=1)
-        assert answers[1:3] == blocks("json")[0].splitlines()
-        assert "curl -N" in GUIDE.read_text()
+            if "/register" in script:
+                service.wait_for_prefix(7, tokens, model_name="llama")
+                service.exact(7, blocks=1)
+        shown = [json.loads(text) for text in blocks("json")[:2]]
+        assert [json.loads(answer) for answer in answers[1:3]] == shown
 
 
 async def test_the_router_of_the_guide_works() -> None:
