@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
+from kvevents.wire.dialects import ARRAY_STORED
 from wire_cases import batch_of, batches_of, make_store, pack
 
 NEWEST = dialect_for("vllm")
@@ -62,6 +64,47 @@ def test_arrays_and_numpy_values_are_encoded_as_lists_and_numbers(make: Any, row
     plain = KVEventBatch(1.0, [BlockStored([1, 2], 7, [3, 4], 1)])
     packed: Any = BlockStored(make([1, 2]), np.uint64(7), make([3, 4]), np.int32(1))  # type: ignore[arg-type]
     assert encode_batch(KVEventBatch(1.0, [packed]), row) == encode_batch(plain, row)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        deque,
+        bytes,
+        bytearray,
+        lambda values: range(values[0], values[-1] + 1),
+        lambda values: memoryview(array("I", values)),
+    ],
+)
+@pytest.mark.parametrize("row", [None, NEWEST, dialect_for("sglang", "0.5.17")], ids=str)
+def test_tokens_of_any_sequence_are_encoded_as_a_list(make: Any, row: Any) -> None:
+    """Bytes too, as the numbers that they are: on the wire, bytes are no tokens."""
+    plain = KVEventBatch(1.0, [BlockStored([1], None, [3, 4], 2)])
+    assert encode_batch(KVEventBatch(1.0, [BlockStored([1], None, make([3, 4]), 2)]), row) == encode_batch(plain, row)
+
+
+OTHER_FIELDS = {
+    "locality": "LOCAL",
+    "ownership": "tier",
+    "session_id": "s",
+    "lookahead_token_ids": [[3]],
+    "cache_salt": "salt",
+    "block_keys": [7],
+    "block_digests": [b"\1" * 32],
+    "parent_block_digest": b"\1" * 32,
+    "unknown_fields": {"x": 1},
+}
+"""Values of the fields of a store that the default has no place for."""
+
+
+@pytest.mark.parametrize("field", OTHER_FIELDS)
+def test_each_field_that_the_default_has_no_place_for_is_sent(field: str) -> None:
+    """The conversion of plain stores, which is fast, knows all fields of the type."""
+    plain = BlockStored([1], None, [3, 4], 2)
+    changed = msgspec.structs.replace(plain, **{field: OTHER_FIELDS[field]})
+    assert encode_batch(KVEventBatch(1.0, [changed])) != encode_batch(KVEventBatch(1.0, [plain]))
+    assert {*BlockStored.__struct_fields__} == {*ARRAY_STORED, *OTHER_FIELDS}
 
 
 @pytest.mark.parametrize("row", dialects(), ids=str)

@@ -328,18 +328,18 @@ class QueuedPublisher(EventPublisher):
         seq, items = self._pop_burst()
         burst: list[SequencedPayload] = []
         for item in items:
-            self._has_tail_gap = True
             if item.__class__ is _DroppedRange:
                 seq += item.count
                 continue
             try:
                 burst.append((seq, encode(item)))
-                self._has_tail_gap = False
             except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
                 self._encode_failures += 1
                 with suppress(Exception):  # formatting an exception of a user's type may raise
                     self._on_encode_failure(seq, error)
             seq += 1
+        if items:
+            self._has_tail_gap = not burst or burst[-1][0] != seq - 1
         return burst
 
     def _pop_burst(self) -> tuple[int, list[Any]]:

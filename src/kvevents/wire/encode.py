@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import astuple
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, KVCacheEvent, KVEvent
-from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, DECLARED, DEFAULT_DIALECT, Dialect
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent, KVEventBatch
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, DECLARED, DEFAULT_DIALECT, Dialect
 
 
 def _to_builtin(value: Any) -> Any:
-    """Return the list or number in an `array` or a value of NumPy, which msgspec does not encode by itself."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
-    return value.tolist()
+    """Return the list or number in an `array`, a value of NumPy or another sequence, which msgspec alone does not encode."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
@@ -50,11 +51,11 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 
 
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
-    """Return a function that encodes as `encode_batch` does and reuses one buffer. Use it in one thread only."""
+    """Return a function that encodes as `encode_batch` does."""
     layout = dialect or DEFAULT_DIALECT
     # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
-    buffer, converters, encode_into = bytearray(), _Converters(layout), _ENCODER.encode_into
+    converters = _Converters(layout)
 
     def encode(batch: Any) -> bytes:
         try:
@@ -64,10 +65,11 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
             wire_batch = batch
             if not is_common:
                 wire_batch = _rare_batch(batch, events, layout)
+            elif batch.__class__ is KVEventBatch:
+                wire_batch = (batch.ts, events, batch.data_parallel_rank)
             elif events != batch.events:  # a converted event is never equal; a list compares others by identity
                 wire_batch = (batch.ts, events, batch_rank(batch))
-            encode_into(wire_batch, buffer)
-            return bytes(buffer)
+            return _ENCODER.encode(wire_batch)
         except _ENCODING_ERRORS as error:
             raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
 
@@ -119,9 +121,6 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
         return _add_extra_fields(wire_type(*values), event, dialect)
 
     def convert_completely(event: Any) -> Any:
-        values = astuple(event)
-        if values[count:] == empty_tail:
-            return tag + values[:count]  # as msgspec encodes `wire_type(*values[:count])`
         is_misfit = any(getattr(event, name) is not None for name in other_names) and not _is_limited_clear(event)
         return fall_back(event) if is_misfit else convert(event)
 
@@ -129,14 +128,45 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
         return convert
     other_names = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
     fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes))
-    tag, count = (kind.__struct_config__.tag,), len(names)
-    # None, which equals no tail, for a type whose fields have another order.
-    empty_tail = (None,) * (len(kind.__struct_fields__) - count) if kind.__struct_fields__[:count] == names else None
-    return convert_completely
+    return _stored_converter(convert_completely) if kind is BlockStored and names == ARRAY_STORED else convert_completely
 
 
 def _as_declared(event: Any) -> Any:
     return event
+
+
+def _stored_converter(convert: _Converter) -> _Converter:
+    """Return a function that converts stores as `convert` does, and those of engines, almost all events, ten times as fast.
+
+    It is for a publisher's default, where this costs about as much as to encode the result.
+    """
+
+    def convert_stored(event: BlockStored) -> Any:
+        if (
+            event.locality is None is event.ownership
+            and event.session_id is None is event.lookahead_token_ids
+            and event.cache_salt is None is event.block_keys
+            and event.block_digests is None is event.parent_block_digest
+            and event.unknown_fields is None
+            and event.token_ids.__class__ is list
+        ):
+            return (
+                "BlockStored",
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                event.block_size,
+                event.lora_id,
+                event.medium,
+                event.lora_name,
+                event.extra_keys,
+                event.group_idx,
+                event.kv_cache_spec_kind,
+                event.kv_cache_spec_sliding_window,
+            )
+        return convert(event)
+
+    return convert_stored
 
 
 def _value(event: Any, name: str, is_signed: bool) -> Any:
@@ -148,6 +178,8 @@ def _value(event: Any, name: str, is_signed: bool) -> Any:
     if name == "parent_block_hash":
         digest = getattr(event, "parent_block_digest", None)
         return _wire_hash(value, is_signed) if digest is None else digest
+    if name == "token_ids" and isinstance(value, (bytes, bytearray, memoryview)):
+        return memoryview(value).tolist()  # msgspec encodes it as bytes
     return value
 
 
