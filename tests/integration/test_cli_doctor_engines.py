@@ -49,7 +49,8 @@ class Case:
     engine: Callable[[], AbstractContextManager[TapePlayer]]
     replay_option: bool = True
     """Whether the command names its replay endpoint with `--replay`."""
-    seconds: str = "0.8"
+    seconds: float = 0.8
+    """Shortest time in which the case can be seen; it is seen for longer if this was not enough on a busy machine."""
     verdicts: dict[str, str] = field(default_factory=dict)
     """The verdict of each check that is not ok, by name of the check."""
     expected: tuple[str, ...] = ()
@@ -111,7 +112,7 @@ CASES: dict[str, Case] = {
     ),
     "replay with random gaps": Case(
         lambda: engine(rate=20.0, replay_holes=0.2),
-        seconds="5",
+        seconds=5.0,
         verdicts={"replay": "warn"},
         expected=("missing inside the response (#",),
         unexpected=("nothing can bring them back", "complete since", "these batches are lost"),
@@ -167,11 +168,13 @@ CASES: dict[str, Case] = {
 def test_doctor_reports_the_expected_verdicts_on_an_engine(name: str) -> None:
     """The checks that are not ok and their texts are those of the case; all other checks are ok."""
     case = CASES[name]
-    with case.engine() as tape:
-        replay_option = ("--replay", tape.replay_endpoint) if case.replay_option else ()
-        ended = run("doctor", tape.endpoint, *replay_option, "--output=json", "--duration", case.seconds)
-    found = findings(ended)
-    not_ok = {check: finding["verdict"] for check, finding in found.items() if finding["verdict"] != "ok"}
+    for seconds in (case.seconds, 4 * case.seconds, 16.0):
+        with case.engine() as tape:
+            replay_option = ("--replay", tape.replay_endpoint) if case.replay_option else ()
+            ended = run("doctor", tape.endpoint, *replay_option, "--output=json", "--duration", seconds)
+        not_ok = {check: finding["verdict"] for check, finding in findings(ended).items() if finding["verdict"] != "ok"}
+        if not_ok == case.verdicts and all(expected in ended.out for expected in case.expected):
+            break
     assert not_ok == case.verdicts, ended.out
     for expected in case.expected:
         assert expected in ended.out, ended.out

@@ -12,12 +12,14 @@ import pytest
 import zmq
 
 from certificate_pairs import write_new_pair
-from cli_cases import Program, run
+from cli_cases import SECONDS, Program, run
+from cli_doctor_cases import examine, is_followed
 from kvevents.diagnosis.address import probe_curve
 from kvevents.diagnosis.replay_sample import Patience, sample_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.zeromq.keys import Curve, read_pair, read_public_keys
+from tools.ports import reserve_port
 
 ANY = "tcp://127.0.0.1:*"
 CLEARED = b'{"type": "AllBlocksCleared"}\n'
@@ -133,15 +135,14 @@ def test_a_replay_endpoint_answers_only_allowed_keys(keys: Path) -> None:
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert sample_replay(replay, (0,), Patience(20.0, 20.0), allowed_client).is_answered
+        assert sample_replay(replay, (0,), Patience(SECONDS, SECONDS), allowed_client).is_answered
         assert not sample_replay(replay, (0,), Patience(0.2, 0.2), stranger).is_answered
         assert not sample_replay(replay, (0,), Patience(0.2, 0.2), None).is_answered
 
 
 def test_a_consumer_that_binds_is_the_curve_server(keys: Path) -> None:
     """With `--bind` the consumer is the CURVE server, and `--curve-allow` names the engines that it accepts."""
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = f"tcp://127.0.0.1:{reserve_port()}"
     server = read_public_keys(keys / "engine.key")[0]
     router = Curve(key_file=str(keys / "clients" / "router.key_secret"), server_key=server)
     publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=router)
@@ -208,8 +209,10 @@ def test_doctor_reports_what_is_wrong_with_keys(
 ) -> None:
     options = () if client is None else key_arguments(keys, client, server or "")
     with publishing(engine_keys(keys, keys / "clients" if allowed else None)) as publisher:
-        ended = run("doctor", *endpoint_arguments(publisher, "--output=json", "--duration", "0.5", *options))
-    findings = {finding["check"]: finding for finding in json.loads(ended.out)["findings"]}
+        findings = examine(
+            *endpoint_arguments(publisher, *options),
+            is_enough=lambda found: found["address"]["verdict"] != "ok" or is_followed(found),
+        )
     assert findings["address"]["verdict"] == verdict
     assert expected in findings["address"]["text"] + findings["address"]["advice"]
     if verdict == "ok":
@@ -233,14 +236,14 @@ def test_a_permanent_refusal_is_reported(keys: Path) -> None:
     try:
         handler, socket = context.socket(zmq.REP), context.socket(zmq.XPUB)
         handler.bind("inproc://zeromq.zap.01")
-        handler.rcvtimeo = 20_000
+        handler.rcvtimeo = int(1000 * SECONDS)
         Curve(public_key=pair.public, secret_key=pair.secret).apply(socket)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         with ThreadPoolExecutor(1) as pool:
-            outcome = pool.submit(probe_curve, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, 20.0)
+            outcome = pool.submit(probe_curve, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, SECONDS)
             version, request, *_ = handler.recv_multipart()
             handler.send_multipart([version, request, b"400", b"no", b"", b""])
-            assert outcome.result(20.0) == "refused"
+            assert outcome.result(SECONDS) == "refused"
     finally:
         context.destroy(linger=0)
 

@@ -42,10 +42,9 @@ def test_plane_status_shows_partitions_snapshots_and_replicas(server: NatsServer
 
         def read_status() -> Any:
             found = msgspec.json.decode(plane_status("--nats", server.url, "--plane", "shown", "--output=json").out)
-            return found if found["snapshots"] and found["replicas"] else None
+            return found if found["snapshots"] and found["replicas"] and not found["faults"] else None
 
-        found = wait_for("a snapshot", read_status)
-        assert found["faults"] == []
+        found = wait_for("a snapshot, and no fault", read_status)
         assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
         ended = plane_status("--nats", server.url, "--plane", "shown")
@@ -181,11 +180,12 @@ def test_two_engines_of_one_name_are_a_fault(server: NatsServer) -> None:
         with serving(*flags) as service:
             service.exact("one", blocks=4)
             with run_bridge(plane, watch_of("one", other), name="b1"):
-                wait_for("a stale source", lambda: "follow different engines" in service.trust("one")[1])
-                assert service.trust("one") == ("STALE", "bridges b0, b1 follow different engines under this name")
+                stale = ("STALE", "bridges b0, b1 follow different engines under this name")
+                wait_for("a stale source", lambda: service.trust("one") == stale)
                 wait_for("the bridge to report it", lambda: conflict in bridge.status().engine_conflict)
-                ended = wait_for("the fault", lambda: found if (found := plane_status(*flags)).code == 1 else None)
+                ended = wait_for("the fault", lambda: found if conflict in (found := plane_status(*flags)).out else None)
                 assert f"partition 0: {conflict}" in ended.out
+                assert ended.code == 1
             service.exact("one", blocks=4)
 
 

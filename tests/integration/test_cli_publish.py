@@ -26,7 +26,7 @@ def receive(live: str, replay: str, count: int) -> list[Batch]:
     batches: list[Batch] = []
     with Subscriber(Source(live, replay)) as subscriber:
         while len(batches) < count:
-            delivery = subscriber.receive(timeout=20)
+            delivery = subscriber.receive(timeout=SECONDS)
             assert isinstance(delivery, Batch)
             batches.append(delivery)
     return batches

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cli_cases import ProcessResult, Program
+from cli_cases import SECONDS, ProcessResult, Program
 from kvevents.cli import main, sim_run
 from kvevents.cli.command import FAILED, WRONG_USAGE
 from kvevents.cli.console import Console
@@ -103,7 +103,7 @@ def test_faults_are_injected_and_reported(fleet: Callable[..., ProcessResult]) -
 def test_a_run_ends_after_its_duration(fleet: Callable[..., ProcessResult]) -> None:
     """The trace would take two hundred seconds; index and engines agree until the end of the duration."""
     found = parse_result(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
-    assert 0.4 <= found.seconds < 10
+    assert 0.4 <= found.seconds < 100
     assert found.policies[0].requests < TURNS
     assert found.policies[0].disagreements == 0
 
@@ -111,7 +111,7 @@ def test_a_run_ends_after_its_duration(fleet: Callable[..., ProcessResult]) -> N
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_an_endless_run_with_the_table(number: signal.Signals) -> None:
     """The run has no end of its own, and begins when a consumer has subscribed."""
-    with start_program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
+    with start_program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", SECONDS) as running:
         endpoints = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
         assert endpoints
         with Program("tail", endpoints[1], "--replay", endpoints[2], "--output=wide") as follower:
@@ -181,7 +181,8 @@ def test_a_service_follows_the_simulated_fleet(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     fault_options = ("--faults", "drop:5%,reset:300ms")
     with start_program(
-        *ENDLESS, "--time-scale", 4, *fault_options, "--write-sources", file, "--wait-for-subscriber", 20, "--output=json"
+        *(*ENDLESS, "--time-scale", 4, *fault_options, "--write-sources", file),
+        *("--wait-for-subscriber", SECONDS, "--output=json"),
     ) as running:
         running.err.wait("engine-1/0 publishes")
         with serving("--sources", file) as service:

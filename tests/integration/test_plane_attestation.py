@@ -97,4 +97,4 @@ def test_a_replica_reports_that_the_engine_holds_other_blocks(server: NatsServer
         assert service.source("one")["blocks"] > 0
         engine.falsify_attestation(0)
         wait_until_attested(service, engine)
-        assert "unattested" not in reasons()
+        wait_for("agreement", lambda: "unattested" not in reasons())

@@ -343,7 +343,7 @@ async def test_an_invalid_host_name_is_an_error() -> None:
 )
 async def test_an_address_where_another_service_listens_is_an_error(greeting: bytes) -> None:
     """The error is raised within the time limit."""
-    limits = ConnectionLimits(connect_seconds=0.3)
+    limits = ConnectionLimits(connect_seconds=DEADLINE / 2 if greeting else 0.3)
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
@@ -489,9 +489,7 @@ async def test_a_websocket_client_reconnects_and_closes_its_session(tmp_path: Pa
             await states.wait("connected", "reconnecting", "connected")
             assert await can_publish(client)
             server.pause()
-            before = monotonic()
-            await close(client, 0.2)
-            assert monotonic() - before < 10
+            await await_in_time(close(client, 0.2))
             server.resume()
     del client
     gc.collect()
@@ -499,7 +497,7 @@ async def test_a_websocket_client_reconnects_and_closes_its_session(tmp_path: Pa
 
 async def test_the_client_leaves_a_server_that_stops_responding_for_another(tmp_path: Path) -> None:
     """The server still accepts connections, and much written data has not been read."""
-    limits = msgspec.structs.replace(IMPATIENT, ping_seconds=0.1, attempt_seconds=0.2)
+    limits = msgspec.structs.replace(IMPATIENT, ping_seconds=1.0, attempt_seconds=2.0)  # a busy server answers in this time
     states = States()
     with nats_cluster(tmp_path) as cluster:
         async with open_client(PlaneSettings(connection=limits, servers=cluster.urls), name="test", on_state=states) as client:
@@ -571,9 +569,7 @@ async def test_closing_takes_bounded_time_whatever_the_server_does(tmp_path: Pat
         getattr(server, fault)()
         for _ in range(5):
             await client.publish("a", bytes(1 << 20))
-        before = monotonic()
-        await close(client, 0.2)
-        assert monotonic() - before < 10
+        await await_in_time(close(client, 0.2))
         assert client.is_closed
         assert states.all[-1] == "closed"
         await close(client, 0.2)

@@ -458,7 +458,7 @@ async def polling(
     """Run a reader of an empty partition that polls, because it has seen no other writer for a while."""
     reader = partition.reader(writer=writer, limits=limits)
     async with running(reader) as task:
-        await until_consumers(partition, 1)
+        await until(lambda: reader._polls)
         await until_consumers(partition, 0)
         yield reader, task
 
@@ -571,8 +571,9 @@ def test_a_reader_without_a_writer_never_polls(server: NatsServer) -> None:
         async with running(plain):
             await until_consumers(partition, 1)
             (before,) = await partition.js.consumers_info(partition.stream)
-            async with running(partition.reader(writer=writer)):
-                await until_consumers(partition, 2)
+            other = partition.reader(writer=writer)
+            async with running(other):
+                await until(lambda: other._polls)
                 await until_consumers(partition, 1)
             assert [each.name for each in await partition.js.consumers_info(partition.stream)] == [before.name]
 

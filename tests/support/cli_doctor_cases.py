@@ -5,19 +5,45 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Final, TypeAlias
 
-from cli_cases import SECONDS, ProcessResult
+from cli_cases import SECONDS, ProcessResult, run
 from kvevents.diagnosis.findings import CheckResult
 
+Findings: TypeAlias = dict[str, dict[str, str]]
+"""The worst finding of each check, by name of the check."""
+DURATIONS: Final = (0.6, 3.0, 15.0)
+"""Values of `--duration`. On a busy machine too little arrives in a short time."""
 
-def findings(ended: ProcessResult) -> dict[str, dict[str, str]]:
+
+def examine(*args: object, is_enough: Callable[[Findings], object]) -> Findings:
+    """Run `doctor` for longer and longer times until its findings are enough, and return the newest ones."""
+    found: Findings = {}
+    for seconds in DURATIONS:
+        found = findings(run("doctor", *args, "--output=json", "--duration", seconds))
+        if is_enough(found):
+            break
+    return found
+
+
+def has_traffic(found: Findings) -> bool:
+    """Return whether live messages have arrived."""
+    return "traffic" in found and found["traffic"]["verdict"] == "ok"
+
+
+def is_followed(found: Findings) -> bool:
+    """Return whether the stream was connected, and its replay was complete, before the end."""
+    return "trust" in found and not found["trust"]["text"].startswith(("CONNECTING", "REPLAYING"))
+
+
+def findings(ended: ProcessResult) -> Findings:
     """Return the worst finding of each check, after verifying that the exit code agrees with the findings."""
     assert ended.out, ended
     report = json.loads(ended.out)
     order = ["ok", "warn", "fail"]
-    found: dict[str, dict[str, str]] = {}
+    found: Findings = {}
     for finding in report["findings"]:
         if finding["check"] not in found or order.index(finding["verdict"]) > order.index(found[finding["check"]]["verdict"]):
             found[finding["check"]] = finding
