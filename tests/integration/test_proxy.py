@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -19,6 +18,7 @@ from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
 from kvevents.testing.zmtp import Segment, ZmtpSplitter
 from kvevents.wire import replay_request_frames
+from resource_cases import leave_nothing_open
 
 SECONDS = 60
 """Deadline of every wait; only a failing test waits this long."""
@@ -476,24 +476,17 @@ def test_closing_is_idempotent(tape: TapePlayer, connect: Open) -> None:
         proxy.heal()
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_no_thread_or_descriptor_is_left() -> None:
     """This holds after a proxy with open connections is closed, and after a proxy could not listen."""
-    server = socket.create_server(("127.0.0.1", 0))  # not a tape: libzmq closes its sockets some time later
-    upstream = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    before = threading.active_count(), open_files()
-    for _ in range(3):
-        with FaultProxy(upstream) as proxy:
-            with socket.create_connection(address(proxy), SECONDS):
-                assert proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
-                proxy.cut()
-            with pytest.raises(EndpointError, match="cannot listen"):
-                FaultProxy(upstream, proxy.endpoint)
-    assert (threading.active_count(), open_files()) == before
-    server.close()
+    with socket.create_server(("127.0.0.1", 0)) as server, leave_nothing_open():
+        upstream = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        for _ in range(3):
+            with FaultProxy(upstream) as proxy:
+                with socket.create_connection(address(proxy), SECONDS):
+                    assert proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
+                    proxy.cut()
+                with pytest.raises(EndpointError, match="cannot listen"):
+                    FaultProxy(upstream, proxy.endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1", "nonsense"])

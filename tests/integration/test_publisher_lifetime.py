@@ -3,7 +3,6 @@ left."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -43,6 +41,7 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     subscribe,
     wait_until,
 )
+from resource_cases import count_resources, leave_nothing_open, settle
 
 Context = zmq.Context[Socket]
 SLACK = 5.0
@@ -52,10 +51,6 @@ SLACK = 5.0
 def publisher_threads() -> list[str]:
     """Return the names of the threads of all publishers in this process."""
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("zmq-"))
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_shutdown_sends_all_queued_batches(context: Context) -> None:
@@ -123,7 +118,7 @@ def test_an_interrupted_shutdown_is_completed_by_the_next_one(context: Context) 
     call."""
     stalled = open_consumer(context, zmq.DEALER)
     stalled.rcvhwm, stalled.rcvbuf = 1, 4096
-    files = open_files()
+    files, _ = settle()
     publisher = ZmqEventPublisher(0, ANY, ANY, settings=QUICK)
     assert publisher.replay_endpoint is not None
     for number in range(1_000):  # in frames for which pyzmq opens no files of its own
@@ -140,7 +135,7 @@ def test_an_interrupted_shutdown_is_completed_by_the_next_one(context: Context) 
     report = publisher.shutdown(0.0)
     assert (report.sent, report.replays_unfinished) == (1_000, 1)
     stalled.close()
-    wait_until(lambda: (publisher_threads(), open_files()) == ([], files - 1), "threads and sockets to end")
+    wait_until(lambda: not publisher_threads() and count_resources()[0] < files, "threads and sockets to end")
 
 
 def test_shutdown_reports_unsent_batches(context: Context, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,15 +259,12 @@ def test_a_shared_context_stays_open(context: Context) -> None:
 
 def test_no_thread_or_file_is_left_open(context: Context) -> None:
     """The numbers of threads and file descriptors are as before, after use and after a failed start."""
-    with run_publisher(replay_endpoint=ANY) as blocker:
-        gc.collect()
-        threads, files = threading.active_count(), open_files()
+    with run_publisher(replay_endpoint=ANY) as blocker, leave_nothing_open():
         for _ in range(5):
             with run_publisher(replay_endpoint=ANY) as publisher:
                 publisher.publish(batch())
             with pytest.raises(EndpointError):
                 ZmqEventPublisher(0, ANY, blocker.replay_endpoint)
-        assert (threading.active_count(), open_files()) == (threads, files)
 
 
 def _pauses(call: Callable[[], object]) -> Generator[None, None, None]:

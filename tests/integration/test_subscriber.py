@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +43,7 @@ from kvevents.testing.tape import TapePlayer
 from kvevents.zeromq.keys import Curve
 from network_model import payload_of
 from publisher_cases import wait_until
+from resource_cases import leave_nothing_open
 
 LIMITS = StreamLimits(
     replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0, max_unanswered_requests=1_000_000
@@ -984,13 +983,9 @@ def test_closing_leaves_no_threads_and_no_descriptors() -> None:
             assert subscriber.receive(0.01) is None
 
     open_and_close()
-    gc.collect()
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(5):
-        open_and_close()
-    gc.collect()
-    assert threading.active_count() == threads
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    with leave_nothing_open():
+        for _ in range(5):
+            open_and_close()
 
 
 STALLED = """

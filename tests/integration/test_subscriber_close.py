@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from kvevents.events import BlockRemoved
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeTransport
+from resource_cases import leave_nothing_open
 
 DEADLINE = 60.0
 NO_ENGINE = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
@@ -49,12 +48,6 @@ def wait_in_iteration(subscriber: Subscriber) -> None:
 WAITS = pytest.mark.parametrize("wait", [wait_in_receive, wait_in_receive_many, wait_in_iteration])
 
 
-def list_descriptors() -> list[str]:
-    """Return the open descriptors of this process."""
-    gc.collect()
-    return [str(each.readlink()) for each in sorted(Path("/proc/self/fd").iterdir()) if each.exists()]
-
-
 def is_waiting(subscriber: Any) -> bool:
     """Return whether a call waits for messages."""
     return bool(subscriber._calls)
@@ -76,25 +69,24 @@ async def wait_until_begun(task: asyncio.Task[Any]) -> None:
 @WAITS
 def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) -> None:
     """The waiting thread ends with the expected error or the end of the iteration, and everything is closed."""
-    before = list_descriptors()
-    subscriber = Subscriber(NO_ENGINE)
-    failures: list[BaseException] = []
+    with leave_nothing_open():
+        subscriber = Subscriber(NO_ENGINE)
+        failures: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            wait(subscriber)
-        except BaseException as error:  # noqa: BLE001 - the test's thread raises it
-            failures.append(error)
+        def run() -> None:
+            try:
+                wait(subscriber)
+            except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+                failures.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    until(lambda: is_waiting(subscriber))
-    subscriber.close()
-    subscriber.close()
-    thread.join(DEADLINE)
-    assert not thread.is_alive()
-    assert failures == []
-    assert list_descriptors() == before
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        until(lambda: is_waiting(subscriber))
+        subscriber.close()
+        subscriber.close()
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+        assert failures == []
     with pytest.raises(ClosedError):
         subscriber.receive(0)
     assert list(subscriber) == []
@@ -102,29 +94,28 @@ def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) 
 
 def test_close_and_receive_race() -> None:
     """Whether `close` comes before, during or after a call, the thread ends without another error, and nothing stays open."""
-    before = list_descriptors()
-    for attempt in range(100):
-        subscriber = Subscriber(NO_ENGINE)
-        failures: list[BaseException] = []
+    with leave_nothing_open():
+        for attempt in range(100):
+            subscriber = Subscriber(NO_ENGINE)
+            failures: list[BaseException] = []
 
-        def run(subscriber: Subscriber = subscriber, failures: list[BaseException] = failures) -> None:
-            try:
-                while True:
-                    subscriber.receive(0)
-            except ClosedError:
-                pass
-            except BaseException as error:  # noqa: BLE001 - the test's thread raises it
-                failures.append(error)
+            def run(subscriber: Subscriber = subscriber, failures: list[BaseException] = failures) -> None:
+                try:
+                    while True:
+                        subscriber.receive(0)
+                except ClosedError:
+                    pass
+                except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+                    failures.append(error)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        for _ in range(attempt * 10):
-            subscriber.trust("e")
-        subscriber.close()
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-        assert failures == []
-    assert list_descriptors() == before
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            for _ in range(attempt * 10):
+                subscriber.trust("e")
+            subscriber.close()
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+            assert failures == []
 
 
 SIGNALLED = """
@@ -163,33 +154,31 @@ def use_until_closed(subscriber: Subscriber) -> None:
 def test_a_signal_handler_can_close_during_any_call() -> None:
     """The handler runs at a hundred moments of adding, removing, querying and receiving. Nothing stays open, and no other error
     occurs."""
-    before = list_descriptors()
-    closing: list[Subscriber] = []
-    former = signal.signal(signal.SIGALRM, lambda *_: closing[-1].close())
-    try:
-        for attempt in range(100):
-            closing.append(Subscriber(NO_ENGINE))
-            signal.setitimer(signal.ITIMER_REAL, 0.0001 * (attempt + 1))
-            with pytest.raises(ClosedError):
-                use_until_closed(closing[-1])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
-    assert list_descriptors() == before
+    with leave_nothing_open():
+        closing: list[Subscriber] = []
+        former = signal.signal(signal.SIGALRM, lambda *_: closing[-1].close())
+        try:
+            for attempt in range(100):
+                closing.append(Subscriber(NO_ENGINE))
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 * (attempt + 1))
+                with pytest.raises(ClosedError):
+                    use_until_closed(closing[-1])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, former)
 
 
 @pytest.mark.parametrize("many", [False, True])
 async def test_another_task_ends_a_waiting_call(many: bool) -> None:
     """`receive` raises, `async for` ends, and asyncio no longer watches the descriptor."""
-    before = list_descriptors()
-    subscriber = AsyncSubscriber(NO_ENGINE)
-    task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
-    await wait_until_begun(task)
-    await subscriber.close()
-    await subscriber.close()
-    with pytest.raises(ClosedError, match="AsyncSubscriber is closed"):
-        await await_in_time(task)
-    assert list_descriptors() == before
+    with leave_nothing_open():
+        subscriber = AsyncSubscriber(NO_ENGINE)
+        task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
+        await wait_until_begun(task)
+        await subscriber.close()
+        await subscriber.close()
+        with pytest.raises(ClosedError, match="AsyncSubscriber is closed"):
+            await await_in_time(task)
     with pytest.raises(ClosedError):
         await subscriber.receive(0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +20,3 @@ def open_fleet(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = ""
     options.setdefault("timers", LiveTimers(connect=60.0, settle=60.0, down=0.05, stall=0.1))
     with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, requested=parse_faults(wrong), **options) as fleet:
         yield fleet
-
-
-def count_resources() -> tuple[int, int]:
-    """Return the numbers of open descriptors and of threads of this process."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - only the number of names is needed
