@@ -18,7 +18,7 @@ from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqT
 from kvevents.wire import encode_batch, live_frames
 from tools.ports import reserve_port
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class Pod:

@@ -288,7 +288,7 @@ def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> Non
             client.apply(socket)
         client_with_keys.connect(publisher.endpoint)
         client_with_keys.subscribe(b"")
-        assert monitor.poll(20_000), "the client without keys was not rejected"
+        assert monitor.poll(60_000), "the client without keys was not rejected"
         wait_until(lambda: publisher.stats().subscribers == 1, "the client with keys")
         publisher.publish(batch())
         assert receive(client_with_keys)[0] == 0

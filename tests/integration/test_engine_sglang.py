@@ -117,7 +117,7 @@ def follow_until_heartbeat(publisher: Any, index: PrefixIndex, until: Callable[[
     """Apply the batches of the publisher to `index` until `until` accepts the attestation of a heartbeat."""
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while True:
-            delivery = subscriber.receive(timeout=20)
+            delivery = subscriber.receive(timeout=60)
             assert delivery is not None
             report = index.apply(delivery).report
             if report is not None and report.heartbeat is not None and until(report.heartbeat.attestation):
@@ -141,7 +141,7 @@ def store(publisher: Any, block_hash: int) -> None:
 def first_events(publisher: Any) -> Any:
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while True:
-            delivery = subscriber.receive(timeout=20)
+            delivery = subscriber.receive(timeout=60)
             assert isinstance(delivery, Batch)
             if getattr(delivery.events[0], "heartbeat", None) is None:
                 return delivery.events
@@ -370,6 +370,6 @@ def test_heartbeats_are_encoded_like_the_events_of_the_release(
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"")
         socket.connect(publisher.endpoint)
-        assert socket.poll(20_000)
+        assert socket.poll(60_000)
         (event,) = msgspec.msgpack.decode(socket.recv_multipart()[-1])[1]
     assert type(event) is event_form

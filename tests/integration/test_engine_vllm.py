@@ -35,7 +35,7 @@ def follow_until_heartbeat(scheduler: Any, index: PrefixIndex, until: Callable[[
     publisher = scheduler.kv_event_publisher
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while True:
-            delivery = subscriber.receive(timeout=20)
+            delivery = subscriber.receive(timeout=60)
             assert delivery is not None
             report = index.apply(delivery).report
             if report is not None and report.heartbeat is not None and until(report.heartbeat.attestation):
@@ -48,7 +48,7 @@ def receive_events(scheduler: Any, count: int) -> list[Any]:
     found: list[Any] = []
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while len(found) < count:
-            delivery = subscriber.receive(timeout=20)
+            delivery = subscriber.receive(timeout=60)
             assert isinstance(delivery, Batch)
             found += [event for event in delivery.events if getattr(event, "heartbeat", None) is None]
     return found
@@ -147,7 +147,7 @@ def test_heartbeats_and_replies_have_the_layout_of_the_release(
         messages: list[list[bytes]] = []
         while not messages:  # until the first heartbeat has been sent
             socket.send_multipart([b"", bytes(8)])
-            while socket.poll(20_000) and (message := socket.recv_multipart())[-1]:
+            while socket.poll(60_000) and (message := socket.recv_multipart())[-1]:
                 messages.append(message)
         first = messages[0]
         (event,) = msgspec.msgpack.decode(first[-1])[1]

@@ -30,6 +30,7 @@ from publisher_cases import (  # noqa: F401 - a fixture, used by being here
     wait_until,
 )
 from publisher_engine import WORKER, Engine
+from tools.ports import reserve_port
 
 Context = zmq.Context[Socket]
 
@@ -153,8 +154,8 @@ def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
 def test_closing_is_bounded_and_may_be_repeated() -> None:
     """The first call reports that everything was flushed; then the ports are free and the server's threads have ended."""
     threads = set(threading.enumerate())
-    server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10))
-    endpoints = server.endpoint, server.replay_endpoint
+    endpoints = [f"tcp://127.0.0.1:{reserve_port()}" for _ in range(2)]
+    server = EventServer(*endpoints, buffer=ReplayBuffer.compacting(10))
     server.send([(0, b"payload")])
     assert server.close(DEADLINE) is True
     assert server.close(DEADLINE) is None

@@ -126,7 +126,7 @@ def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
-        consumer.rcvtimeo = 5_000
+        consumer.rcvtimeo = 60_000
         consumer.subscribe(b"")
         consumer.connect(server.endpoint)
         while not server.subscribers:
@@ -159,7 +159,7 @@ def test_pyzmq_completes_a_message_that_was_sent_in_part() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
-        consumer.rcvtimeo = 5_000
+        consumer.rcvtimeo = 60_000
         consumer.subscribe(b"")
         consumer.connect(server.endpoint)
         while not server.subscribers:

@@ -275,7 +275,8 @@ def test_the_load_of_a_failing_server_is_unknown_until_it_recovers(
     server: LoadServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvevents.routing.load_polling")
-    with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK) as loads:
+    settings = LoadSettings(max_age_seconds=3.0, poll_seconds=0.05, request_seconds=2.0)
+    with LoadSubscriber([LoadSource(server.url, "a")], settings=settings) as loads:
         wait_until(lambda: loads.load(WORKER) is not None)
         server.status = 503
         wait_until(lambda: loads.load(WORKER) is None)

@@ -25,6 +25,7 @@ from metrics_reference import exported, read_documented
 from publisher_cases import ANY, DEADLINE, run_publisher
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
+from tools.ports import reserve_port
 
 
 def source_of(ends: Any, **more: Any) -> Source:
@@ -130,8 +131,8 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         until(relay, lambda: publisher.stats().subscribers)
         publisher.publish(EventBatch(1.0, [block(1), AllBlocksCleared(), block(2), block(3)]))
         until(relay, lambda: relay.trust().name == "EXACT" and relay.status().heartbeats)
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+        port = reserve_port()
+        taken.bind(("127.0.0.1", port))
         with pytest.raises(EndpointError, match="choose another port"):
             serve_metrics(relay.status, port)
         taken.close()

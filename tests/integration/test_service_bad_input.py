@@ -51,7 +51,7 @@ TOKENS = {role: f"{role}-token-of-the-test" for role in ("read", "register")}
 
 @pytest.fixture(scope="module", name="service")
 def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    limits = "limits = { max_body_bytes = 100_000, max_tokens = 5_000, request_seconds = 0.5, max_sources = 30 }\n"
+    limits = "limits = { max_body_bytes = 100_000, max_tokens = 5_000, request_seconds = 1.5, max_sources = 30 }\n"
     config = write(tmp_path_factory.mktemp("bad") / "service.toml", limits)
     with serving("--config", config, "--log-level", "debug") as service:
         yield service
@@ -163,7 +163,7 @@ def test_slow_bodies_are_408(service: Service, pause: float | None) -> None:
             answer += piece
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"too-slow"' in answer
-    assert 0.4 < time.monotonic() - began < 5
+    assert 1.4 < time.monotonic() - began < DEADLINE / 2
 
 
 def test_a_client_that_resets_its_connection_affects_no_others(service: Service) -> None:
@@ -399,7 +399,8 @@ def test_losses_of_an_engine_without_replay_are_reported(service: Service) -> No
         found = service.source("lossy")
         assert found["trust"]["state"] == "DEGRADED"
         assert (len(found["gaps"]), found["gaps"][-1]["last"]) == (64, 1496)
-        assert 0 < len(service.log_lines("WARNING lossy rank 0: batches .* are lost")) <= 5
+        service.wait_for_log("WARNING lossy rank 0: batches .* are lost")
+        assert len(service.log_lines("WARNING lossy rank 0: batches .* are lost")) <= 5
         assert service.post("/unregister", instance_id="lossy").status == 200
 
 
@@ -644,7 +645,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None
         for content in ("", whole[: len(whole) // 2], whole):  # the last one has another key
             refuse(content)
             assert name_of_server() == "server"
-            (warning,) = service.get("/health").json["warnings"]
+            (warning,) = wait_for("the warning", lambda: service.get("/health").json["warnings"])
             assert warning.endswith("new connections use the certificate that was read before")
         for name in ("first", "second"):
             for suffix in ("pem", "key"):

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cli_cases import refuse_connections
 from kvevents.client import AsyncClient, Client, ServiceRequestError, protocol
 from kvevents.client.schemas import (
     HealthAnswer,
@@ -27,6 +28,7 @@ from kvevents.client.schemas import (
 from kvevents.client.sync import ReservedWorker
 from kvevents.errors import ConfigError
 from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, wait_for
+from tools.ports import reserve_port
 
 PROMPT = [*prompt(1), 1]
 REQUEST = SelectRequest(model=MODEL, tokens=PROMPT)
@@ -150,10 +152,10 @@ def test_threads_share_a_client(service: Service) -> None:
 
 
 def test_a_client_survives_a_restart_of_the_service() -> None:
-    with serving() as first:
+    port = reserve_port()
+    with serving("--port", port) as first:
         client = Client(first.url, deadline=60, retries=1_000)
         assert client.ready()
-        port = first.port
         first.end()
     waiting = ThreadPoolExecutor(1)
     try:
@@ -331,10 +333,8 @@ def test_a_call_has_a_deadline_of_its_own(ask: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_nothing_listens(ask: Callable[..., Any]) -> None:
-    with faulty() as server:
-        pass
-    with pytest.raises(ServiceRequestError) as caught:
-        ask(server.url, lambda client: client.select(REQUEST), retries=1)
+    with refuse_connections() as endpoint, pytest.raises(ServiceRequestError) as caught:
+        ask(endpoint.replace("tcp", "http"), lambda client: client.select(REQUEST), retries=1)
     assert caught.value.reason == "refused"
 
 

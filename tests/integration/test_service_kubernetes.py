@@ -70,7 +70,8 @@ async def test_a_service_without_pods_is_ready_and_one_that_cannot_list_them_is_
                 assert service.post("/v1/match", {"model": MODEL, "tokens": PROMPT}).status == 503
                 server.refusal = None
                 service.wait_until_ready()
-                assert service.post("/v1/match", {"model": MODEL, "tokens": PROMPT}).status == 404
+                asked = {"model": MODEL, "tokens": PROMPT}
+                wait_for("an answer", lambda: service.post("/v1/match", asked).status == 404)
 
         await asyncio.to_thread(run)
 

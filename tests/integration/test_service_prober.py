@@ -17,11 +17,12 @@ from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint
 from service_cases import MODEL, EventStream, Service, engine, serving, wait_for, write
+from tools.ports import reserve_port
 
 ROOT = paths.ROOT
 FAST_PROBES = """
 [probe]
-connect_seconds = 1.0
+connect_seconds = 3.0
 pause_seconds = 0.5
 patience_seconds = 0.5
 """
@@ -125,6 +126,7 @@ def test_each_wrong_endpoint_is_reported_in_trust_metrics_and_log(tmp_path: Path
             where = replay if reason.startswith("replay-") else endpoint
             assert str(where).removeprefix("tcp://").partition(":")[0] in sentence, name
             assert service.source(name)["fault"] in sentence, name
+            service.wait_for_log(rf"WARNING +{name} rank 0: (?!DEGRADED|STALE)")
             assert len(service.log_lines(rf"WARNING +{name} rank 0: (?!DEGRADED|STALE)")) == 1, name
 
 
@@ -134,12 +136,12 @@ def test_swapped_ports_are_reported_as_swapped(tmp_path: Path) -> None:
         assert service.register("a", str(one.replay_endpoint), replay_endpoint=one.endpoint).status == 201
         wait_for("a reason", lambda: "swapped" in service.trust("a")[1])
         assert "ROUTER" in service.trust("a")[1]
+        service.wait_for_log("a rank 0: .*ROUTER")
         assert len(service.log_lines("a rank 0: .*ROUTER")) == 1
 
 
 def test_a_fault_that_has_ended_is_logged_once_and_no_longer_a_reason(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = reserve_port()
     endpoint = f"tcp://127.0.0.1:{port}"
     with serving("--config", write(tmp_path / "c.toml", FAST_PROBES)) as service:
         assert service.register("late", endpoint).status == 201
@@ -165,8 +167,7 @@ def test_events_report_another_reason_within_one_state(tmp_path: Path) -> None:
 
 def test_an_engine_that_never_connects_is_reported(tmp_path: Path) -> None:
     """A service that binds has no endpoint to probe, and an engine might never connect."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = reserve_port()
     table = f'{FAST_PROBES}[[sources]]\ninstance = "a"\nmodel = "{MODEL}"\nbind = true\nendpoint = "tcp://*:{port}"\n'
     with serving("--config", write(tmp_path / "c.toml", table)) as service:
         wait_for("a reason", lambda: read_reason_codes(service).get("a") == {"no-peer", "no-replay"})

@@ -257,11 +257,11 @@ def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
             service.exact("e", blocks=100)
 
             wait_for("the fault", lambda: has_snapshot_failed_metric(service, 1))
-            health = service.get("/health").json
-            (fault,) = health["warnings"]  # which file had no room differs from attempt to attempt
+            # Which file had no room differs from attempt to attempt.
+            (fault,) = wait_for("the warning", lambda: service.get("/health").json["warnings"])
             assert fault.startswith("cannot write ")
             assert str(folder) in fault
-            assert health["status"] == "ok"
+            assert service.get("/health").json["status"] == "ok"
             assert str(folder) in service.get("/v1/stats").json["snapshot_fault"]
             assert service.held(prompt(5, 100)) == {"e": 1600}
             assert service.end().code == 0
@@ -271,7 +271,7 @@ def test_a_full_disk_is_reported_until_there_is_room(tmp_path: Path) -> None:
             wait_for("the fault", lambda: has_snapshot_failed_metric(service, 1))
             make_room(service)
             wait_for("a snapshot", lambda: has_snapshot_failed_metric(service, 0))
-            assert service.get("/health").json["warnings"] == []
+            wait_for("no warning", lambda: service.get("/health").json["warnings"] == [])
             # Registrations from the time without room are stored, too.
             wait_for("registrations", (folder / "registered.json").exists)
             assert len(service.log_lines("ERROR")) <= 3

@@ -646,16 +646,16 @@ def test_compacted_history_is_reported_as_a_snapshot_and_not_as_a_loss(tmp_path:
 
 
 def test_listeners_are_limited_and_counted_until_they_leave(service: Service) -> None:
+    def has_no_clients() -> bool:
+        return b"kvevents_event_stream_clients 0.0\n" in service.get("/metrics").body
+
+    wait_for("the closed connections of other tests", has_no_clients)
     streams = [EventStream(service) for _ in range(3)]
     refused = EventStream(service)
     assert refused.status == 503
     assert json.loads(refused.response.read())["reason"] == "too-many-listeners"
     for stream in [*streams, refused]:
         stream.close()
-
-    def has_no_clients() -> bool:
-        return b"kvevents_event_stream_clients 0.0\n" in service.get("/metrics").body
-
     wait_for("the closed connections", has_no_clients)
 
 
