@@ -18,6 +18,9 @@ import zmq
 
 import paths
 
+BUILD_SECONDS = 1_200.0
+"""Longest time of a build: of the native package it takes minutes on a busy machine if nothing is compiled yet."""
+pytestmark = pytest.mark.timeout(2 * BUILD_SECONDS)
 ROOT = paths.ROOT
 NATIVE = ROOT / "native" / "python"
 PLANE = ROOT / "plane"
@@ -61,7 +64,13 @@ def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
     environment.pop("CONDA_PREFIX", None)  # maturin accepts either
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=100
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment,
+        timeout=BUILD_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
