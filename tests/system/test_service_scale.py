@@ -47,7 +47,7 @@ def test_two_hundred_sources_are_exact() -> None:
                 for key, each in found.items()
             )
 
-        wait_for("all sources", are_all_exact)
+        wait_for("all sources", are_all_exact, 180)
         assert {key: each["batches"] for key, each in service.sources().items()} == {
             key: each.last_seq + 1 for key, each in engines_by_key.items()
         }
