@@ -245,7 +245,7 @@ async def test_a_thread_that_publishes_while_the_data_plane_closes_goes_on(monke
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             service.data_plane.start(listening, App(service), data_plane_settings(service, answers_queries=True))
-        monkeypatch.setattr(service, "readiness", readiness)
+        monkeypatch.setattr(service.data_plane, "_readiness", readiness)
         refreshing = asyncio.create_task(asyncio.to_thread(service.data_plane.refresh))
         assert await asyncio.to_thread(is_reading.wait, DEADLINE)
     finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -103,28 +103,14 @@ class RequestHandler(Protocol):
         ...
 
 
-class ControlPlane(Protocol):
-    """The part of the service that the data plane reads."""
-
-    @property
-    def fleet(self) -> Fleet:
-        """The workers."""
-        ...
-
-    def health(self) -> HealthAnswer:
-        """Return the response of the liveness probes."""
-        ...
-
-    def readiness(self) -> ReadyAnswer:
-        """Return the response of the readiness probe."""
-        ...
-
-
 class DataPlane:
     """The native server of one service. Any thread may call it. Methods do nothing before `start` and after `close`."""
 
-    def __init__(self, service: ControlPlane) -> None:
-        self._service: Final = service
+    def __init__(self, fleet: Fleet, health: Callable[[], HealthAnswer], readiness: Callable[[], ReadyAnswer]) -> None:
+        """`health` and `readiness` return the answers to probes."""
+        self._fleet: Final = fleet
+        self._health: Final = health
+        self._readiness: Final = readiness
         self._native: _native.DataPlane | None = None
         self._wakes: socket.socket | None = None
         self._lock: Final = threading.Lock()
@@ -140,13 +126,11 @@ class DataPlane:
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
         with waker:
-            native = _native.DataPlane(
-                _encode(settings), listening.fileno(), waker.fileno(), self._service.fleet.loads.requests
-            )
+            native = _native.DataPlane(_encode(settings), listening.fileno(), waker.fileno(), self._fleet.loads.requests)
         self._native = native
         self._wakes = wakes
         asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handler)
-        self._service.fleet.on_change = self.publish
+        self._fleet.on_change = self.publish
         self.publish()
         self.refresh()
 
@@ -158,7 +142,7 @@ class DataPlane:
         if native is None:
             return
         with self._lock:
-            fleet = self._service.fleet
+            fleet = self._fleet
             # Read the version before the fleet, so that a concurrent change is published by the next call.
             version = (fleet.revision.number, fleet.adapters, fleet.failure, fleet.index)
             if version == self._published_version:
@@ -185,7 +169,7 @@ class DataPlane:
         native = self._native  # `close` may set it to None in another thread at any moment
         if native is None:
             return
-        health, ready = self._service.health(), self._service.readiness()
+        health, ready = self._health(), self._readiness()
         native.replace_probes(
             (503 if health.status == "failed" else 200, _encode(health)),
             (200 if ready.ready else 503, _encode(ready)),
@@ -239,7 +223,7 @@ class DataPlane:
 
     async def close(self) -> None:
         """Close all connections, after a short time to read their responses."""
-        self._service.fleet.on_change = lambda: None
+        self._fleet.on_change = lambda: None
         native, self._native = self._native, None
         wakes, self._wakes = self._wakes, None
         if native is not None:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from kvevents.backoff import Backoff
@@ -232,28 +232,19 @@ def _endpoint_to_probe(member: Member) -> EndpointField | None:
     return "replay_endpoint" if has_replay and (is_silent or member.trust == Trust.REPLAYING) else None
 
 
-class _Meaning(NamedTuple):
-    """The reasons and the sentence for one outcome of a handshake."""
-
-    of_endpoint: Reason
-    of_replay: Reason
-    sentence: str
-
-
-_MEANINGS: Final[dict[HandshakeOutcome, _Meaning]] = {
-    "unknown-host": _Meaning(Reason.UNRESOLVED, Reason.REPLAY_UNRESOLVED, "the name {host} does not resolve: {detail}"),
-    "refused": _Meaning(Reason.REFUSED, Reason.REPLAY_REFUSED, "nothing listens at {endpoint}"),
-    "timeout": _Meaning(Reason.UNANSWERED, Reason.REPLAY_UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
-    "silent": _Meaning(
+_MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
+    "unknown-host": (Reason.UNRESOLVED, "the name {host} does not resolve: {detail}"),
+    "refused": (Reason.REFUSED, "nothing listens at {endpoint}"),
+    "timeout": (Reason.UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
+    "silent": (
         Reason.UNANSWERED,
-        Reason.REPLAY_UNANSWERED,
         "what listens at {endpoint} accepts connections and sends nothing within {seconds:g} s",
     ),
-    "unreachable": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "{endpoint} cannot be reached: {detail}"),
-    "closed": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "what listens at {endpoint} closes connections at once"),
-    "not-zeromq": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
+    "unreachable": (Reason.UNREACHABLE, "{endpoint} cannot be reached: {detail}"),
+    "closed": (Reason.UNREACHABLE, "what listens at {endpoint} closes connections at once"),
+    "not-zeromq": (Reason.NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""The fault for each outcome of a handshake that found no ZeroMQ socket."""
+"""The reason and the sentence for each outcome of a handshake that found no ZeroMQ socket."""
 
 
 async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
@@ -262,7 +253,7 @@ async def fault_of(registration: Registration, seconds: float, *, has_keys: bool
     if registration.bind:
         return None
     handshake = await _perform_handshake(endpoint, seconds)
-    if fault := _fault_of(handshake, endpoint, seconds) or _fault_of_keys(handshake, endpoint, Reason.KEYS, has_keys=has_keys):
+    if fault := _fault_of(handshake, endpoint, seconds, has_keys=has_keys):
         return fault
     if handshake.outcome == "curve" or handshake.is_publisher:
         return None
@@ -278,11 +269,9 @@ async def fault_of_replay(registration: Registration, seconds: float, *, has_key
     if endpoint is None:
         return None
     handshake = await _perform_handshake(endpoint, seconds)
-    fault = _fault_of(handshake, endpoint, seconds, replay=True) or _fault_of_keys(
-        handshake, endpoint, Reason.REPLAY_KEYS, has_keys=has_keys
-    )
+    fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
     if fault is not None:
-        return SourceFault(fault.reason, f"replay_endpoint: {fault.sentence}")
+        return SourceFault(Reason(f"replay-{fault.reason}"), f"replay_endpoint: {fault.sentence}")
     if handshake.outcome == "curve" or handshake.detail == "ROUTER":
         return None
     sentence = f"replay_endpoint: {endpoint} is a {handshake.detail} socket, which answers no replay requests"
@@ -298,16 +287,12 @@ async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
         return Handshake("unknown-host", str(error))
 
 
-def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> SourceFault | None:
-    meaning = _MEANINGS.get(handshake.outcome)
-    if meaning is None:
-        return None
-    host = (split_tcp(endpoint) or ("",))[0]
-    sentence = meaning.sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds)
-    return SourceFault(meaning.of_replay if replay else meaning.of_endpoint, sentence)
-
-
-def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> SourceFault | None:
+def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
+    """Return why nothing can be received from an endpoint: no ZeroMQ socket, or other keys; None without a fault."""
+    if handshake.outcome in _MEANINGS:
+        reason, sentence = _MEANINGS[handshake.outcome]
+        host = (split_tcp(endpoint) or ("",))[0]
+        return SourceFault(reason, sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds))
     if (handshake.outcome == "curve") == has_keys:
         return None
     sentence = (
@@ -315,4 +300,4 @@ def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_k
         if has_keys
         else f"{endpoint} demands CURVE keys, and none are set for this source"
     )
-    return SourceFault(reason, sentence)
+    return SourceFault(Reason.KEYS, sentence)

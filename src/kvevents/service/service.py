@@ -73,7 +73,7 @@ class Service:
         self.pools = ThreadPools(config.limits.max_waiting)
         self.metrics = Metrics()
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
-        self.data_plane = DataPlane(self)
+        self.data_plane = DataPlane(self.fleet, self.health, self.readiness)
         self.selections = SelectionCache()
         self._certificates = None if config.tls is None else CertificateFiles(config.tls, self.data_plane.reload_tls)
         self.restore_faults: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, cast
 
@@ -24,6 +24,7 @@ MAX_GAPS: Final = 64
 """Maximum number of gaps of one stream that are listed one by one; all are counted."""
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
+_CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
 
 
 class Revision:
@@ -47,88 +48,64 @@ class Revision:
         self.number = next(self._next)
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
 
-    __slots__ = (
-        "_was_exact",
-        "carried",
-        "evicted",
-        "faults",
-        "gaps",
-        "index_faults",
-        "info",
-        "instance",
-        "is_draining",
-        "is_hidden",
-        "lag",
-        "last_event",
-        "lease",
-        "load",
-        "log_muted_until",
-        "origin",
-        "registration",
-        "report",
-        "revision",
-        "silence_of_server",
-        "since",
-        "status",
-        "suppressed_losses",
-        "trust",
-        "trust_inputs",
-        "trust_status",
-        "why_unreachable",
-        "worker",
-    )
+    registration: Registration
+    origin: str
+    """Origin of the registration: `http` for clients, `discovery` or `plane`."""
+    since: float
+    """Unix time at which the current state began."""
+    revision: Revision = field(default_factory=Revision)
+    """The revision of the fleet."""
+    carried: tuple[Member, ...] = ()
+    """The other ranks that its stream carries. They share its trust, and are not registered themselves."""
+    is_hidden: bool = False
+    """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
+    is_draining: bool = False
+    """Whether a client has excluded it from selections."""
+    lease: Lease | None = None
+    """The lease at whose end the registration ends; None for a registration without a lease."""
+    trust: Trust = Trust.CONNECTING
+    trust_status: TrustStatus = _CONNECTING
+    """Trust with its reasons, for answers."""
+    trust_inputs: tuple[object, ...] = ()
+    """The values from which the trust was derived."""
+    report: tuple[str, str, bool] = ("", "", False)
+    """State and sentence of the last report of the subscriber."""
+    faults: Mapping[str, SourceFault] = field(default_factory=dict)
+    """Faults of `endpoint` and `replay_endpoint` that the prober found."""
+    status: StreamStatus | None = None
+    info: WorkerInfo | None = None
+    gaps: deque[GapView] = field(default_factory=lambda: deque(maxlen=MAX_GAPS))
+    last_event: float | None = None
+    lag: float | None = None
+    load: Callable[[], LoadReading | None] = lambda: None
+    """Returns the newest load that the rank has reported; None if it is not read."""
+    silence_of_server: Callable[[], str] = str
+    """Returns the fault of the server that takes its requests, if the server answered before; empty without a fault."""
+    why_unreachable: str = ""
+    """Why no requests are routed to it although its stream is connected; empty if requests are routed to it."""
+    evicted: int = 0
+    """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
+    index_faults: tuple[SourceFault, ...] = ()
+    """Faults that the index reports about this stream."""
+    log_muted_until: float = 0.0
+    """Monotonic time until which losses are not logged."""
+    suppressed_losses: int = 0
+    """Losses that were not logged since the last log line about losses."""
+    _was_exact: bool = False
 
-    def __init__(self, registration: Registration, origin: str, now: float, revision: Revision | None = None) -> None:
-        self.registration = registration
-        self.revision = revision or Revision()
-        """The revision of the fleet."""
-        self.instance = registration.instance
-        self.worker = registration.instance, registration.rank
+    @property
+    def instance(self) -> str:
+        """Name of the engine."""
+        return self.registration.instance
+
+    @property
+    def worker(self) -> tuple[str, int]:
         """Instance and rank, which are unique within a tenant and group."""
-        self.carried: tuple[Member, ...] = ()
-        """The other ranks that its stream carries. They share its trust, and are not registered themselves."""
-        self.is_hidden = False
-        """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
-        self.is_draining = False
-        """Whether a client has excluded it from selections."""
-        self.origin = origin
-        """Origin of the registration: `http` for clients, `discovery` or `plane`."""
-        self.lease: Lease | None = None
-        """The lease at whose end the registration ends; None for a registration without a lease."""
-        self.since = now
-        """Unix time at which the current state began."""
-        self.trust = Trust.CONNECTING
-        self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
-        """Trust with its reasons, for answers."""
-        self.trust_inputs: tuple[object, ...] = ()
-        """The values from which the trust was derived."""
-        self.report: tuple[str, str, bool] = ("", "", False)
-        """State and sentence of the last report of the subscriber."""
-        self.faults: Mapping[str, SourceFault] = {}
-        """Faults of `endpoint` and `replay_endpoint` that the prober found."""
-        self.status: StreamStatus | None = None
-        self.info: WorkerInfo | None = None
-        self.gaps: deque[GapView] = deque(maxlen=MAX_GAPS)
-        self.last_event: float | None = None
-        self.lag: float | None = None
-        self.load: Callable[[], LoadReading | None] = lambda: None
-        """Returns the newest load that the rank has reported; None if it is not read."""
-        self.silence_of_server: Callable[[], str] = str
-        """Returns the fault of the server that takes its requests, if the server answered before; empty without a fault."""
-        self.why_unreachable = ""
-        """Why no requests are routed to it although its stream is connected; empty if requests are routed to it."""
-        self._was_exact = False
-        self.evicted = 0
-        """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
-        self.index_faults: tuple[SourceFault, ...] = ()
-        """Faults that the index reports about this stream."""
-        self.log_muted_until = 0.0
-        """Monotonic time until which losses are not logged."""
-        self.suppressed_losses = 0
-        """Losses that were not logged since the last log line about losses."""
+        return self.registration.instance, self.registration.rank
 
     def update_trust(self, trust: Trust, now: float) -> TrustState | None:
         """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""

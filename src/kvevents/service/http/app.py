@@ -190,8 +190,8 @@ class App:
             _check_announced(native.announced, self.service.settings.limits.max_body_bytes)
             return ADMITTED
         path = unquote(native.path)
-        request = HttpRequest(native.method, path, native.query, headers, native.body, caller=caller.name, peer=native.peer)
-        request.route, request.item = endpoint.path, item_of(endpoint.path, path)
+        sender, item = (caller.name, native.peer), item_of(endpoint.path, path)
+        request = HttpRequest(native.method, path, native.query, headers, native.body, *sender, endpoint.path, item)
         _read_parameters(endpoint, request)
         response = await self._handle(endpoint, request)
         if span is not None and request.lookup is not None:

@@ -13,18 +13,17 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 
 from kvevents.client.schemas import DEFAULT_GROUP, EngineId, RegisterRequest, ScopeFields, UnregisterRequest
-from kvevents.endpoints import split_tcp, tcp_of
 from kvevents.errors import ConfigError
 from kvevents.package_metadata import documented
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.provider import EngineQueryError, Template, check_load
+from kvevents.service.discovery.provider import EngineQueryError, Template, check_endpoint, check_load
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_url_allowed
 from kvevents.service.registrations import Client, InstanceQuery
-from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
+from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, model_of, pick
 from kvevents.service.service import Service
 
 _HINT: Final = f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
@@ -116,7 +115,10 @@ async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, or all ranks of the engine at a URL; an equal registration is 200."""
     body: RegisterRequest = REGISTER.read(request, service.settings.limits)
     client = Client(request.caller, request.peer)
-    ranks = [_registration(body)] if body.endpoint else await _ask_engine(service, body)
+    try:
+        ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
+    except ConfigError as error:
+        raise RefusedError(str(error), "bad-registration", _HINT) from error
     outcomes = [await service.registrations.register(rank, client, body.lease_seconds) for rank in ranks]
     service.metrics.record_ignored_fields(request)
     warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
@@ -129,62 +131,52 @@ async def register(service: Service, request: HttpRequest) -> Response:
     return answer({"status": "registered successfully", "instance_id": body.instance_id, **fields})
 
 
+def _facts(body: RegisterRequest) -> dict[str, Any]:
+    """Return what a request says of all ranks, by the names that `Registration` and `Template` share."""
+    tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
+    if lora is None and body.lora_id is not None:
+        sentence = f"lora_id {body.lora_id} does not name a LoRA"
+        raise RefusedError(sentence, "lora-id", "send its name as lora_name, or leave it out")
+    return {
+        "topic": body.topic,
+        "block_size": body.block_size,
+        "tenant": DEFAULT_GROUP if tenant is None else tenant,
+        "group": DEFAULT_GROUP if group is None else group,
+        "lora_name": lora,
+        "salt": salt,
+        "stores_only": tuple(body.stores_only),
+        "drafts": None if body.drafts is None else tuple(body.drafts),
+        "load": body.load or None,
+        "labels": body.labels,
+    }
+
+
 def _registration(body: RegisterRequest) -> Registration:
-    scope = scope_of(body)
-    if isinstance(scope.lora, int):
-        raise RefusedError(
-            f"lora_id {scope.lora} does not name a LoRA", "lora-id", "send its name as lora_name, or leave it out"
-        )
-    _check_endpoint("endpoint", body.endpoint)
-    if body.replay_endpoint:  # clients in Go send an empty string for none
-        _check_endpoint("replay_endpoint", body.replay_endpoint)
+    model, facts, replay_endpoint = model_of(body), _facts(body), body.replay_endpoint or None  # Go sends an empty string
     try:
-        if body.load:
-            check_load(body.load)
-        return Registration(
-            instance=str(body.instance_id),
-            endpoint=body.endpoint,
-            model=scope.model,
-            rank=body.dp_rank or 0,
-            replay_endpoint=body.replay_endpoint or None,
-            topic=body.topic,
-            block_size=body.block_size,
-            tenant=scope.tenant,
-            group=scope.group,
-            lora_name=scope.lora,
-            salt=scope.salt,
-            stores_only=tuple(body.stores_only),
-            drafts=None if body.drafts is None else tuple(body.drafts),
-            load=body.load or None,
-            url=body.url or None,
-            labels=body.labels,
-        )
+        check_endpoint("endpoint", body.endpoint)
+        if replay_endpoint is not None:
+            check_endpoint("replay_endpoint", replay_endpoint)
     except ConfigError as error:
-        raise RefusedError(str(error), "bad-registration", _HINT) from error
+        raise RefusedError(str(error), "bad-endpoint", f"see {documented('guides/service#engines')}") from error
+    if body.load:
+        check_load(body.load)
+    return Registration(
+        instance=str(body.instance_id),
+        endpoint=body.endpoint,
+        model=model,
+        rank=body.dp_rank or 0,
+        replay_endpoint=replay_endpoint,
+        url=body.url or None,
+        **facts,
+    )
 
 
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
     """Return the ranks of the engine at `url`, as it names them."""
     if not body.url:
         raise ServiceError("neither endpoint nor url is given", "bad-shape", _HINT, status=422)
-    tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
-    try:
-        template = Template(
-            model=pick(body, MODEL),
-            topic=body.topic,
-            block_size=body.block_size,
-            tenant=DEFAULT_GROUP if tenant is None else tenant,
-            group=DEFAULT_GROUP if group is None else group,
-            lora_name=lora,
-            salt=salt,
-            stores_only=tuple(body.stores_only),
-            drafts=None if body.drafts is None else tuple(body.drafts),
-            load=body.load or None,
-            labels=body.labels,
-        )
-        provider = EngineProvider(body.url, template, str(body.instance_id))
-    except ConfigError as error:
-        raise RefusedError(str(error), "bad-registration", _HINT) from error
+    provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))
     await check_url_allowed(service.allow_list, body.url)
     try:
         finding = await provider.query()
@@ -197,22 +189,11 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
     return ranks
 
 
-def _check_endpoint(name: str, endpoint: str) -> None:
-    scheme, separator, address = tcp_of(endpoint).partition("://")
-    is_tcp = scheme == "tcp"
-    if not separator or scheme not in {"tcp", "ipc"} or not address or (is_tcp and split_tcp(tcp_of(endpoint)) is None):
-        raise RefusedError(
-            f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH",
-            "bad-endpoint",
-            f"see {documented('guides/service#engines')}",
-        )
-
-
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
     body: UnregisterRequest = UNREGISTER.read(request, service.settings.limits)
-    tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
-    query = InstanceQuery(str(body.instance_id), body.dp_rank, pick(body, MODEL), tenant, group, lora, salt)
+    scope = (pick(body, names) for names in (MODEL, TENANT, GROUP, LORA, SALT))
+    query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
     registrations = await service.registrations.unregister(query, Client(request.caller, request.peer))
     service.metrics.record_ignored_fields(request)
     if body.model_name is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -94,48 +95,30 @@ class Lookup(NamedTuple):
     """Tokens that the best worker holds."""
 
 
+@dataclass(slots=True, eq=False)
 class HttpRequest:
     """A request with its complete body."""
 
-    __slots__ = (
-        "_parameters",
-        "arguments",
-        "body",
-        "caller",
-        "headers",
-        "ignored_fields",
-        "item",
-        "lookup",
-        "method",
-        "path",
-        "peer",
-        "query",
-        "route",
-    )
-
-    def __init__(
-        self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.body = body
-        self.headers = headers
-        self.caller = caller
-        """Name of the caller's token, for the audit log."""
-        self.peer = peer
-        """Address of the client, for the audit log."""
-        self.route = path
-        """Path of its route, which clients do not choose."""
-        self.item = ""
-        """The part of the path at the place of `{id}` in the route's path."""
-        self.ignored_fields: tuple[str, ...] = ()
-        """Unknown fields of the body that were ignored."""
-        self.arguments: Mapping[str, str] = {}
-        """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
-        self.lookup: Lookup | None = None
-        """Attributes of its span about its query."""
-        self._parameters: dict[str, str] | None = None
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    caller: str = ""
+    """Name of the caller's token, for the audit log."""
+    peer: str = ""
+    """Address of the client, for the audit log."""
+    route: str = ""
+    """Path of its route, which clients do not choose."""
+    item: str = ""
+    """The part of the path at the place of `{id}` in the route's path."""
+    ignored_fields: tuple[str, ...] = ()
+    """Unknown fields of the body that were ignored."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
+    lookup: Lookup | None = None
+    """Attributes of its span about its query."""
+    _parameters: dict[str, str] | None = None
 
     @property
     def kind(self) -> bytes:
@@ -163,29 +146,23 @@ def _parameters(query: bytes) -> dict[str, str]:
     return parameters
 
 
+@dataclass(slots=True, eq=False)
 class Response:
     """A complete response."""
 
-    __slots__ = ("body", "headers", "kind", "status")
-
-    def __init__(
-        self, body: bytes = b"", *, status: int = 200, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()
-    ) -> None:
-        self.status = status
-        self.body = body
-        self.kind = kind
-        self.headers = headers
+    body: bytes = b""
+    status: int = 200
+    kind: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class StreamingResponse:
     """A response that is sent in pieces; `release` is called when it ends or fails."""
 
-    __slots__ = ("kind", "pieces", "release")
-
-    def __init__(self, pieces: AsyncIterator[bytes], kind: bytes, release: Callable[[], None] = lambda: None) -> None:
-        self.pieces = pieces
-        self.kind = kind
-        self.release = release
+    pieces: AsyncIterator[bytes]
+    kind: bytes
+    release: Callable[[], None] = lambda: None
 
 
 def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:

@@ -21,7 +21,8 @@ from kvevents.package_metadata import version
 from kvevents.routing.weights import Tier
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
-from kvevents.service.http import dynamo_messages, dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
+from kvevents.service.http import dynamo_messages as dynamo
+from kvevents.service.http import dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
 from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.thread_pools import FLEET, LISTING, METRICS, QUERIES
 from kvevents.service.service import Service
@@ -84,9 +85,6 @@ class Route:
 
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
-_MODEL: Final = Parameter("model", "name of the model", required=True)
-_TENANT: Final = Parameter("tenant", "tenant; default: `default`")
-_GROUP: Final = Parameter("group", "routing group; default: `default`")
 _FILTERS: Final = (
     Parameter("instance", "only this engine"),
     Parameter("model", "only this model"),
@@ -101,35 +99,44 @@ _INDEXER_FILTERS: Final = (
 _RAW: Final = (
     Parameter("model", "for a raw body: name of the model", schema=_NAME),
     *(
-        Parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", schema=_NAME)
-        for name in ("tenant", "group", "lora", "salt")
-    ),
-    Parameter(
-        "lora_id",
-        "for a raw body: as `lora_id` of `MatchRequest`",
-        schema={"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
-    ),
-    *(
-        Parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", schema={"type": "boolean"})
-        for name in ("expected", "whole_prompt")
+        Parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", schema=schema)
+        for name, schema in {
+            **dict.fromkeys(("tenant", "group", "lora", "salt"), _NAME),
+            "lora_id": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+            "expected": {"type": "boolean"},
+            "whole_prompt": {"type": "boolean"},
+        }.items()
     ),
 )
+
+
+def _limit(maximum: int, default: str = "") -> Parameter:
+    schema = {"type": "integer", "minimum": 1, "maximum": maximum}
+    return Parameter("limit", f"maximum number of items{default}", schema=schema)
+
+
 _PAGE: Final = (
-    Parameter(
-        "limit",
-        f"maximum number of items; default {pages.MAX_LISTED}",
-        schema={"type": "integer", "minimum": 1, "maximum": pages.MAX_LISTED},
-    ),
+    _limit(pages.MAX_LISTED, f"; default {pages.MAX_LISTED}"),
     Parameter("cursor", "where the page begins", schema={"type": "string", "pattern": pages.CURSOR.pattern}),
 )
+_SOURCES: Final = (*_FILTERS, *_PAGE)
+_RESERVATIONS: Final = (_limit(reservations.MAX_LISTED),)
+_BLOCKS: Final = (
+    Parameter("instance", "name of the engine instance", required=True),
+    Parameter("rank", "data-parallel rank; default 0", schema={"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}),
+    Parameter("tenant", "tenant; default: `default`"),
+    Parameter("group", "routing group; default: `default`"),
+    _limit(v1.MAX_PAGE),
+    Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
+)
+_EVENTS: Final = (Parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow"),)
 _TAGGED: Final = (Parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has"),)
 """Headers of an endpoint whose responses have an entity tag."""
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = ((503, "the process failed and must be restarted"),)
-
-
-def _limit(maximum: int) -> Parameter:
-    return Parameter("limit", "maximum number of items", schema={"type": "integer", "minimum": 1, "maximum": maximum})
+_NOT_READY: Final = ((503, "the service is not ready"),)
+_UNSCHEDULABLE: Final = ((503, "no worker can be selected"),)
+_REGISTERED: Final = ((200, "an equal registration was there before, or the request is of Mooncake's API"),)
 
 
 def health(service: Service, request: HttpRequest) -> Response:
@@ -190,167 +197,78 @@ def _encoded_openapi() -> bytes:
 
 
 _indexer: Final = partial(Route, role=Role.READ, tag="indexer")
+_registering: Final = partial(Route, "POST", role=Role.REGISTER, tag="indexer")
 _selection: Final = partial(Route, role=Role.READ, tag="selection")
+_selecting: Final = partial(_selection, "POST", pool=QUERIES)
 _v1: Final = partial(Route, role=Role.READ, tag="v1")
-_public: Final = partial(Route, role=None, tag="probes")
+_querying: Final = partial(_v1, "POST", pool=QUERIES)
+_public: Final = partial(Route, "GET", role=None, tag="probes")
+_probe: Final = partial(_public, probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    Route(
-        "POST",
-        "/register",
-        indexer_api.register,
-        role=Role.REGISTER,
-        tag="indexer",
-        takes=schemas.RegisterRequest,
-        status=201,
-        also=((200, "an equal registration was there before, or the request is of Mooncake's API"),),
-    ),
-    Route("POST", "/unregister", indexer_api.unregister, role=Role.REGISTER, tag="indexer", takes=schemas.UnregisterRequest),
+    _registering("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, also=_REGISTERED),
+    _registering("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
     _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool=QUERIES),
     _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool=QUERIES),
     _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE), headers=_TAGGED),
     _indexer("GET", "/services", indexer_listings.services, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/global_view", indexer_listings.global_view, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/dump", indexer_listings.dump),
-    _indexer(
-        "POST",
+    _selecting(
         "/query_tiered_by_hash",
         dynamo_selection.query_tiered_by_hash,
-        takes=dynamo_messages.TieredQueryRequest,
-        gives=dynamo_messages.TieredAnswer,
-        pool=QUERIES,
+        tag="indexer",
+        takes=dynamo.TieredQueryRequest,
+        gives=dynamo.TieredAnswer,
     ),
     # The API of Dynamo's selection service
-    _selection(
-        "POST",
-        "/select",
-        dynamo_selection.select,
-        takes=dynamo_messages.SelectWorkerRequest,
-        gives=dynamo_messages.SelectedWorker,
-        pool=QUERIES,
-    ),
-    _selection(
-        "POST",
+    _selecting("/select", dynamo_selection.select, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker),
+    _selecting(
         "/select_and_reserve",
         dynamo_selection.select_and_reserve,
-        takes=dynamo_messages.SelectWorkerRequest,
-        gives=dynamo_messages.SelectedWorker,
-        pool=QUERIES,
+        takes=dynamo.SelectWorkerRequest,
+        gives=dynamo.SelectedWorker,
     ),
-    _selection(
-        "POST",
-        "/reservations",
-        dynamo_selection.book,
-        takes=dynamo_messages.BookRequest,
-        gives=dynamo_messages.Booked,
-        status=201,
-        pool=QUERIES,
-    ),
-    _selection(
-        "POST",
+    _selecting("/reservations", dynamo_selection.book, takes=dynamo.BookRequest, gives=dynamo.Booked, status=201),
+    _selecting(
         "/potential_loads",
         dynamo_selection.potential_loads,
-        takes=dynamo_messages.PromptRequest,
-        gives=list[dynamo_messages.PotentialLoad],
-        pool=QUERIES,
+        takes=dynamo.PromptRequest,
+        gives=list[dynamo.PotentialLoad],
     ),
-    _selection(
-        "POST",
-        "/overlap_scores",
-        dynamo_selection.overlap_scores,
-        takes=dynamo_messages.PromptRequest,
-        gives=dynamo_messages.OverlapScores,
-        pool=QUERIES,
-    ),
-    _selection(
-        "POST",
+    _selecting("/overlap_scores", dynamo_selection.overlap_scores, takes=dynamo.PromptRequest, gives=dynamo.OverlapScores),
+    _selecting(
         "/reservations/{id}/output_block",
         dynamo_selection.output_block,
-        takes=dynamo_messages.OutputBlockRequest,
-        gives=dynamo_messages.Done,
-        pool=QUERIES,
+        takes=dynamo.OutputBlockRequest,
+        gives=dynamo.Done,
     ),
-    _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo_messages.Done),
-    _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo_messages.Done),
-    _selection(
-        "GET", "/loads", dynamo_selection.loads, gives=list[dynamo_messages.ModelLoad], pool=FLEET, parameters=_INDEXER_FILTERS
-    ),
-    _selection(
-        "GET",
-        "/ready",
-        dynamo_selection.ready,
-        gives=dynamo_messages.ReadyWorkers,
-        also=((503, "no worker can be selected"),),
-        pool=FLEET,
-    ),
+    _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo.Done),
+    _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo.Done),
+    _selection("GET", "/loads", dynamo_selection.loads, gives=list[dynamo.ModelLoad], pool=FLEET, parameters=_INDEXER_FILTERS),
+    _selection("GET", "/ready", dynamo_selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool=FLEET),
     # The API of kvevents
-    _v1(
-        "POST",
-        "/v1/match",
-        v1.match,
-        takes=schemas.MatchRequest,
-        gives=schemas.MatchAnswer,
-        raw=True,
-        pool=QUERIES,
-        parameters=_RAW,
-    ),
-    _v1("POST", "/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer, pool=QUERIES),
-    _v1("POST", "/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection, pool=QUERIES),
+    _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
+    _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
+    _querying("/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection),
     _v1("GET", "/v1/select/explain", reservations.explain, gives=schemas.DecisionsAnswer),
-    _v1(
-        "GET",
-        "/v1/reservations",
-        reservations.list_open,
-        gives=schemas.ReservationsAnswer,
-        parameters=(_limit(reservations.MAX_LISTED),),
-    ),
+    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=_RESERVATIONS),
     _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
-    _v1(
-        "GET",
-        "/v1/sources",
-        v1.sources,
-        gives=schemas.SourcesAnswer,
-        pool=FLEET,
-        parameters=(*_FILTERS, *_PAGE),
-        headers=_TAGGED,
-    ),
-    _v1("POST", "/v1/drain", v1.drain, role=Role.REGISTER, takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
+    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool=FLEET, parameters=_SOURCES, headers=_TAGGED),
+    _registering("/v1/drain", v1.drain, tag="v1", takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
     _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool=FLEET),
-    _v1(
-        "GET",
-        "/v1/blocks",
-        v1.blocks,
-        gives=schemas.BlocksAnswer,
-        pool=LISTING,
-        parameters=(
-            Parameter("instance", "name of the engine instance", required=True),
-            Parameter(
-                "rank", "data-parallel rank; default 0", schema={"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}
-            ),
-            _TENANT,
-            _GROUP,
-            _limit(v1.MAX_PAGE),
-            Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
-        ),
-    ),
-    _v1(
-        "GET",
-        "/v1/events",
-        v1.events,
-        parameters=_FILTERS,
-        headers=(Parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow"),),
-        media="text/event-stream",
-    ),
+    _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool=LISTING, parameters=_BLOCKS),
+    _v1("GET", "/v1/events", v1.events, parameters=_FILTERS, headers=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    _public("GET", "/health", health, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    _public("GET", "/livez", live, gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    _public("GET", "/readyz", ready, gives=schemas.ReadyAnswer, also=((503, "the service is not ready"),), probe=True),
-    Route("GET", "/metrics", metrics, role=Role.READ, tag="probes", media="text/plain", pool=METRICS),
-    _public("GET", "/openapi.json", openapi),
-    _public("GET", "/", page, media="text/html"),
+    _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
+    _probe("/livez", live, gives=schemas.HealthAnswer, also=_FAILED),
+    _probe("/readyz", ready, gives=schemas.ReadyAnswer, also=_NOT_READY),
+    _public("/metrics", metrics, role=Role.READ, media="text/plain", pool=METRICS),
+    _public("/openapi.json", openapi),
+    _public("/", page, media="text/html"),
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}
@@ -401,7 +319,7 @@ def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the table."""
     kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
-    for kind, rules in (indexer_api.SCHEMA_RULES | dynamo_messages.SCHEMA_RULES).items():
+    for kind, rules in (indexer_api.SCHEMA_RULES | dynamo.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
     for kind in kinds:
         for alias in getattr(kind, "ALIASES", ()):
