@@ -390,7 +390,7 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1", "--copies", "2", *MODEL_AND_WORKER], 2, "copies is 2"),
         (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *MODEL_AND_WORKER], 2, "partitions is 1000"),
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *MODEL_AND_WORKER], 2, "invalid size"),
-        (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *MODEL_AND_WORKER], 2, "partition_bytes is 1"),
+        (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *MODEL_AND_WORKER], 2, "--partition-size is 1"),
         (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *MODEL_AND_WORKER], 2, "invalid plane name 'a b'"),
         (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *MODEL_AND_WORKER], 2, "invalid bridge name ''"),
         (["--nats", "nats://127.0.0.1:1", "--dead-seconds", "-1", *MODEL_AND_WORKER], 2, "seconds"),
@@ -398,7 +398,7 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (
             ["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *MODEL_AND_WORKER],
             2,
-            "tls_certificate is set without tls_key",
+            "--tls-cert is set without tls_key",
         ),
         (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *MODEL_AND_WORKER], 2, "invalid port"),
         (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 2, "cannot read /no/such"),

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, count_descriptors
+from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig
 from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
 from kvevents.testing import zmtp
 from kvevents.wire import live_frames
+from resource_cases import leave_nothing_open
 from tools.ports import LOOPBACK
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
@@ -201,11 +202,10 @@ def test_closed_connections_leave_no_resources(rig: Any) -> None:
         connection.close()
 
     open_and_close()
-    before = count_descriptors()
-    for _ in range(1_000):
-        open_and_close()
-    assert not rig.transport._connections
-    assert count_descriptors() <= before + 2
+    with leave_nothing_open():
+        for _ in range(1_000):
+            open_and_close()
+        assert not rig.transport._connections
 
 
 @pytest.mark.parametrize("kind", RIGS)
@@ -248,10 +248,9 @@ def test_an_invalid_endpoint_raises_an_error_that_names_it(rig: Any) -> None:
         assert not rig.transport._connections
 
     open_and_close()
-    before = count_descriptors()
-    for _ in range(20):
-        open_and_close()
-    assert count_descriptors() <= before + 2
+    with leave_nothing_open():
+        for _ in range(20):
+            open_and_close()
 
 
 def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -359,7 +358,7 @@ def test_a_ping_is_answered_with_its_context() -> None:
 
 def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Only failed attempts to connect are logged; a reconnect is visible in the trust of the stream."""
-    with caplog.at_level("INFO", "kvevents.subscriber"), open_connected_reader(handshake_ms=20_000) as (rig, engine, reader):
+    with caplog.at_level("INFO", "kvevents.subscriber"), open_connected_reader() as (rig, engine, reader):
         for count in range(2, 6):
             engine.end_connection()
             rig.connect(engine, reader)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import zmq
@@ -34,7 +33,7 @@ DEADLINE: Final = 60.0
 TOPIC: Final = b"kv"
 PAYLOAD: Final = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0"
 PUBLISHER: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
-OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=1_000, max_message_bytes=4_000)
+OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=20_000, max_message_bytes=4_000)
 
 
 class Recorder:
@@ -310,14 +309,6 @@ RIGS: Final[dict[str, Callable[..., Rig]]] = {
     "libzmq": RealRig,
     "fake": FakeRig,
 }
-
-
-def count_descriptors() -> int:
-    """Return how many descriptors this process has open, after the threads of libzmq have closed theirs."""
-    count, end = 0, time.monotonic() + DEADLINE
-    while count != (count := len(list(Path("/proc/self/fd").iterdir()))) and time.monotonic() < end:
-        time.sleep(0.02)
-    return count
 
 
 class Reader:

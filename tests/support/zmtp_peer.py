@@ -16,7 +16,7 @@ from kvevents.testing import zmtp
 
 DEADLINE: Final = 60.0
 LIMITS: Final = StreamLimits(replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0)
-OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=1_000)
+OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=20_000)
 PUB: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
 
 
