@@ -1,9 +1,9 @@
 """Polls the HTTP servers of engines that publish no load.
 
-Theory of operation. One thread runs an event loop with one task for each URL, for any number of ranks behind it. A task
-requests the URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and
-few run at one time, so a server that is slow or hostile costs its own load and nothing else. While a server fails, pauses grow
-up to `MAX_PAUSE_SECONDS`. The reason of a failure is stored with each rank, and is logged when it begins and when it ends.
+Theory of operation. There is one task for each URL, for any number of ranks behind it. A task requests the URL, reads the load
+of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at one time, so a server
+that is slow or hostile costs its own load and nothing else. While a server fails, pauses grow up to `MAX_PAUSE_SECONDS`. The
+reason of a failure is stored with each rank, and is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 from kvevents.backoff import Backoff, jittered
@@ -58,7 +56,7 @@ class _Target:
 
 
 class LoadPoller:
-    """Polls URLs in a thread of its own. Any thread may call every method.
+    """Polls URLs. All methods but the constructor are called in one running event loop.
 
     Raises `MissingDependencyError` if prometheus_client is not installed.
     """
@@ -68,68 +66,19 @@ class LoadPoller:
         self._settings: Final = settings
         self._targets: dict[str, _Target] = {}
         self._slots: Final = asyncio.Semaphore(settings.at_once)
-        self._has_begun: Final = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._thread: Final = threading.Thread(target=self._run, name="kvevents-load-polls", daemon=True)
-        self._thread.start()
-        self._has_begun.wait()
+        self._connections: HttpConnections | None = None
+        """Opened with the first URL."""
 
     def add(self, readings: Readings) -> None:
         """Poll the URL of a source, and store what it reports of its rank."""
-        self._call(lambda: self._add(readings))
-
-    def remove(self, readings: Readings) -> None:
-        """Stop polling for a rank. Does nothing if it is unknown."""
-        self._call(lambda: self._remove(readings))
-
-    def close(self) -> None:
-        """End all requests and the thread. Idempotent."""
-        self._call(lambda: None if self._stop is None else self._stop.set())
-        self._thread.join()
-
-    def _call(self, work: Callable[[], None]) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(work)
-            except RuntimeError:  # it has closed meanwhile
-                return
-
-    # --- the thread
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except Exception:
-            _logger.exception("polling the load of engines has failed; their load is unknown from now on")
-            for target in self._targets.values():  # no engine is left out for ever
-                for readings in target.ranks:
-                    readings.silence = ""
-        finally:
-            self._has_begun.set()
-
-    async def _main(self) -> None:
-        settings = self._settings
-        limits = RequestLimits(settings.request_seconds, MAX_METRICS_BYTES)
-        async with HttpConnections(limits, idle_seconds=_IDLE_INTERVALS * settings.poll_seconds) as connections:
-            self._connections = connections
-            self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
-            self._has_begun.set()
-            await self._stop.wait()
-            tasks = [target.task for target in self._targets.values() if target.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _add(self, readings: Readings) -> None:
         url = check_load_url(readings.source.endpoint)
         target = self._targets.setdefault(url, _Target(url))
         target.ranks.append(readings)
         if target.task is None:
             target.task = asyncio.get_running_loop().create_task(self._poll(target))
 
-    def _remove(self, readings: Readings) -> None:
+    def remove(self, readings: Readings) -> None:
+        """Stop polling for a rank. Does nothing if it is unknown."""
         url = check_load_url(readings.source.endpoint)
         target = self._targets.get(url)
         if target is None or readings not in target.ranks:
@@ -140,7 +89,31 @@ class LoadPoller:
             if target.task is not None:
                 target.task.cancel()
 
+    async def close(self) -> None:
+        """End all requests."""
+        tasks = [target.task for target in self._targets.values() if target.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._connections is not None:
+            await self._connections.close()
+
+    @property
+    def _http(self) -> HttpConnections:
+        if self._connections is None:
+            limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)
+            self._connections = HttpConnections(limits, idle_seconds=_IDLE_INTERVALS * self._settings.poll_seconds)
+        return self._connections
+
     async def _poll(self, target: _Target) -> None:
+        try:
+            await self._request_often(target)
+        except Exception:
+            _logger.exception("polling %s has failed; its load is unknown from now on", target.url)
+            for readings in target.ranks:  # the engine is not left out for ever
+                readings.silence = ""
+
+    async def _request_often(self, target: _Target) -> None:
         pause = self._settings.poll_seconds
         backoff = Backoff(initial=pause, maximum=max(pause, MAX_PAUSE_SECONDS))
         while True:
@@ -161,7 +134,7 @@ class LoadPoller:
         """Request one answer and store what it reports. Return what has failed; empty if nothing has."""
         try:
             async with self._slots:
-                answer = await self._connections.get(target.url, _HEADERS)
+                answer = await self._http.get(target.url, _HEADERS)
             for readings in target.ranks:
                 readings.has_answered, readings.silence = True, ""
             if not any(readings.source.reads_load for readings in target.ranks):

@@ -1,21 +1,20 @@
 """Follows the load of engines, and keeps the newest reading of each.
 
-Theory of operation: readings have no time of their own, and only the newest one matters. A thread receives them as they come,
-so that the age of a reading is that of its arrival; a reading older than `max_age_seconds` is not returned. A stream that is
-absent, silent or invalid therefore costs its signal and nothing else. One reading is stored for each source. Engines that
-publish no load are polled instead, in another thread (`load_polling`). Host names are resolved in threads of their own
+Theory of operation: readings have no time of their own, and only the newest one matters. The event loop of one thread receives
+them as they come, so that the age of a reading is that of its arrival; a reading older than `max_age_seconds` is not returned.
+A stream that is absent, silent or invalid therefore costs its signal and nothing else. One reading is stored for each source.
+Engines that publish no load are polled in the same loop (`load_polling`). Host names are resolved in threads of their own
 (`zeromq.name_resolver`): while a stream with a name is silent, its socket goes through the addresses of the name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
 import math
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final, Self
 
@@ -41,7 +40,6 @@ from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 if TYPE_CHECKING:
     from kvevents.routing.load_polling import LoadPoller
 
-_logger: Final = logging.getLogger(__name__)
 _MESSAGES_PER_TURN: Final = 64
 """Maximum number of messages of one stream that are read before other streams have their turn."""
 _OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
@@ -94,19 +92,20 @@ class _Stream(Readings):
             connect_or_bind(self.socket, address, bind=False)
             self._address = address
 
-    def receive(self, now: float) -> None:
-        """Read the messages that have arrived, up to a limit."""
+    def receive(self, now: float) -> bool:
+        """Read the messages that have arrived, up to a limit. Return whether there may be more."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 message = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return
+                return False
             self._pause, self._resolve_at = self._quiet_seconds, now + self._quiet_seconds
             load = None if isinstance(message, Malformed) else decode_load(message.payload)
             if load is None:
                 self.reject()
             else:
                 self.store(load, now)
+        return True
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -138,21 +137,16 @@ class LoadSubscriber:
         self._readings: dict[Worker, Readings] = {}
         self._poller: LoadPoller | None = None
         self._lock: Final = threading.Lock()
-        self._commands: Final[deque[tuple[_Stream, bool]]] = deque()
-        self._is_closing = False
-        self._selector: Final = zmq.Poller()
+        self._loop: Final = asyncio.new_event_loop()
+        self._has_ended: Final = asyncio.Event()
+        self._streams: Final = set[_Stream]()
         self._names: Final = NameResolver[_Stream](self._watch_names)
-        self._take_resolved: Callable[[], Collection[_Stream]] = tuple
-        self._wake_end, self._waking_end = socket.socketpair()
-        self._wake_end.setblocking(False)
-        self._waking_end.setblocking(False)
         self._thread: Final = threading.Thread(target=self._run, name="kvevents-load", daemon=True)
         try:
             for source in sources:
                 self.add(source)
         except BaseException:
             self._release()
-            self._close_poller()
             raise
         self._thread.start()
 
@@ -161,16 +155,14 @@ class LoadSubscriber:
         is_polled = is_load_url(source.endpoint)
         readings = Readings(source, self._on_load) if is_polled else self._connect(source)
         with self._lock:
-            poller = self._polling() if is_polled else None
+            if is_polled and self._poller is None:
+                from kvevents.routing.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
+
+                self._poller = LoadPoller(self._settings)
             former = self._readings.pop(source.worker, None)
             self._readings[source.worker] = readings
-            self._end(former)
-            if isinstance(readings, _Stream):
-                # The socket changes its thread here: the lock orders both threads, as libzmq requires.
-                self._commands.append((readings, True))
-            elif poller is not None:
-                poller.add(readings)
-        self._wake()
+            self._call(self._end, former)
+            self._call(self._begin, readings)
 
     def _connect(self, source: LoadSource) -> _Stream:
         security = secure_sockets(self._context, source.curve, source.endpoint)
@@ -191,24 +183,10 @@ class LoadSubscriber:
             raise
         return stream
 
-    def _polling(self) -> LoadPoller:
-        if self._poller is None:
-            from kvevents.routing.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
-
-            self._poller = LoadPoller(self._settings)
-        return self._poller
-
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load. Does nothing if it is unknown."""
         with self._lock:
-            self._end(self._readings.pop(worker, None))
-        self._wake()
-
-    def _end(self, former: Readings | None) -> None:
-        if isinstance(former, _Stream):
-            self._commands.append((former, False))
-        elif former is not None and self._poller is not None:
-            self._poller.remove(former)
+            self._call(self._end, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
         """Return the newest load of a worker; None if it is unknown, silent, or older than `max_age_seconds`."""
@@ -229,17 +207,9 @@ class LoadSubscriber:
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent."""
-        self._is_closing = True
-        self._wake()
+        self._call(self._has_ended.set)
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._close_poller()
-
-    def _close_poller(self) -> None:
-        with self._lock:
-            poller, self._poller = self._poller, None
-        if poller is not None:
-            poller.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,64 +222,60 @@ class LoadSubscriber:
 
     # --- the thread
 
+    def _call(self, call: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(call, *arguments)
+
     def _run(self) -> None:
-        streams = dict[zmq.Socket[bytes], _Stream]()
-        self._selector.register(self._wake_end, zmq.POLLIN)
-        seconds, look_at = self._settings.resolve_seconds, 0.0
         try:
-            while not self._is_closing:
-                for ready, _ in self._selector.poll(int(seconds * 1000)):
-                    stream = streams.get(ready)
-                    if stream is None:
-                        self._run_requests(streams)
-                    elif not stream.socket.closed:
-                        stream.receive(time.monotonic())
-                due, now = self._take_resolved(), time.monotonic()
-                if now >= look_at:
-                    due, look_at = streams.values(), now + seconds
-                for stream in due:
-                    stream.connect(self._names, now)
-        except Exception:
-            _logger.exception("receiving the load of engines has failed; their load is unknown from now on")
+            self._loop.run_until_complete(self._follow())
         finally:
             self._release()
 
+    async def _follow(self) -> None:
+        while not self._has_ended.is_set():
+            self._resolve(self._streams)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.resolve_seconds):
+                    await self._has_ended.wait()
+        if self._poller is not None:
+            await self._poller.close()
+
+    def _resolve(self, streams: Iterable[_Stream]) -> None:
+        for stream in list(streams):
+            stream.connect(self._names, time.monotonic())
+
     def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_Stream]]) -> None:
-        self._selector.register(end, zmq.POLLIN)
-        self._take_resolved = take_resolved
+        self._loop.add_reader(end, lambda: self._resolve(take_resolved()))
 
-    def _run_requests(self, streams: dict[zmq.Socket[bytes], _Stream]) -> None:
-        """Start or stop following streams, as other threads have requested."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_end.recv(4_096):
-                pass
-        while True:
-            with self._lock:
-                if not self._commands:
-                    return
-                stream, follows = self._commands.popleft()
-            if follows:
-                self._selector.register(stream.socket, zmq.POLLIN)
-                streams[stream.socket] = stream
-                stream.connect(self._names, time.monotonic())
-            else:
-                if streams.pop(stream.socket, None) is not None:
-                    self._selector.unregister(stream.socket)
-                self._names.forget(stream)
-                stream.close()
+    def _begin(self, readings: Readings) -> None:
+        if isinstance(readings, _Stream):
+            self._streams.add(readings)
+            self._loop.add_reader(readings.socket.fileno(), self._receive, readings)
+            self._resolve([readings])
+            self._receive(readings)
+        elif self._poller is not None:
+            self._poller.add(readings)
 
-    def _wake(self) -> None:
-        # A full buffer wakes the thread as well; a closed socket has none.
-        with contextlib.suppress(OSError):
-            self._waking_end.send(b"\0")
+    def _receive(self, stream: _Stream) -> None:
+        # The descriptor reports only that something has changed, so all messages are read before the next wait.
+        if not stream.socket.closed and stream.receive(time.monotonic()):
+            self._loop.call_soon(self._receive, stream)
+
+    def _end(self, former: Readings | None) -> None:
+        if isinstance(former, _Stream):
+            self._loop.remove_reader(former.socket.fileno())
+            self._streams.discard(former)
+            self._names.forget(former)
+            former.close()
+        elif former is not None and self._poller is not None:
+            self._poller.remove(former)
 
     def _release(self) -> None:
         with self._lock:
-            for stream in [*self._readings.values(), *(stream for stream, _ in self._commands)]:
-                if isinstance(stream, _Stream):
-                    stream.close()
-            self._commands.clear()
+            self._loop.close()
+            for readings in self._readings.values():
+                if isinstance(readings, _Stream):
+                    readings.close()
         self._context.destroy(linger=0)
         self._names.close()
-        self._wake_end.close()
-        self._waking_end.close()
