@@ -179,10 +179,10 @@ def test_a_relay_whose_engine_is_away_is_live_and_not_ready() -> None:
         (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 2, "has no room"),
         (["127.0.0.1:1", "--dialect", "vllm-0.1"], 2, "older than"),
         (["127.0.0.1:1", "--dialect", "trt-1"], 2, "unknown engine"),
-        (["127.0.0.1:1", "--token-policy", "burn"], 2, "invalid choice"),
+        (["127.0.0.1:1", "--token-policy", "burn"], 2, "invalid value 'burn'"),
         (["127.0.0.1:1", "--heartbeat", "-1"], 2, "seconds"),
         (["127.0.0.1:1", "--heartbeat", "100000"], 2, "heartbeat is 100000"),
-        (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "cannot open the journal folder"),
+        (["127.0.0.1:1", "--journal", "/dev/null/folder"], 2, "cannot open the journal folder"),
     ],
     ids=str,
 )
