@@ -15,14 +15,17 @@ from kvevents_plane import snapshots
 from kvevents_plane.layout import Layout, PartitionInfo
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import EMPTY_HISTORY
-from kvevents_plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots, SnapshotTimers
+from kvevents_plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots
 
 pytest.importorskip("nats")
 LAYOUT = Layout("default", 1)
 STATE: Any = SimpleNamespace(stream_id="made")
 
 
-TIMERS = SnapshotTimers(body_seconds=0.05, cleanup_seconds=0.05)
+@pytest.fixture(autouse=True)
+def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(snapshots, "CLEANUP_SECONDS", 0.05)
 
 
 async def hang(*_: object, **__: object) -> None:
@@ -54,7 +57,7 @@ def snapshots_with(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]
         return [snapshot_info("newest"), snapshot_info("before")]
 
     monkeypatch.setattr(Snapshots, "matching", matching)
-    return Snapshots(jetstream_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT, timers=TIMERS)
+    return Snapshots(jetstream_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT)
 
 
 def jetstream_with(store: Any) -> Any:
@@ -100,7 +103,7 @@ def test_a_snapshot_is_saved_even_if_the_servers_do_not_delete_the_old_ones(
     monkeypatch.setattr(snapshots, "partition_info", state)
     path = tmp_path / "index"
     path.write_bytes(b"index")
-    found = Snapshots(jetstream_with(SimpleNamespace(list=hang)), LAYOUT, timers=TIMERS)
+    found = Snapshots(jetstream_with(SimpleNamespace(list=hang)), LAYOUT)
     written = asyncio.run(
         run_with_timeout(found.save, msgspec.msgpack.decode(encoded_body(7), type=SnapshotBody), path, 0, "test", "made")
     )

@@ -24,7 +24,7 @@ import msgspec
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.settings import Seconds, Settings, build_decoder_now
+from kvevents.settings import build_decoder_now
 from kvevents.stream import DegradedReason
 from kvevents_plane.layout import Layout, PartitionInfo, has_tail, partition_info
 from kvevents_plane.nats_errors import map_errors
@@ -46,23 +46,15 @@ CHUNK_BYTES: Final = 512 << 10
 SWEEP_SECONDS: Final = 600.0
 """Seconds between two searches for objects that no entry lists, and seconds after which such an object is deleted. A process
 that is killed while it writes a snapshot leaves such objects."""
+TRANSFER_SECONDS: Final = 300.0
+"""Timeout of reading or writing one snapshot."""
+BODY_SECONDS: Final = 30.0
+"""Timeout of reading a snapshot without its index, a few MiB at most."""
+CLEANUP_SECONDS: Final = 60.0
+"""Timeout of deleting what is no longer needed after a snapshot was written."""
 _SUFFIXES: Final = ("index", "streams")
 _CHUNKS: Final = "$O."
 """Prefix of an object store's subjects."""
-
-
-class SnapshotTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Timeouts of reading and writing snapshots."""
-
-    transfer_seconds: Seconds = 300.0
-    """Seconds to read or write one snapshot."""
-    body_seconds: Seconds = 30.0
-    """Seconds to read a snapshot without its index, a few MiB at most."""
-    cleanup_seconds: Seconds = 60.0
-    """Seconds to delete what is no longer needed after a snapshot was written."""
-
-
-DEFAULT_TIMERS: Final = SnapshotTimers()
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -166,17 +158,10 @@ def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> list[tuple[
 class Snapshots:
     """The snapshots of one plane. Methods raise `PlaneError` if a request to the servers fails."""
 
-    def __init__(
-        self,
-        js: JetStreamContext,
-        layout: Layout,
-        clock: Callable[[], float] = time.monotonic,
-        timers: SnapshotTimers = DEFAULT_TIMERS,
-    ) -> None:
+    def __init__(self, js: JetStreamContext, layout: Layout, clock: Callable[[], float] = time.monotonic) -> None:
         self._js: Final = js
         self._layout: Final = layout
         self._clock: Final = clock
-        self._timers: Final = timers
         self._swept_at = float("-inf")
         self._newest: dict[int, tuple[str, float]] = {}
         """Name of the newest snapshot by partition, and when this process found it first."""
@@ -263,23 +248,24 @@ class Snapshots:
 
         Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
         """
-        seconds = self._timers.transfer_seconds
         with temporary_file() as path:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(TRANSFER_SECONDS):
                     body = await self.load_body(snapshot)
                     state, degraded_reasons = body.decode(snapshot)
                     with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
                         await self._get(f"{snapshot.name}.index", file)
                 await asyncio.to_thread(_merge, index, path, body, snapshot.name)
             except TimeoutError as error:
-                raise PlaneError(f"snapshot {snapshot.name} was not read within {seconds:g} s", fault="timeout") from error
+                raise PlaneError(
+                    f"snapshot {snapshot.name} was not read within {TRANSFER_SECONDS:g} s", fault="timeout"
+                ) from error
         return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
         """Read a snapshot without its index. Raises `SnapshotError` for a damaged snapshot."""
         with map_errors(f"reading the streams of snapshot {snapshot.name}"):
-            async with asyncio.timeout(self._timers.body_seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 found = await self._get(f"{snapshot.name}.streams")
         try:
             return msgspec.msgpack.decode(found, type=SnapshotBody)
@@ -337,9 +323,8 @@ class Snapshots:
         if info.stream_id == stream_id and not await has_tail(self._js, self._layout, partition, info, snapshot.tail):
             raise PlaneError(f"partition {partition} has lost pages that snapshot {name} contains", fault="conflict")
         valid = [snapshot, *before[:1]]
-        seconds = self._timers.transfer_seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(TRANSFER_SECONDS):
                 try:
                     await self._put(snapshot, body, path)
                 except PlaneError as error:
@@ -350,16 +335,16 @@ class Snapshots:
                     await self._put(snapshot, body, path)
                 await self._publish_list(valid, revision)
         except TimeoutError as error:
-            raise PlaneError(f"snapshot {name} was not written within {seconds:g} s", fault="timeout") from error
+            raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
         self._note_newest(partition, valid)
         try:
-            async with asyncio.timeout(self._timers.cleanup_seconds):
+            async with asyncio.timeout(CLEANUP_SECONDS):
                 await self._clean_up(valid, before[1:])
         except TimeoutError:
             log.warning(
                 "the objects that snapshot %s replaces were not deleted within %g s; the next snapshot deletes them",
                 name,
-                self._timers.cleanup_seconds,
+                CLEANUP_SECONDS,
             )
         return snapshot
 

@@ -32,7 +32,7 @@ from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import EngineSources
-from kvevents.settings import Host, Port, Seconds
+from kvevents.settings import Host, Port
 from kvevents.stream import Checkpoint, DegradedReason
 from kvevents.zeromq.keys import Curve
 from kvevents_plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
@@ -72,8 +72,6 @@ class BridgeTable(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Port at which Prometheus scrapes metrics (default: none)."""
     metrics_host: Host = "127.0.0.1"
     """Address of that port."""
-    status_seconds: Seconds | None = None
-    """Seconds between two log lines with figures (default: no such lines)."""
 
 
 class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +97,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_sources(parser.add_argument_group("engines that the bridge subscribes to"), settings)
     settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.dead_seconds")
     operators = parser.add_argument_group("metrics and logs")
-    settings.add(operators, "bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")
+    settings.add(operators, "bridge.metrics_port", "bridge.metrics_host")
     add_log_options(operators)
     settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)
@@ -233,16 +231,11 @@ class BridgeProcess:
         await self._discovery.run()
 
     async def _log_state(self) -> None:
-        logger, every = StateLogger(), self._config.bridge.status_seconds
-        loop = asyncio.get_running_loop()
-        figures_at = loop.time() + (every or 0.0)
+        logger = StateLogger()
         while True:
             await asyncio.sleep(POLL_SECONDS)
             logger.log_states(self._states())
             logger.log_faults(sentence for sentences in self._discovery.faults().values() for sentence in sentences)
-            if every is not None and loop.time() >= figures_at:
-                figures_at = loop.time() + every
-                log.info("%s", _figures(await self.scrape()))
 
     def _states(self) -> Iterator[tuple[str, str, int]]:
         """Yield the arguments of `StateLogger.log_states`."""
@@ -342,15 +335,6 @@ class StateLogger:
             log.warning("%s", sentence)
         if before and not self._faults:
             log.info("discovery has no faults any more")
-
-
-def _figures(scraped: BridgeSample) -> str:
-    status = scraped.bridge
-    records = sum(partition.queued_records for partition in status.partitions)
-    size = sum(partition.queued_bytes for partition in status.partitions)
-    streams = ", ".join(f"{count} {trust}" for trust, count in sorted(scraped.streams.items())) or "none"
-    connected = "connected" if status.connected else "not connected"
-    return f"{connected}; streams: {streams}; {status.written} batches written; {records} records of {size} bytes queued"
 
 
 # --- metrics
