@@ -19,6 +19,15 @@ from kvevents.zeromq.keys import Curve
 _SGLANG_FORMATS: Final = ("default", "dynamo")
 
 
+def parse_object(text: str | bytes, origin: str) -> dict[str, Any]:
+    """Return a JSON object. Raise `ConfigError`, which names `origin`, for other text."""
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(text, type=dict)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{origin} is not a JSON object: {error}") from error
+    return fields
+
+
 @build_decoder_now
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Whether, where and how KV cache events are published.
@@ -77,18 +86,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         Raises `ConfigError` for any other input; the message of an unknown key lists the known keys.
         """
-        try:
-            data = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"the KV events configuration is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"the KV events configuration must be a JSON object, not of type {type(data).__name__}")
-        return cls.from_mapping(data)
-
-    @classmethod
-    def from_mapping(cls, data: dict[str, Any]) -> Self:
-        """Like `from_json`, for parsed JSON."""
-        values = dict(data)
+        values = parse_object(text, "the KV events configuration")
         shape = values.pop("format", "default")
         if shape not in _SGLANG_FORMATS:
             raise ConfigError(f"format is {shape!r}; expected {' or '.join(_SGLANG_FORMATS)}")

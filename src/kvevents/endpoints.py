@@ -32,7 +32,7 @@ def split_tcp(endpoint: str) -> tuple[str, int] | None:
 
 def _is_ipv6(host: str) -> bool:
     try:
-        ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+        ipaddress.IPv6Address(host[1:-1] if host[0] + host[-1] == "[]" else host)
     except ValueError:
         return False
     return True

@@ -87,8 +87,8 @@ def test_every_field_is_read_from_json() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "not JSON"),
-        ("[]", "must be a JSON object"),
+        ("{", "is not a JSON object: Input data was truncated"),
+        ("[]", "is not a JSON object: Expected `object`, got `array`"),
         (
             '{"endpont": "x"}',
             "unknown field 'endpont'; did you mean 'endpoint'. known fields: enable_kv_cache_events",

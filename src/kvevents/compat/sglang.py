@@ -13,7 +13,6 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from importlib import import_module
-from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
@@ -21,7 +20,8 @@ import msgspec
 
 from kvevents import events, publisher
 from kvevents.compat.field_parsers import Field, choice_parser, parse_bool, parse_fields, parse_int, parse_str
-from kvevents.endpoints import MAX_PORT, connectable
+from kvevents.config import parse_object
+from kvevents.endpoints import MAX_PORT, connectable, split_tcp
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.publisher.factory import PublisherRegistry
 from kvevents.wire.dialects import DEFAULT_SGLANG_DIALECT, Dialect
@@ -161,11 +161,7 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
     @classmethod
     def model_validate_json(cls, json_data: str | bytes) -> Self:
         """Parse a JSON object."""
-        try:
-            data = msgspec.json.decode(json_data)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
-        return cls.model_validate(data)
+        return cls.model_validate(parse_object(json_data, cls.__name__))
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
@@ -385,30 +381,10 @@ HostPort: TypeAlias = tuple[str, int]
 
 def _split_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port of a `tcp://` endpoint. An IPv6 host needs brackets, since its port is ambiguous without them."""
-    if not endpoint or not endpoint.startswith("tcp://"):
+    target = split_tcp(endpoint or "")
+    if target is None or not 0 < target[1] <= MAX_PORT or (":" in target[0]) != target[0].startswith("["):
         return None
-    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not colon or not host or not _is_port(port):
-        return None
-    if host.startswith("["):
-        inner = host.removeprefix("[").removesuffix("]")
-        return (inner, int(port)) if host.endswith("]") and _is_ipv6(inner) else None
-    return None if _is_ipv6(host) else (host, int(port))
-
-
-def _is_port(text: str) -> bool:
-    try:
-        return 0 < int(text) <= MAX_PORT
-    except ValueError:
-        return False
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        IPv6Address(host)
-    except ValueError:
-        return False
-    return True
+    return target[0].strip("[]"), target[1]
 
 
 def parse_tcp_port(endpoint: str | None) -> int | None:
@@ -423,7 +399,7 @@ def parse_advertisable_tcp(endpoint: str | None) -> HostPort | None:
     if target is None:
         return None
     host, port = target
-    return (f"[{host}]" if _is_ipv6(host) else host), port
+    return (f"[{host}]" if ":" in host else host), port
 
 
 def parse_bindable_tcp(endpoint: str | None) -> HostPort | None:

@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self, TypeAlias
 
-import msgspec
-
 from kvevents import events, publisher
 from kvevents.compat.field_parsers import Field, parse_bool, parse_fields, parse_int, parse_str
+from kvevents.config import parse_object
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch, KVConnectorKVEvents, KVEventAggregator
 from kvevents.publisher.factory import PublisherRegistry
@@ -164,12 +163,7 @@ class KVEventsConfig:
     @classmethod
     def from_cli(cls, cli_value: str) -> Self:
         """Parse the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
-        try:
-            data = msgspec.json.decode(cli_value)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"invalid {cls.__name__} {data!r}: expected a JSON object")
+        data = parse_object(cli_value, cls.__name__)
         unknown = sorted(data.keys() - _FIELDS.keys())
         if unknown:
             raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")

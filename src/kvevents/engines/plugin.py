@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import msgspec
-
+from kvevents.config import parse_object
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.errors import ConfigError
 from kvevents.native_module import find_native
@@ -65,15 +64,7 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
         return None
     if text.lower() == "on":
         return EngineSettings()
-    return convert(_parse_json(text) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
-
-
-def _parse_json(text: str) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = msgspec.json.decode(text, type=dict)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{VARIABLE} is not a JSON object: {error}") from error
-    return fields
+    return convert(parse_object(text, VARIABLE) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
 
 
 def mention_keys(environ: Mapping[str, str]) -> bool:

@@ -345,7 +345,7 @@ def _split(event: EventTuple, room: int) -> Iterable[EventTuple]:
     if size <= room or count < 2:
         return (event,)
     step = max(1, count * room // size)
-    return _SPLITTERS[event[0]](event, step)
+    return _split_stored(event, step) if event[0] == "stored" else _split_removed(event, step)
 
 
 def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
@@ -369,10 +369,6 @@ def _split_removed(event: EventTuple, step: int) -> Iterator[EventTuple]:
         yield (kind, hashes[start : start + step], *fields)
 
 
-_SPLITTERS: Final[dict[str, Callable[[EventTuple, int], Iterator[EventTuple]]]] = {
-    "stored": _split_stored,
-    "removed": _split_removed,
-}
 _STORED_FIELDS: Final = (
     "block_hashes",
     "parent_block_hash",
@@ -400,24 +396,14 @@ _encode: Final = msgspec.msgpack.encode
 
 
 def _to_event(event: EventTuple) -> KVEvent:
-    return _CONSTRUCTORS[event[0]](*event[1:])
-
-
-def _to_stored(*values: Any) -> BlockStored:
+    kind, *values = event
+    if kind == "cleared":
+        return AllBlocksCleared()
+    if kind == "removed":
+        return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
     fields = dict(zip(_STORED_FIELDS, values, strict=True))
     numbers = array("I", fields["token_ids"]).tolist()
     fields["token_ids"] = list(zip(numbers[::2], numbers[1::2], strict=True)) if fields.pop("pairs") else numbers
     if fields["extra_keys"] is not None:
         fields["extra_keys"] = _decode(fields["extra_keys"])
     return BlockStored(**fields)
-
-
-def _to_removed(*values: Any) -> BlockRemoved:
-    return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
-
-
-def _to_cleared(_hashes: list[int]) -> AllBlocksCleared:
-    return AllBlocksCleared()
-
-
-_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _to_stored, "removed": _to_removed, "cleared": _to_cleared}
