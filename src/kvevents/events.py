@@ -242,16 +242,13 @@ def attestation_group_term(group: int | None) -> int:
     return (group or 0) * _GROUP_FACTOR & ATTESTATION_MASK
 
 
-def attestation_hash_term(block_hash: int | bytes) -> int:
-    """Return 64 bits of a block hash as announced: the low ones of an integer, or the last 8 bytes, big-endian."""
-    if isinstance(block_hash, int):
-        return block_hash & ATTESTATION_MASK
-    return int.from_bytes(block_hash[-8:], "big")
-
-
 def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
-    """Return the number that one copy of a block adds to the digest."""
-    return attestation_hash_term(block_hash) ^ attestation_group_term(group)
+    """Return the number that one copy of a block adds to the digest.
+
+    Of a block hash as announced, 64 bits count: the low ones of an integer, or the last 8 bytes, big-endian.
+    """
+    number = block_hash & ATTESTATION_MASK if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
+    return number ^ attestation_group_term(group)
 
 
 # --- aggregation -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from kvevents.publisher import base
 @pytest.fixture(autouse=True)
 def _shut_down_publishers() -> Iterator[None]:
     """Shut down the publishers that a test has created and, because it failed, has not shut down."""
-    before = base._publishers.copy()
+    before = base.open_publishers.copy()
     yield
-    for publisher in base._publishers - before:
+    for publisher in base.open_publishers - before:
         publisher.close()

@@ -29,7 +29,7 @@ from publisher_cases import (  # noqa: F401 - a fixture, used by being here
     open_consumer,
     wait_until,
 )
-from publisher_engine import WORKER, Engine
+from publisher_engine import WORKER, Engine, compacting_buffer
 from tools.ports import reserve_port
 
 Context = zmq.Context[Socket]
@@ -102,7 +102,7 @@ def memory_kib() -> int:
 
 def test_payloads_are_sent_unchanged_with_the_numbers_of_the_caller(context: Context) -> None:
     """The first number is arbitrary, and batches are stored for replay before they are sent."""
-    buffer = ReplayBuffer.compacting(10)
+    buffer = compacting_buffer(10)
     with serving(buffer, topic="kv") as server:
         subscriber = open_consumer(context, zmq.SUB)
         subscriber.connect(server.endpoint)
@@ -123,11 +123,11 @@ def test_payloads_are_sent_unchanged_with_the_numbers_of_the_caller(context: Con
 def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
     """The buffer is filled from a compacted history before any consumer can connect; live batches follow."""
     sent = list(enumerate(payloads(1, 60), 500))
-    first = ReplayBuffer.compacting(5)
+    first = compacting_buffer(5)
     first.extend(sent[:40])
     history = first.compacted_history()
     assert history is not None
-    second = ReplayBuffer.compacting(5)
+    second = compacting_buffer(5)
     second.restore(*history, [batch for batch in sent[:40] if batch[0] > history.last_seq])
     index, expected = PrefixIndex(), PrefixIndex()
     for batch in sent:
@@ -155,7 +155,7 @@ def test_closing_is_bounded_and_may_be_repeated() -> None:
     """The first call reports that everything was flushed; then the ports are free and the server's threads have ended."""
     threads = set(threading.enumerate())
     endpoints = [f"tcp://127.0.0.1:{reserve_port()}" for _ in range(2)]
-    server = EventServer(*endpoints, buffer=ReplayBuffer.compacting(10))
+    server = EventServer(*endpoints, buffer=compacting_buffer(10))
     server.send([(0, b"payload")])
     assert server.close(DEADLINE) is True
     assert server.close(DEADLINE) is None

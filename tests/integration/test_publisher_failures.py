@@ -36,6 +36,7 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
     subscribe,
     wait_until,
 )
+from publisher_engine import compacting_buffer
 
 Context = zmq.Context[Socket]
 POLLING = PollSettings()
@@ -215,7 +216,7 @@ def test_unknown_events_stop_compaction_until_a_clear(caplog: pytest.LogCaptureF
 
 def test_a_buffer_without_steps_sends_a_snapshot() -> None:
     """With compaction and `buffer_steps=0` every batch has left the buffer, and replay sends the snapshot."""
-    buffer = ReplayBuffer.compacting(0)
+    buffer = compacting_buffer(0)
     for number in range(5):
         stored = BlockStored([number + 1], number or None, [1] * 16, 16)
         buffer.extend([(number, encode_batch(EventBatch(1.0, [stored])))])

@@ -9,7 +9,7 @@ import pytest
 from connection_cases import OPTIONS, Reader, RealEngine, RealRig, Recorder
 from kvevents.stream import Source
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.subscriber.zmq_transport import StallDetector
+from kvevents.subscriber.socket_owner import StallDetector
 from kvevents.testing.fake_transport import VirtualClock
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.publisher.compaction import Compactor
+from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.settings import ReplayBufferSettings
+from kvevents.wire.encode import batch_encoder
 
 WORKER = ("engine", 0)
 SIZE = 4
+_DEFAULTS = ReplayBufferSettings()
+
+
+def compacting_buffer(steps: int, *, settings: ReplayBufferSettings = _DEFAULTS) -> ReplayBuffer:
+    """Return a buffer with snapshots."""
+    return ReplayBuffer(steps, Compactor.create(), batch_encoder(), settings=settings)
 
 
 class Engine:

@@ -20,7 +20,7 @@ from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.stream import Batch, Source
 from kvevents.wire import decode_batch, encode_batch
 from kvevents.wire.framing import live_frames, replay_batch_frames, replay_end_frames
-from publisher_engine import WORKER, Engine
+from publisher_engine import WORKER, Engine, compacting_buffer
 
 EMPTY_DIGEST = f"{0:032x}"
 DEFAULTS = ReplayBufferSettings()
@@ -59,7 +59,7 @@ class ModelPublisher:
         self._random = random.Random(seed)
         self._engine = Engine(seed)
         self._holes = gap_rate
-        self.buffer = ReplayBuffer.compacting(steps, settings=buffer or settings_with_limit(limit))
+        self.buffer = compacting_buffer(steps, settings=buffer or settings_with_limit(limit))
         self.batches: list[SequencedPayload] = []
         self.digests: list[str] = []
         self.is_complete: list[bool] = []
@@ -220,7 +220,7 @@ def test_the_bytes_of_the_buffer_are_limited() -> None:
 
 def test_the_newest_batch_is_buffered_however_large_it_is() -> None:
     """Replay needs its number. All earlier batches are evicted."""
-    buffer = ReplayBuffer.compacting(100, settings=FEW_BYTES)
+    buffer = compacting_buffer(100, settings=FEW_BYTES)
     large = encode_batch(KVEventBatch(0.0, [BlockStored([2], None, list(range(MAX_BYTES)), MAX_BYTES, medium="GPU")]))
     batches = [*ModelPublisher(3, 100).publish_many(5).batches, (5, large)]
     buffer.extend(batches)
@@ -236,7 +236,7 @@ def test_without_compaction_bytes_are_not_limited() -> None:
     plain.extend(publisher.batches)
     assert plain.batches_from(0) == publisher.batches
     assert plain.size()[1] > MAX_BYTES
-    lost = ReplayBuffer.compacting(100, settings=FEW_BYTES)
+    lost = compacting_buffer(100, settings=FEW_BYTES)
     lost.restore(3, [b"no batch"], False, publisher.batches[4:])
     assert len(lost) == 96
 
@@ -248,7 +248,7 @@ def test_a_snapshot_ends_before_a_missing_number() -> None:
     """An empty batch with the number of its last batch follows."""
     publisher = ModelPublisher(0, 2).publish_many(4)
     batches = [(seq + (seq > 1), payload) for seq, payload in publisher.batches]  # number 2 is missing
-    buffer = ReplayBuffer.compacting(1)
+    buffer = compacting_buffer(1)
     buffer.extend(batches)
     assert numbers(buffer.batches_from(0)) == [1, 3, 4]
     assert numbers(buffer.batches_from(1)) == [1, 3, 4]
@@ -261,7 +261,7 @@ def test_a_snapshot_ends_before_a_missing_number() -> None:
 
 def test_without_the_first_number_there_is_no_snapshot() -> None:
     """The reply has the buffered batches, and the statistics have the reason."""
-    buffer = ReplayBuffer.compacting(1)
+    buffer = compacting_buffer(1)
     buffer.extend([(seq + 1, payload) for seq, payload in ModelPublisher(0, 2).publish_many(4).batches])
     assert numbers(buffer.batches_from(0)) == [4]
     history = buffer.history_stats()
@@ -273,7 +273,7 @@ def test_the_first_sequence_number_can_be_any_number() -> None:
     """With a clear in the first batch nothing is missing, whatever its number is."""
     clear = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()], 3))
     batches = [(1000, clear), *((1001 + seq, payload) for seq, payload in ModelPublisher(1, 2).publish_many(6).batches)]
-    buffer = ReplayBuffer.compacting(2)
+    buffer = compacting_buffer(2)
     buffer.extend(batches)
     assert numbers(buffer.batches_from(0)) == [1004, 1005, 1006]
     assert digest_of(buffer.batches_from(0)) == digest_of(batches)
@@ -321,7 +321,7 @@ def test_without_numbers_for_all_parts_there_is_no_snapshot() -> None:
     """Two parts need a number each, and one more from which to request them. There is a snapshot when more batches have been
     evicted."""
     blocks = BlockStored(list(range(1, 401)), None, list(range(1_600)), 4, medium="GPU")
-    buffer = ReplayBuffer.compacting(1, settings=settings_with_limit(2_000))
+    buffer = compacting_buffer(1, settings=settings_with_limit(2_000))
     payloads = [encode_batch(KVEventBatch(0.0, [blocks])), *[encode_batch(KVEventBatch(0.0, []))] * 20]
     buffer.extend(list(enumerate(payloads[:2])))
     assert numbers(buffer.batches_from(0)) == [1]
@@ -346,7 +346,7 @@ def test_a_restored_buffer_replies_as_the_first_one(limit: int | None, missing: 
     compacted = publisher.buffer.compacted_history()
     assert compacted is not None
     publisher.publish_many(more)
-    other = ReplayBuffer.compacting(4, settings=settings_with_limit(limit))
+    other = compacting_buffer(4, settings=settings_with_limit(limit))
     other.restore(*compacted, [batch for batch in publisher.batches if batch[0] > compacted.last_seq])
     assert other.size() == publisher.buffer.size()
     restored_stats, first_stats = other.history_stats(), publisher.buffer.history_stats()
@@ -370,7 +370,7 @@ def test_a_snapshot_has_the_time_of_the_last_batch() -> None:
     compacted = publisher.buffer.compacted_history()
     assert compacted is not None
     assert compacted.last_seq == 6
-    other = ReplayBuffer.compacting(2)
+    other = compacting_buffer(2)
     other.restore(*compacted, publisher.batches[7:])
     for buffer in (publisher.buffer, other):
         batch = decode_batch(buffer.batches_from(0)[0][1]).batch
@@ -401,7 +401,7 @@ def test_the_history_can_be_read_while_another_thread_sends() -> None:
     thread.join(60.0)
     assert found
     for compacted in found[:: max(1, len(found) // 20)]:
-        other = ReplayBuffer.compacting(1)
+        other = compacting_buffer(1)
         other.restore(*compacted, [(compacted.last_seq + 1, encode_batch(KVEventBatch(0.0, [])))])
         assert digest_of(other.batches_from(0)) == publisher.digests[compacted.last_seq]
 
@@ -436,7 +436,7 @@ def test_the_compaction_thread_works_in_small_pieces(monkeypatch: pytest.MonkeyP
     """The sending thread then waits for a CPU only briefly. With a large backlog, pauses would let it grow, so there are
     none."""
     compactions, steps, numbers = Compactions(monkeypatch), GROUP * GROUPS, itertools.count()
-    buffer = ReplayBuffer.compacting(steps)
+    buffer = compacting_buffer(steps)
     thread = threading.Thread(target=buffer.compact_until_stopped, daemon=True)
     events: list[KVEvent] = [BlockStored(list(range(100)), None, list(range(200)), 2)]
     payload = encode_batch(KVEventBatch(1.0, events))

@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -96,6 +96,14 @@ class EnginePublisher(ZmqEventPublisher):
         if not self._is_attestation_stopped:
             self._is_attestation_stopped = True
             self.logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+
+    @contextmanager
+    def ending_attestation(self) -> Iterator[None]:
+        """Report an exception of a hook with `end_attestation`; the engine goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - as the docstring says
+            self.end_attestation(error)
 
     def _attestation(self) -> int | None:
         state = self._cache_state

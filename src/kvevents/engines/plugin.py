@@ -13,11 +13,12 @@ created, the engine gets its own null publisher, since its own publisher of even
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -50,6 +51,11 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     with `curve` it never does."""
     limits: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS
     """Limits and timers of the publisher."""
+
+    def publisher_options(self) -> dict[str, Any]:
+        """Return the options of a publisher's constructor."""
+        compact = None if self.compact else False
+        return {"compact": compact, "heartbeat": self.heartbeat, "curve": self.curve, "settings": self.limits}
 
 
 def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
@@ -220,6 +226,19 @@ def log_publisher(
         ", ".join(features),
         f"; it ignores the options {', '.join(ignored_options)}" if ignored_options else "",
     )
+
+
+_HOOKED: Final = "_kvevents_hooked"
+"""Attribute of the classes of an engine that have hooks; each gets them once."""
+
+
+def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of an engine's class by `wrap(method)`, once."""
+    hooks: set[str] = owner.__dict__.get(_HOOKED, set())
+    if name not in hooks:
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(wrap(original)))
+        setattr(owner, _HOOKED, hooks | {name})
 
 
 class _EngineLogHandler(logging.Handler):

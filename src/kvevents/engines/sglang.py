@@ -17,7 +17,6 @@ arguments. The page `guides/sglang.md` of the documentation lists the releases w
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
@@ -31,6 +30,7 @@ from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.engines.plugin import (
     EngineSettings,
     engine_logger,
+    hook,
     log_publisher,
     replace_publisher,
 )
@@ -47,8 +47,6 @@ _GPU_MEDIA: Final = (None, "GPU")
 _FIRST_RELEASE: Final = "0.5.10"
 """The first release that the plugin supports."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "bind", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
-_HOOKED: Final = "_kvevents_hooked"
-"""Attribute of the class of SGLang that has the hook; it gets it once."""
 _EMITTERS: Final = (
     ("sglang.srt.managers.scheduler_components.kv_events_publisher", "SchedulerKvEventsPublisher", "publish_kv_events"),
     ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
@@ -89,10 +87,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
             dialect=_dialect_of_release(),
             replay_topic=_has_replay_topic(),
-            compact=None if settings.compact else False,
-            heartbeat=settings.heartbeat,
-            curve=settings.curve,
-            settings=settings.limits,
+            **settings.publisher_options(),
         )
         self._set_local_endpoints()
 
@@ -116,11 +111,9 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         digest = self._cache_digest
         if digest is None:
             return
-        try:
+        with self.ending_attestation():
             if digest.add(events.events):
                 self.record_cache(digest.digest, is_batch_pending=False)
-        except Exception as error:  # noqa: BLE001 - the engine goes on
-            self.end_attestation(error)
 
     def end_attestation(self, error: Exception) -> None:
         """Log the first fault of a hook, and send no attestation from now on."""
@@ -161,12 +154,10 @@ def _create_publisher(
 ) -> SglangEventPublisher:
     event_publisher = SglangEventPublisher(settings, rank, options, fallback)
     attests = False
-    try:
+    with event_publisher.ending_attestation():
         attests = _install_hooks() and settings.attestation
         if attests:
             event_publisher.expect_attestation()
-    except Exception as error:  # noqa: BLE001 - events flow without attestation
-        event_publisher.end_attestation(error)
     ignored_options = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
     log_publisher(_ENGINE, event_publisher, rank, settings, attests=attests, ignored_options=ignored_options)
     return event_publisher
@@ -241,10 +232,7 @@ def _install_hooks() -> bool:
         owner = getattr(module, owner_name, None)
         if owner is None or not hasattr(owner, method_name):
             continue
-        if _HOOKED not in owner.__dict__:
-            original = getattr(owner, method_name)
-            setattr(owner, method_name, functools.wraps(original)(_link_when_created(original)))
-            setattr(owner, _HOOKED, True)
+        hook(owner, method_name, _link_when_created)
         return True
     logger.info("kvevents: no attestation: this release of SGLang publishes its events from an unknown method")
     return False
@@ -256,10 +244,8 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     def publish_kv_events(emitter: Any, *arguments: Any, **options: Any) -> Any:
         event_publisher = getattr(emitter, "kv_event_publisher", None)
         if isinstance(event_publisher, SglangEventPublisher) and not event_publisher.is_linked:
-            try:
+            with event_publisher.ending_attestation():
                 event_publisher.link(emitter.tree_cache)
-            except Exception as error:  # noqa: BLE001 - the engine goes on
-                event_publisher.end_attestation(error)
         return original(emitter, *arguments, **options)
 
     return publish_kv_events

@@ -19,8 +19,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from kvevents.compat import vllm as compat
@@ -29,6 +29,7 @@ from kvevents.engines.plugin import (
     PUBLISHER_NAME,
     EngineSettings,
     engine_logger,
+    hook,
     log_publisher,
     replace_publisher,
 )
@@ -53,8 +54,6 @@ _GPU_MEDIA: Final = (None, "GPU")
 _FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of KV cache groups that need all blocks of a prompt; releases before 0.26 state none."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
-_HOOKED: Final = "_kvevents_hooked"
-"""Attribute of the classes of vLLM that have hooks; each gets them once."""
 
 
 def register() -> None:
@@ -85,17 +84,15 @@ class VllmEventPublisher(EnginePublisher):
             data_parallel_rank,
             **base_options,
             dialect=_dialect_of_release(),
-            compact=None if settings.compact else False,
-            heartbeat=settings.heartbeat,
-            curve=settings.curve,
-            settings=settings.limits,
+            **settings.publisher_options(),
         )
 
     def get_publisher_config(self) -> Any:
         """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
         config = super().get_publisher_config()
         endpoints = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
-        return _config_class()(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
+        config_class = importlib.import_module(_EVENTS_MODULE).KVEventsConfig
+        return config_class(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
 
 
 def _dialect_of_release() -> Dialect:
@@ -110,16 +107,12 @@ def _dialect_of_release() -> Dialect:
         return dialect_for("vllm")
 
 
-def _config_class() -> Any:
-    return importlib.import_module(_EVENTS_MODULE).KVEventsConfig
-
-
 def _create_publisher(
     settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> VllmEventPublisher:
     publisher = VllmEventPublisher(settings, rank, options, fallback)
     attests = False
-    with _log_exceptions(publisher):
+    with publisher.ending_attestation():
         attests = _install_hooks() and settings.attestation
         _new_publisher.publisher = publisher
         if attests:
@@ -135,26 +128,17 @@ _new_publisher = threading.local()
 """`publisher`: the newest publisher of this thread, which also creates the KVCacheManager of the same scheduler."""
 
 
-@contextmanager
-def _log_exceptions(publisher: EnginePublisher) -> Iterator[None]:
-    """Report an exception of a hook; the engine goes on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - as the docstring says
-        publisher.end_attestation(error)
-
-
 def _install_hooks() -> bool:
     """Hook into vLLM's scheduler. Return whether the cache can be attested in this release."""
     pool = importlib.import_module("vllm.v1.core.block_pool")
     managers = importlib.import_module("vllm.v1.core.kv_cache_manager")
     schedulers = importlib.import_module("vllm.v1.core.sched.scheduler")
-    _hook(schedulers.Scheduler, "reset_prefix_cache", _publish_after_reset)
+    hook(schedulers.Scheduler, "reset_prefix_cache", _publish_after_reset)
     core = sys.modules.get("vllm.v1.engine.core")  # EngineCore creates the scheduler
     if core is not None:
-        _hook(core.EngineCore, "add_lora", _publish_lora_change)
+        hook(core.EngineCore, "add_lora", _publish_lora_change)
     if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
-        _hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
+        hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
     elif _has_report_mode():
         logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
         return False
@@ -164,9 +148,9 @@ def _install_hooks() -> bool:
         return False
     has_groups = _has_groups()
     for name, sign in (("insert", 1), ("pop", -1)):
-        _hook(block_map, name, functools.partial(_count_changes, sign=sign, has_groups=has_groups))
-    _hook(managers.KVCacheManager, "__init__", _link_when_created)
-    _hook(managers.KVCacheManager, "take_events", _record_before_publish)
+        hook(block_map, name, functools.partial(_count_changes, sign=sign, has_groups=has_groups))
+    hook(managers.KVCacheManager, "__init__", _link_when_created)
+    hook(managers.KVCacheManager, "take_events", _record_before_publish)
     return True
 
 
@@ -179,16 +163,6 @@ def _has_report_mode() -> bool:
     """Return whether requests can ask for announcements of blocks that are cached already (vLLM from 0.26)."""
     request = importlib.import_module("vllm.v1.request")
     return "kv_cache_report_mode" in inspect.getsource(request)
-
-
-def _hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method by `wrap(method)`, once."""
-    hooks: set[str] = owner.__dict__.get(_HOOKED, set())
-    if name in hooks:
-        return
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(wrap(original)))
-    setattr(owner, _HOOKED, hooks | {name})
 
 
 def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +220,7 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
         publisher = getattr(_new_publisher, "publisher", None)
         _new_publisher.publisher = None
         if publisher is not None and _new_publisher.attests:
-            with _log_exceptions(publisher):
+            with publisher.ending_attestation():
                 manager.kvevents_publisher = publisher
 
     return init
@@ -315,11 +289,11 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(publisher, VllmEventPublisher):
             return original(scheduler, *arguments, **options)
         connector = getattr(scheduler, "connector", None)
-        with _log_exceptions(publisher):
+        with publisher.ending_attestation():
             if hasattr(connector, "reset_cache"):
-                _hook(type(connector), "reset_cache", _note_whether_emptied)
+                hook(type(connector), "reset_cache", _note_whether_emptied)
         result = original(scheduler, *arguments, **options)
-        with _log_exceptions(publisher):
+        with publisher.ending_attestation():
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
             # Those of the connector would come later, behind stores of the next step, and remove them.
             _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
@@ -348,7 +322,7 @@ def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
         scheduler: Any = getattr(core, "scheduler", None)
         publisher = getattr(scheduler, "kv_event_publisher", None)
         if isinstance(publisher, VllmEventPublisher):
-            with _log_exceptions(publisher):
+            with publisher.ending_attestation():
                 lora = arguments[0] if arguments else options["lora_request"]
                 former = publisher.lora_paths.get(lora.lora_name)
                 publisher.lora_paths[lora.lora_name] = lora.lora_path

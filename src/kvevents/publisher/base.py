@@ -78,7 +78,7 @@ class EventPublisher(ABC):
         return PublisherStats()
 
     def _after_fork(self) -> None:  # noqa: B027 - most publishers have no threads
-        """Stop using the threads and locks of the parent; called in a forked child for registered publishers."""
+        """Stop using the threads and locks of the parent; called in a forked child for `open_publishers`."""
 
 
 class NullEventPublisher(EventPublisher):
@@ -96,27 +96,18 @@ class NullEventPublisher(EventPublisher):
 
 # --- the end of the process, and forks
 
-_publishers: WeakSet[EventPublisher] = WeakSet()
-
-
-def register(publisher: EventPublisher) -> None:
-    """Shut `publisher` down at interpreter exit and disable it in forked children, until `unregister` or its deletion."""
-    _publishers.add(publisher)
-
-
-def unregister(publisher: EventPublisher) -> None:
-    """Undo `register`."""
-    _publishers.discard(publisher)
+open_publishers: WeakSet[EventPublisher] = WeakSet()
+"""The publishers that are shut down at interpreter exit, and disabled in forked children."""
 
 
 def _shut_down_all() -> None:
     with ExitStack() as stack:  # shuts down every publisher even if one raises, as after Ctrl-C
-        for publisher in list(_publishers):
+        for publisher in list(open_publishers):
             stack.callback(publisher.shutdown)
 
 
 def _disable_all() -> None:
-    for publisher in list(_publishers):
+    for publisher in list(open_publishers):
         publisher._after_fork()  # noqa: SLF001 - the hook of this module
 
 

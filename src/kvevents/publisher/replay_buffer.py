@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, takewhile
 from operator import itemgetter
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from kvevents.events import KVEventBatch
 from kvevents.publisher.compaction import (
@@ -47,8 +47,6 @@ from kvevents.publisher.compaction import (
 from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.publisher.stats import HistoryStats
 from kvevents.wire import decode_batch
-from kvevents.wire.dialects import Dialect
-from kvevents.wire.encode import batch_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +200,6 @@ class ReplayBuffer:
         self._snapshot: _Snapshot | None = None
         self._snapshot_failure: str | None = None
         """Why the last snapshot could not be built."""
-
-    @classmethod
-    def compacting(cls, steps: int, dialect: Dialect | None = None, *, settings: ReplayBufferSettings = _DEFAULTS) -> Self:
-        """Return a buffer with snapshots in `dialect`; without compaction if the native module is not installed."""
-        return cls(steps, Compactor.create(), batch_encoder(dialect), settings=settings)
 
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
         """Add batches and evict the oldest. Call this before sending them live, so that every batch seen can be requested."""

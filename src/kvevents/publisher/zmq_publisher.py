@@ -180,7 +180,7 @@ class ZmqEventPublisher(QueuedPublisher):
         if self._replay_buffer.history_stats() is not None:
             self._compaction.start()
         self._thread.start()
-        base.register(self)
+        base.open_publishers.add(self)
         self._started_at = monotonic()
         logger.info("publishing KV events of rank %d, %s %s", self._data_parallel_rank, self._role, self.endpoint)
         features = {
@@ -497,7 +497,7 @@ class ZmqEventPublisher(QueuedPublisher):
             self._replay_buffer.stop_compacting()
             self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
         report = self._make_report(was_flushed)
-        base.unregister(self)
+        base.open_publishers.discard(self)
         if not report.complete:
             logger.warning("%s: shut down before everything was sent: %s", self.endpoint, report)
         return report

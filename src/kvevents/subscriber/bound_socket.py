@@ -13,14 +13,14 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.multiplexer import Connection
-from kvevents.subscriber.socket_owner import SocketOwner
+from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.zeromq.sockets import (
     SocketFactory,
     connect_or_bind,
@@ -96,19 +96,10 @@ class TopicFeed:
         self._socket.leave(self)
 
 
-class Stalls(Protocol):
-    """Says whether the application has not received for so long that connections may have timed out."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the application has stalled."""
-        ...
-
-
 class BoundSocket:
     """The SUB socket at one endpoint, and the sources that share it."""
 
-    def __init__(self, source: Source, owner: SocketOwner, stalls: Stalls) -> None:
+    def __init__(self, source: Source, owner: SocketOwner, stalls: StallDetector) -> None:
         self.endpoint: Final = source.endpoint
         self.is_closed = False
         """Whether the last source has left."""

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -18,13 +18,38 @@ from kvevents.subscriber.multiplexer import Connection
 from kvevents.zeromq.sockets import SocketOptions, disable_monitor, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
-class Watchable(Protocol):
-    """A socket of libzmq or of the system."""
 
-    def fileno(self) -> int:
-        """Return its descriptor."""
-        ...
+class StallDetector:
+    """Detects that the application did not receive for so long that connections may have timed out with full sockets.
+
+    It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
+    application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
+    `Transport.wait` at least every `max_wait` seconds.
+    """
+
+    def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
+        # Half the timeout, because libzmq may have sent the ping before the socket became full.
+        self._max_delay = max(0.0, heartbeat_timeout) / 2
+        self._clock = clock
+        self._waited_at = float("-inf")
+        self.is_stalled = True
+        """Whether the latest wait began too late. True before the first wait, when that is not known."""
+
+    @property
+    def max_wait(self) -> float | None:
+        """Seconds between two waits that are certainly not a stall; None if every time between them is one."""
+        return self._max_delay / 2 or None
+
+    def begin_wait(self) -> None:
+        """Record that the application waits for deliveries, and that sockets are read meanwhile."""
+        self.is_stalled = self._clock() - self._waited_at > self._max_delay
+
+    def end_wait(self) -> None:
+        """Record that the application processes what it received."""
+        self._waited_at = self._clock()
 
 
 class SocketOwner:
@@ -68,7 +93,7 @@ class SocketOwner:
         self._sockets.add(socket)
         return socket
 
-    def watch(self, socket: Watchable, connections: Callable[[], Iterable[Connection]]) -> None:
+    def watch(self, socket: HasFileno, connections: Callable[[], Iterable[Connection]]) -> None:
         """Let `wait` report these connections when the state of a socket changes."""
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 

@@ -23,7 +23,7 @@ from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.bound_socket import BoundSocket, TopicFeed
 from kvevents.subscriber.multiplexer import Connection
 from kvevents.subscriber.smg_connection import SmgConnection
-from kvevents.subscriber.socket_owner import SocketOwner
+from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
 from kvevents.zeromq.bulk_transfer import LibzmqIO, libzmq_io
@@ -159,36 +159,6 @@ class ZmqTransport(SocketOwner):
         os.close(self.wake_reader)
         if self.owns_context:
             destroy_context(self.context)
-
-
-class StallDetector:
-    """Detects that the application did not receive for so long that connections may have timed out with full sockets.
-
-    It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
-    application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
-    `Transport.wait` at least every `max_wait` seconds.
-    """
-
-    def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
-        # Half the timeout, because libzmq may have sent the ping before the socket became full.
-        self._max_delay = max(0.0, heartbeat_timeout) / 2
-        self._clock = clock
-        self._waited_at = float("-inf")
-        self.is_stalled = True
-        """Whether the latest wait began too late. True before the first wait, when that is not known."""
-
-    @property
-    def max_wait(self) -> float | None:
-        """Seconds between two waits that are certainly not a stall; None if every time between them is one."""
-        return self._max_delay / 2 or None
-
-    def begin_wait(self) -> None:
-        """Record that the application waits for deliveries, and that sockets are read meanwhile."""
-        self.is_stalled = self._clock() - self._waited_at > self._max_delay
-
-    def end_wait(self) -> None:
-        """Record that the application processes what it received."""
-        self._waited_at = self._clock()
 
 
 class ZmqConnection:
