@@ -91,7 +91,7 @@ def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, fl
 
 
 def flow(name: str, blocks: int, count: int) -> dict[str, float]:
-    """Batches per second to one process that only receives, and this process's CPU time, all threads, for each."""
+    """Return the batches per second to a process that only receives, and the CPU time of this process for each batch."""
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     with Peer("peers.count", port) as peer:

@@ -51,7 +51,7 @@ def ours(port: int, count: int) -> tuple[float, float]:
 
 
 def read(contender: str, blocks: int, count: int) -> dict[str, float]:
-    """Batches per second of a sender that does nothing else, and this process's CPU time, all threads, for each."""
+    """Return the batches per second from a process that only sends, and the CPU time of this process for each batch."""
     port = reserve_port()
     with Peer("peers.blast", port, blocks, count) as sender:
         sender.receive()
@@ -60,7 +60,7 @@ def read(contender: str, blocks: int, count: int) -> dict[str, float]:
 
 
 def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
-    """Everything that an engine's publisher has in its buffer, by its own replay, which loses most of it each time."""
+    """Recover the buffer of an engine's publisher by its own replay, each answer of which loses most batches."""
     from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
     from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 

@@ -140,7 +140,7 @@ class NatsServer:
         self.start()
 
     def pause(self) -> None:
-        """Suspend the process, which keeps its connections open, like an overloaded or suspended machine."""
+        """Suspend the process. Its connections stay open, as those of an overloaded or suspended machine do."""
         if self.is_running:
             self.process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)

@@ -45,9 +45,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     buffer_steps: int = 10_000
     """Number of batches that are kept for replay."""
     hwm: int = 100_000
-    """Maximum number of batches that wait for one slow subscriber. Others are dropped for it; 0 for no limit."""
+    """Maximum number of batches that wait for one slow subscriber, which loses further ones; 0 for no limit."""
     max_queue_size: int = 100_000
-    """Maximum number of batches that wait for the publisher thread. Others are dropped, as a visible gap; 0 for no limit."""
+    """Maximum number of batches that wait for the publisher thread. Further ones are dropped, and subscribers see a gap; 0 for
+    no limit."""
     topic: str = ""
     bind: bool | None = None
     """Bind or connect the event socket; None decides by the endpoint, as the engines do."""

@@ -32,7 +32,7 @@ def find_native() -> Any | None:
 
 
 def warn_without_native(logger: logging.Logger, subject: str, features: Sequence[str]) -> None:
-    """Log one warning that `subject` works without `features`, if there are any and `find_native` returns None."""
+    """Log a warning that `subject` works without `features`, unless the list is empty or the native module is installed."""
     problem = _problem() if features else None
     if problem is not None:
         logger.warning("%s: no %s without %s: %s", subject, " and no ".join(features), problem, install_hint("native"))

@@ -2,7 +2,7 @@
 
 SMG (Shepherd Model Gateway) reads events by gRPC from a servicer in the process of each engine, which reads the engine's ZeroMQ
 sockets on loopback. `smg_workers.py` plays the engines around the released servicers; a restart of an engine restarts its
-servicer too. Of a worker SMG reports ranks without complete events and stalls as metrics, and its state in `/workers`.
+servicer too. SMG reports the ranks of a worker without complete events, and stalls, as metrics, and its state in `/workers`.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 //! after it. If several blocks share a hash ("twins"), a parent hash refers to the last one stored, so all children of one twin are
 //! exported before the next twin; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they
 //! had a copy, which the last events remove again; among twins they come first, since a removal takes the oldest. For some artificial
-//! histories no order is right. So if there are twins, or pending blocks that would not wait again, the events are applied to an empty
-//! state, and nothing is exported if the result differs.
+//! histories no order is right. So the events are applied to an empty state if there are twins, or pending blocks that these events might
+//! not leave pending. If the result differs from the state, nothing is exported.
 //!
-//! Of a replaced LoRA the outdated blocks come first, then a sign that its weights were replaced, and then the blocks that were stored since.
+//! The outdated blocks of a replaced LoRA come first, then a sign that its weights were replaced, then the blocks that were stored since.
 //! If no such order rebuilds the state, all its blocks come before the sign: then a consumer is sure of none of them.
 
 mod order;

@@ -331,7 +331,7 @@ fn a_payload_that_is_decoded_is_applied() {
     assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
 }
 
-/// Of one hash a history keeps as many blocks as an index holds by default, and the same ones.
+/// A history keeps as many blocks of one hash as an index holds by default, and the same ones.
 #[test]
 fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
     let count = BLOCKS_PER_HASH as u32 + 10;

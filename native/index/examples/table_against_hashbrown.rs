@@ -10,7 +10,7 @@ use std::time::Instant;
 use hashbrown::HashTable;
 use kvevents_index::memory::table::{Stage, Table, TableHash};
 
-/// As large as the index's, so that reading a hash costs what it costs there.
+/// A record of the size of the index's, so that reading a hash costs the same.
 type Record = [u64; 3];
 
 const SHARDS: usize = 1_024;

@@ -117,7 +117,7 @@ fn golden_payloads() -> Vec<Vec<u8>> {
     digits.map(unhex).collect()
 }
 
-/// Of each event its hashes, tokens and keys, and its numbers.
+/// Returns the hashes, tokens, keys and numbers of each event.
 fn contents(scratch: &Scratch) -> Vec<impl std::fmt::Debug + PartialEq + use<>> {
     let lists = |event: &Event| {
         let of = |run: Run| run.slice(&scratch.hashes).to_vec();

@@ -20,9 +20,9 @@
 //!   wait for the service makes room for the next. So idle or slow connections never prevent the answer to a probe.
 //!
 //! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. All connections together hold at most
-//! `max_received_bytes` beyond that; a request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes`
-//! are kept: above that the connection with the most is cut off. An answer counts from its beginning until it is sent, also while an
-//! HTTP/2 client does not permit to send any of it.
+//! `max_received_bytes` beyond that; a request that would exceed it is refused. Answers that clients have not read hold at most
+//! `max_unread_bytes`; beyond that the connection with the most is closed. An answer counts from its beginning until it is sent, also
+//! while an HTTP/2 client does not permit to send any of it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

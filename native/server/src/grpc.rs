@@ -61,7 +61,7 @@ const METHODS: [(&str, Question); 7] = [
 ];
 const CHECK: &str = "/grpc.health.v1.Health/Check";
 const WATCH: &str = "/grpc.health.v1.Health/Watch";
-/// Any reservation, by whose path a call is admitted before its message is read.
+/// Path by which a call about any reservation is admitted before its message is read.
 const ANY_RESERVATION: &str = "/v1/reservations/any";
 
 /// Whether a request is a call.

@@ -93,7 +93,7 @@ fn string(text: &[u8], at: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after any value. Of its content, only the ends of strings are examined.
+/// Returns the position after any value. It examines only the ends of strings.
 fn value(text: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     loop {

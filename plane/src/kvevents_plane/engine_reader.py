@@ -1,7 +1,7 @@
 """Thread of a bridge that follows engines and turns their deliveries into records of the log.
 
 The thread does not index what it forwards, so its memory does not grow with the engines' caches. Replicas have an index; they
-find out whether events are readable and whether an engine's digest matches. Of a batch the thread reads only what its stream
+find out whether events are readable and whether an engine's digest matches. The thread reads only what the stream of a batch
 needs: whether the engine cleared its cache, and the heartbeat of a kvevents sender (`inspect_payload`).
 """
 

@@ -533,7 +533,7 @@ class LogSubscriber:
         """Do nothing: bridges decide which engines are followed."""
 
     def remove(self, name: str, rank: int = 0) -> None:
-        """Do nothing, as `add`."""
+        """Do nothing: the log names its streams."""
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return no checkpoints: a log is read again from its snapshot."""

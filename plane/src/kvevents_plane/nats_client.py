@@ -63,7 +63,7 @@ class PlaneClient(Client):
         self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
-        """Add servers to use when the current one is unreachable. `set_server_pool` would forget the version of that one."""
+        """Add servers to use when the current one is unreachable. `set_server_pool` would forget its version."""
         known = {server.uri.netloc for server in self._server_pool}
         found = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in found if uri.netloc not in known]

@@ -65,8 +65,8 @@ class _StreamQueue:
     trust: TrustRecord | None = None
     """To be written after all records."""
     followed: int | None = None
-    """The incarnation that the bridge follows; None after the stream has left the log. The log can be at a later one that the
-    bridge does not know, and the bridge's trust is not about that one."""
+    """The incarnation that the bridge follows; None after the stream has left the log. The log can have a later
+    incarnation, which the bridge does not know, and about which its trust says nothing."""
     agreed: int | None = None
     """The incarnation in the log that is known to equal the followed incarnation."""
 

@@ -297,7 +297,7 @@ class ReservationsAnswer(Struct, frozen=True, kw_only=True):
     open: int
     """Number of all."""
     reservations: list[Reservation]
-    """Those that expire first."""
+    """The reservations that expire first."""
 
 
 class ScoredCandidate(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ pace of its reader and loses nothing, and live batches, on another socket and th
 server uses the socket.
 
 Frames in flight. ZeroMQ limits the pipe of a consumer by the number of messages of any size, and does not report which ones
-have left. But it reports when it is done with a frame in our memory: written to the connection, or dropped with it. So
+have left. But it reports when it has written a frame of our memory to the connection, or dropped both. So
 large frames are sent without a copy and counted until then (`InFlightFrames`). Small ones are copied, which costs less than
 counting them, and the message limit bounds them. A consumer without large frames in flight gets one message of any size, even
 if other consumers have not read theirs: a slow reader does not delay the others. pyzmq reports from a thread of its own,

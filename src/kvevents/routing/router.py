@@ -271,8 +271,8 @@ class Decision(Struct, frozen=True):
 class Router:
     """Chooses a worker for each prompt, and keeps track of requests in flight. Thread-safe.
 
-    The router knows the load of a worker from the requests that it sent there itself and whose end it was given, and, with
-    `engine_load`, from what the engine reports of itself.
+    The load of a worker is that of the requests that this router sent there and that have not ended, or, with `engine_load`,
+    what the engine reports.
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);

@@ -50,8 +50,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Heartbeat intervals without anything received after which a publisher counts as silent: one heartbeat may be lost and
     the next one late."""
     max_unread: Seconds = 10.0
-    """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. Less if its publisher
-    has promised heartbeats."""
+    """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. It is
+    shorter if the publisher has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
     """Consecutive times, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
     heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs nothing, a

@@ -354,12 +354,12 @@ class FrontEnd(Generic[BatchT]):
         self._check_open()
 
     def _begin_wait(self, call: object) -> None:
-        """Start to wait for deliveries, as `_begin_call`; `_end_wait` must follow."""
+        """Call `_begin_call`, and record that the call waits for deliveries; `_end_wait` must follow."""
         self._waits.add(call)
         self._begin_call(call)
 
     def _end_wait(self, call: object) -> None:
-        """Stop waiting for deliveries, as `_end_call`."""
+        """Record that the call does not wait any more, and call `_end_call`."""
         self._read_at = self._clock()
         self._waits.discard(call)
         self._end_call(call)

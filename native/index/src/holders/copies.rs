@@ -74,7 +74,7 @@ impl Change {
     }
 }
 
-/// Copies of the blocks of one stream, by record and placement, where they are not exactly one.
+/// Number of copies of each block of one stream, by record and placement. Blocks with exactly one copy have no entry.
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,

@@ -561,7 +561,7 @@ impl SharedState {
     }
 }
 
-/// Sets and contexts that are published while lookups wait: some tens of microseconds.
+/// Number of changed sets and contexts that are published while lookups wait, which takes some tens of microseconds.
 const CHANGES_AT_ONCE: usize = 1_024;
 
 impl Publish for SharedState {

@@ -102,8 +102,8 @@ pub struct Event {
     pub kind: Kind,
     /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
     pub pairs: bool,
-    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits; of that one `tokens` has the lowest 32
-    /// bits.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits, of which `tokens` has the
+    /// lowest 32.
     pub keyable: u32,
     /// The event has keys instead of tokens.
     pub keyed: bool,

@@ -13,7 +13,7 @@ use crate::wire::msgpack::Reader;
 pub struct Found {
     /// The token ids were pairs, and are stored one after the other.
     pub pairs: bool,
-    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits. Of such a token the lowest 32 bits are stored.
+    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits. The lowest 32 bits of such a token are stored.
     pub keyable: usize,
 }
 
