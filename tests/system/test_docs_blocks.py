@@ -256,7 +256,6 @@ def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, check
         replaced |= ports | {name.replace("10.0.0.7", "*"): address for name, address in ports.items()}
     if relative_name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
-        replaced["--wait-for-subscriber"] = "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay tcp://127.0.0.1:*"
     with CommandRunner(tmp_path, replaced) as reader:
         run_commands(path, reader, checked)
 
