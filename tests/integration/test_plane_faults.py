@@ -45,6 +45,12 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     assert classify_error(error) in get_args(PlaneFault)
 
 
+def test_an_error_without_a_description_is_described() -> None:
+    """A server without JetStream sends one."""
+    with pytest.raises(PlaneError, match=r"^querying: JetStream does not answer; not connected, or"), map_errors("querying"):
+        raise nats.js.errors.ServiceUnavailableError
+
+
 def no_peers(reasons: str) -> nats.js.errors.BadRequestError:
     """Return what a cluster answers that cannot place a new stream on its servers."""
     return nats.js.errors.BadRequestError(code=400, err_code=10005, description=f"no suitable peers for placement{reasons}")

@@ -137,7 +137,7 @@ def test_a_reader_continues_after_a_restart_of_the_server(tmp_path: Path) -> Non
             await partition.write(10)
             await partition.until(10)
             server.kill()
-            await until(lambda: reader.fault)
+            await until(lambda: reader.fault.startswith("no NATS server is connected: "))
             await asyncio.to_thread(server.start)
             await until(lambda: partition.client.is_connected)
             await partition.write(10)

@@ -13,9 +13,12 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from kvevents.errors import PlaneError
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
 
 PlaneFault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
@@ -148,6 +151,7 @@ def _is_without_space(error: Exception) -> bool:
 def error_text(error: Exception) -> str:
     """Return the message of an exception without the frame that nats-py puts around it."""
     from nats import errors  # noqa: PLC0415 - an extra
+    from nats.js.errors import ServiceUnavailableError  # noqa: PLC0415 - as above
 
     if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
         return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
@@ -155,8 +159,19 @@ def error_text(error: Exception) -> str:
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, OSError) and not isinstance(error, errors.Error):
         return error.strerror or str(error) or "no answer"
-    description: str | None = getattr(error, "description", None)
-    return description or str(error).removeprefix("nats: ")
+    if description := getattr(error, "description", None):
+        return str(description)
+    if isinstance(error, ServiceUnavailableError):
+        return "JetStream does not answer"
+    return str(error).removeprefix("nats: ")
+
+
+def disconnection_reason(client: Client) -> str:
+    """Return why no server is connected, since then an error of a request says less; empty while one is."""
+    if client.is_connected:
+        return ""
+    error = client.last_error
+    return "no NATS server is connected: " + ("reconnecting" if error is None else error_text(error))
 
 
 @cache

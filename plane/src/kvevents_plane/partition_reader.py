@@ -33,7 +33,7 @@ from kvevents_plane.layout import (
     has_tail,
     partition_info,
 )
-from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.nats_errors import disconnection_reason, map_errors
 from kvevents_plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,
@@ -203,9 +203,10 @@ class PartitionReader:
 
     def _report(self, error: PlaneError) -> None:
         self.lag = None
-        if self.fault != str(error):
-            self.fault = str(error)
-            log.warning("partition %d: %s", self._partition, error)
+        disconnection = disconnection_reason(self._client)  # logged by the connection, once for all partitions
+        if not disconnection and self.fault != str(error):
+            log.warning("%s", error)
+        self.fault = disconnection or str(error)
 
     # --- check
 

@@ -24,7 +24,7 @@ from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
 from kvevents_plane.bridge_rules import BridgePeers
 from kvevents_plane.layout import Layout, create_partition, partition_info
-from kvevents_plane.nats_errors import map_errors
+from kvevents_plane.nats_errors import disconnection_reason, map_errors
 from kvevents_plane.page_builder import PageBuilder
 from kvevents_plane.partition_reader import PartitionReader, ReadFailure
 from kvevents_plane.partition_state import PartitionState
@@ -463,6 +463,7 @@ class PartitionWriter:
         self._retry.reset()
 
     def _set_write_fault(self, error: PlaneError) -> None:
-        if str(error) != self._write_fault:
+        disconnection = disconnection_reason(self._client)  # logged by the connection, once for all partitions
+        if not disconnection and str(error) != self._write_fault:
             log.warning("%s", error)
-        self._write_fault = str(error)
+        self._write_fault = disconnection or str(error)
