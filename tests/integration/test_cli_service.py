@@ -157,6 +157,7 @@ def test_an_unknown_model_is_reported_with_the_message_of_the_service(fleet: Run
 def test_query_uses_the_only_model_of_a_tenant_and_rejects_several() -> None:
     with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
         unknown = run("query", 1, "--service", served.url)
+        assert unknown.code == 1
         assert re.search(r"no engine of tenant default group default is registered", unknown.err)
         served.register("engine-0", one)
         served.register("engine-1", other, model_name="n", tenant_id="t")
@@ -343,6 +344,7 @@ PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do 
         (reply("200 OK", b"<html>"), "not-kvevents", "check the port"),
         (reply("200 OK", b'{"status": "fine"}'), "not-kvevents", "/health is not that of a kvevents service"),
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "not-http", "does not answer in HTTP"),
+        (b"\xff" * 1_000, "not-http", "does not answer in HTTP"),
         (b"", "closed", "closes the connection"),
     ],
 )
@@ -351,6 +353,7 @@ def test_responses_of_other_servers_are_explained(answer: bytes, reason: str, ex
         error = catch_request_error(url)
     assert expected in str(error)
     assert error.reason == reason
+    assert len(str(error)) < 300
 
 
 def test_servers_that_do_not_answer_are_reported_with_a_reason() -> None:

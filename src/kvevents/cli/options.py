@@ -7,7 +7,9 @@ import asyncio
 import math
 import os
 import socket
+import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -35,6 +37,10 @@ WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 MAX_RANKS: Final = 1024
 """Largest `--ranks`. No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
 FOREVER: Final = math.inf
+POLL_SECONDS: Final = 0.02
+"""Seconds between two checks whether a subscriber has connected."""
+_MAX_SLEEP: Final = 60.0
+"""`time.sleep` does not accept infinity."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 RESPONSE_SECONDS: Final = 5.0
@@ -306,11 +312,26 @@ def add_wait_for_subscriber(parser: ArgumentParser) -> None:
     )
 
 
-def no_subscriber(endpoint: str, seconds: float) -> ExternalError:
-    """Return the error of `--wait-for-subscriber` without a subscriber."""
-    return ExternalError(
-        f"no subscriber connected to {endpoint} within {seconds:g} s; start one, such as kvevents tail {endpoint}"
-    )
+def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable[[], bool]) -> None:
+    """Wait as `add_wait_for_subscriber` says. Raises `ExternalError` without a subscriber."""
+    seconds: float | None = args.wait_for_subscriber
+    until = time.monotonic() + (seconds or 0.0)
+    while seconds is not None and not has_subscriber():
+        if time.monotonic() > until:
+            raise ExternalError(
+                f"no subscriber connected to {endpoint} within {seconds:g} s; start one, such as kvevents tail {endpoint}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def linger(args: Namespace, console: Console) -> None:
+    """Wait after the last batch as `add_publisher` says, while threads answer replay requests; a signal must raise."""
+    if args.linger is None:
+        return
+    console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")
+    until = time.monotonic() + args.linger
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _MAX_SLEEP))
 
 
 # --- the service that a command asks

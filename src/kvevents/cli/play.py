@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 
 from kvevents.cli.command import INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, table
-from kvevents.cli.options import add_publisher, no_subscriber
+from kvevents.cli.options import add_publisher, linger, wait_for_subscriber
 from kvevents.cli.output import DATA, add_output, write_record
-from kvevents.cli.signals import StopSignal, sleep_until_signal
+from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_int, rate
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
@@ -96,13 +96,11 @@ def run(args: Namespace) -> int:
 
 def _play(player: TapePlayer, args: Namespace, stop: StopSignal, console: Console) -> None:
     with stop.raising():
-        _wait_for_subscriber(player, args.wait_for_subscriber)
+        wait_for_subscriber(args, player.endpoint, lambda: player.wait_for_subscriber(0.0))
     pace: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
     _watch(player, player.start_playing(rate=pace, times=args.repeat), stop, console)
-    if args.linger is not None:
-        console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")
-        with stop.raising():
-            sleep_until_signal(args.linger)
+    with stop.raising():
+        linger(args, console)
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
@@ -121,11 +119,6 @@ def _print_summary(player: TapePlayer, console: Console) -> None:
     counts = player.counts
     played = plural(counts.published, "batch")
     console.note(f"played {played}, {counts.replayed} replayed for {plural(counts.requests, 'request')}")
-
-
-def _wait_for_subscriber(player: TapePlayer, seconds: float | None) -> None:
-    if seconds is not None and not player.wait_for_subscriber(seconds):
-        raise no_subscriber(player.endpoint, seconds)
 
 
 def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, console: Console) -> int:

@@ -14,8 +14,8 @@ import msgspec
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.delivery_output import BATCH_KEYS
-from kvevents.cli.options import add_curve, add_publisher, no_subscriber, read_curve
-from kvevents.cli.signals import StopSignal, sleep_until_signal
+from kvevents.cli.options import add_curve, add_publisher, linger, read_curve, wait_for_subscriber
+from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_int, rate
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
@@ -130,11 +130,9 @@ def run(args: Namespace) -> int:
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
             with stop.raising():
-                _wait_for_subscriber(publisher, args.wait_for_subscriber)
+                wait_for_subscriber(args, publisher.endpoint, lambda: publisher.stats().subscribers > 0)
                 feed.run(file)
-                if args.linger is not None:
-                    console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")
-                    sleep_until_signal(args.linger)
+                linger(args, console)
         except KeyboardInterrupt:
             if not feed.finished:
                 return INTERRUPTED
@@ -154,16 +152,6 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
         raise UsageError(f"cannot read {name}: {error.strerror}") from error
     with file:
         yield file
-
-
-def _wait_for_subscriber(publisher: ZmqEventPublisher, seconds: float | None) -> None:
-    if seconds is None:
-        return
-    until = time.monotonic() + seconds
-    while publisher.stats().subscribers < 1:
-        if time.monotonic() > until:
-            raise no_subscriber(publisher.endpoint, seconds)
-        time.sleep(POLL_SECONDS)
 
 
 def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: Console) -> bool:

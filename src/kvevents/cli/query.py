@@ -25,7 +25,7 @@ from kvevents.client.schemas import (
     TrustStatus,
     WorkerMatch,
 )
-from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.routing.weights import tokens_by_tier
 from kvevents.text_format import first_names, percentage, plural
 
@@ -212,11 +212,11 @@ class _Sources:
         return self._client.send(protocol.sources({**self._scope, **parameters})).sources
 
     def only_model(self) -> str:
-        """Return the model of the fleet. Raises `ConfigError` unless there is exactly one."""
+        """Return the model of the fleet. Raises `ExternalError` without any, and `ConfigError` if there are several."""
         models = sorted({source.model for source in self.fetch()})
         scope = " ".join(f"{name} {value}" for name, value in self._scope.items())
         if not models:
-            raise ConfigError(f"no engine of {scope} is registered at {self._client.url}; see `kvevents top`")
+            raise ExternalError(f"no engine of {scope} is registered at {self._client.url}; see `kvevents sources`")
         if len(models) > 1:
             raise ConfigError(f"{scope} has several models: {first_names(models)}; name one with --model")
         return models[0]

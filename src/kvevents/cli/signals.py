@@ -18,8 +18,6 @@ from typing import Any, Final, Self
 from kvevents.cli.options import Group
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_MAX_SLEEP: Final = 60.0
-"""`time.sleep` does not accept infinity."""
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -95,13 +93,6 @@ class StopSignal:
             yield
         finally:
             self._raises = False
-
-
-def sleep_until_signal(seconds: float) -> None:
-    """Sleep for `seconds`, which can be infinite, while threads work. A signal ends it if it raises."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, _MAX_SLEEP))
 
 
 _LEVELS: Final = ("debug", "info", "warning", "error")

@@ -16,7 +16,7 @@ import msgspec
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Span, is_terminal, live_lines, table, terminal_size
-from kvevents.cli.options import add_wait_for_subscriber, no_subscriber
+from kvevents.cli.options import add_wait_for_subscriber, wait_for_subscriber
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
@@ -47,7 +47,6 @@ EXAMPLES: Final = """\
 DEFAULT_POLICY: Final = "prefix-aware"
 MAX_DELAY_SECONDS: Final = 1.0
 """Delay of the fleet, relative to the clock, above which a note says that the machine is too slow."""
-POLL_SECONDS: Final = 0.02
 ROUND_PAUSE: Final = 1.0
 """Simulated seconds between two rounds of an endless workload."""
 OWN_SUBSCRIBERS: Final = 1
@@ -100,7 +99,7 @@ def run(args: Namespace) -> int:
     ):
         _print_endpoints(fleet, args, console)
         with stop.raising():
-            _wait_for_subscriber(fleet, args.wait_for_subscriber)
+            wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > OWN_SUBSCRIBERS)
         began = time.monotonic()
         with live_view(fleet, console, quiet=args.output in DATA) as show:
 
@@ -174,16 +173,6 @@ def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, blo
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
-
-
-def _wait_for_subscriber(fleet: LiveFleet, seconds: float | None) -> None:
-    if seconds is None:
-        return
-    until = time.monotonic() + seconds
-    while fleet.sockets.subscribers() <= OWN_SUBSCRIBERS:
-        if time.monotonic() > until:
-            raise no_subscriber(fleet.addresses[0].endpoint, seconds)
-        time.sleep(POLL_SECONDS)
 
 
 def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> str:

@@ -153,25 +153,8 @@ class AsyncClient:
         return answer.status, answer.body
 
 
-class AsyncReservedWorker:
-    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens.
-
-    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
-    end fails.
-    """
-
-    def __init__(self, client: AsyncClient, request: SelectRequest, deadline: float | None) -> None:
-        self._client = client
-        self._request = request
-        self._deadline = deadline
-        self.id = protocol.name_of(request)
-        self.selection: Selection
-        """The selected worker."""
-
-    @property
-    def url(self) -> str | None:
-        """Where the worker takes requests; None if that is not known."""
-        return self.selection.url
+class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
+    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -189,21 +172,19 @@ class AsyncReservedWorker:
 
     async def first_token(self) -> Reservation | None:
         """Report the first token of the answer; None if the service did not take it."""
-        return await self._update(ReservationUpdate(first_token=True))
+        call = protocol.update(self.id, ReservationUpdate(first_token=True))
+        return await self._send(call)
 
     async def output(self, tokens: int) -> Reservation | None:
         """Report the number of tokens of the answer so far; None if the service did not take it."""
-        return await self._update(ReservationUpdate(output_tokens=tokens))
+        call = protocol.update(self.id, ReservationUpdate(output_tokens=tokens))
+        return await self._send(call)
 
     async def _finish(self, deadline: float | None = None) -> None:
         """End the reservation, also if the task is cancelled meanwhile."""
         call = protocol.finish(self.id)
         request = self._send(call, deadline)
         await asyncio.shield(asyncio.ensure_future(request))
-
-    async def _update(self, changes: ReservationUpdate) -> Reservation | None:
-        call = protocol.update(self.id, changes)
-        return await self._send(call)
 
     async def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
         try:

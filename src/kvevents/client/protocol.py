@@ -59,7 +59,7 @@ INITIAL_DELAY: Final = 0.05
 """Seconds before the second attempt, of which a random part of up to half is left out. It doubles with each attempt."""
 MAX_DELAY: Final = 1.0
 _MAX_QUOTED: Final = 80
-"""Characters of an unknown response that an error message quotes."""
+"""Characters of an unknown response, or of the detail of an error, that an error message quotes."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
 _BUSY: Final = frozenset({429, UNAVAILABLE})
@@ -148,11 +148,6 @@ def with_reservation_name(request: SelectRequest) -> SelectRequest:
     return msgspec.structs.replace(request, reserve=msgspec.structs.replace(reserve, id=reserve.id or str(uuid4())))
 
 
-def name_of(request: SelectRequest) -> str:
-    """Return the name of the reservation of a request from `named`."""
-    return (request.reserve.id or "") if isinstance(request.reserve, Reserve) else ""
-
-
 def reservation(name: str) -> Call[Reservation]:
     """Ask for a reservation."""
     return get(f"/v1/reservations/{name}", Reservation)
@@ -192,6 +187,28 @@ def unusable(selection: Selection) -> ServiceRequestError:
     """Return the error of a selection that reserved no worker."""
     sentence = f"no worker can be reached; the least bad one is {selection.instance} rank {selection.rank}"
     return ServiceRequestError(sentence, "no-usable-worker", selection.trust.reason or "see /v1/sources")
+
+
+class Reserving(Generic[T]):
+    """What both clients know of a worker that counts a request as its load, until the end of a context manager.
+
+    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
+    end fails.
+    """
+
+    def __init__(self, client: T, request: SelectRequest, deadline: float | None) -> None:
+        self._client = client
+        self._request = request
+        self._deadline = deadline
+        self.id = request.reserve.id if isinstance(request.reserve, Reserve) and request.reserve.id else ""
+        """Name of the reservation."""
+        self.selection: Selection
+        """The selected worker."""
+
+    @property
+    def url(self) -> str | None:
+        """Where the worker takes requests; None if that is not known."""
+        return self.selection.url
 
 
 # --- one service
@@ -239,6 +256,7 @@ class Endpoint:
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error of a request without a response."""
         sentence, hint = _TROUBLES[kind]
+        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # it can be a line of another protocol
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 

@@ -153,8 +153,8 @@ class MatchManyRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_
     prompts: Annotated[list[list[Token]], Meta(max_length=1024)]
 
 
-class WorkerTrust(Struct, frozen=True, kw_only=True):
-    """The trust in one worker."""
+class Worker(Struct, frozen=True, kw_only=True):
+    """One rank of one engine, in answers."""
 
     instance: str
     rank: int
@@ -162,18 +162,17 @@ class WorkerTrust(Struct, frozen=True, kw_only=True):
     """Where it takes requests; null if that is not known."""
     labels: dict[str, str] = {}
     """Its labels, as registered."""
+
+
+class WorkerTrust(Worker, frozen=True, kw_only=True):
+    """The trust in one worker."""
+
     trust: TrustStatus
 
 
-class WorkerMatch(Struct, frozen=True, kw_only=True):
+class WorkerMatch(Worker, frozen=True, kw_only=True):
     """How much of a prompt one worker holds."""
 
-    instance: str
-    rank: int
-    url: str | None = None
-    """Where it takes requests; null if that is not known."""
-    labels: dict[str, str] = {}
-    """Its labels, as registered."""
     tokens: int
     """Tokens of the longest prefix on any tiers."""
     certain: int
@@ -300,15 +299,9 @@ class ReservationsAnswer(Struct, frozen=True, kw_only=True):
     """The reservations that expire first."""
 
 
-class ScoredCandidate(Struct, frozen=True, kw_only=True):
+class ScoredCandidate(Worker, frozen=True, kw_only=True):
     """A candidate with the parts of its score."""
 
-    instance: str
-    rank: int
-    url: str | None = None
-    """Where it takes requests; null if that is not known."""
-    labels: dict[str, str] = {}
-    """Its labels, as registered."""
     score: float
     """Uncached fraction of the prompt plus load; the smallest score is selected."""
     uncached: float
@@ -328,15 +321,9 @@ class ScoredCandidate(Struct, frozen=True, kw_only=True):
     """Requests that counted as its load. null if they are unknown: then the mean of the others counted."""
 
 
-class Selection(Struct, frozen=True, kw_only=True):
+class Selection(Worker, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
-    instance: str
-    rank: int
-    url: str | None = None
-    """Where it takes requests; null if that is not known."""
-    labels: dict[str, str] = {}
-    """Its labels, as registered."""
     usable: bool
     """Whether it can be reached. If not, no candidate can: it is the least bad one, and nothing was reserved."""
     score: float

@@ -196,25 +196,8 @@ class Client:
         return connection
 
 
-class ReservedWorker:
-    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens.
-
-    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
-    end fails.
-    """
-
-    def __init__(self, client: Client, request: SelectRequest, deadline: float | None) -> None:
-        self._client = client
-        self._request = request
-        self._deadline = deadline
-        self.id = protocol.name_of(request)
-        self.selection: Selection
-        """The selected worker."""
-
-    @property
-    def url(self) -> str | None:
-        """Where the worker takes requests; None if that is not known."""
-        return self.selection.url
+class ReservedWorker(protocol.Reserving[Client]):
+    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens."""
 
     def __enter__(self) -> Self:
         try:
@@ -232,15 +215,11 @@ class ReservedWorker:
 
     def first_token(self) -> Reservation | None:
         """Report the first token of the answer; None if the service did not take it."""
-        return self._update(ReservationUpdate(first_token=True))
+        return self._send(protocol.update(self.id, ReservationUpdate(first_token=True)))
 
     def output(self, tokens: int) -> Reservation | None:
         """Report the number of tokens of the answer so far; None if the service did not take it."""
-        return self._update(ReservationUpdate(output_tokens=tokens))
-
-    def _update(self, changes: ReservationUpdate) -> Reservation | None:
-        call = protocol.update(self.id, changes)
-        return self._send(call)
+        return self._send(protocol.update(self.id, ReservationUpdate(output_tokens=tokens)))
 
     def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
         try:
