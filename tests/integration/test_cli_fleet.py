@@ -39,6 +39,10 @@ def test_an_engine_is_registered_listed_and_unregistered(service: RunningService
         assert row.split()[:2] == ["e-1/0", "llama"]
         wide = ask(service, "sources", "e-1", "-o", "wide").out.splitlines()[1]
         assert {publisher.endpoint, publisher.replay_endpoint, "zone=a"} <= set(wide.split())
+        assert ask(service, "drain", "e-1").out == "e-1/0: selections leave it out\n"
+        service.wait("e-1/0", lambda one: one["draining"])
+        assert ask(service, "drain", "e-1", "--rank", 0, "--end").out == "e-1/0: selections choose it again\n"
+        assert ask(service, "drain", "e-1", "--model", "other").code == 1
         assert ask(service, "unregister", "e-1", "--model", "llama").code == 0
     assert ask(service, "sources", "--model", "llama").out == "no engine is registered\n"
 

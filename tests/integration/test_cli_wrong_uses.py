@@ -30,6 +30,7 @@ WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "top": ("--once", "--token-file", LONG),
     "sources": ("--token-file", LONG),
     "register": ("e", "127.0.0.1:1", "--model", "m", "--token-file", LONG),
+    "drain": ("e", "--token-file", LONG),
     "unregister": ("e", "--model", "m", "--token-file", LONG),
     "reservations": ("--tls-ca", LONG, "--service", "https://127.0.0.1:1"),
     "plane": ("status", "--creds", LONG),

@@ -1,4 +1,4 @@
-"""`kvevents register`, `unregister`, `sources` and `reservations`: the fleet of a service."""
+"""`kvevents register`, `drain`, `unregister`, `sources` and `reservations`: the fleet of a service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from kvevents.cli.values import endpoint, endpoint_or_url, positive_int, whole_n
 from kvevents.client import Client
 from kvevents.client.names import worker_name
 from kvevents.client.polling import PolledSource, sort_sources
-from kvevents.client.schemas import RegisterRequest, Reservation, ReservationsAnswer, SourcesAnswer, UnregisterRequest
+from kvevents.client.schemas import (
+    DrainAnswer,
+    DrainRequest,
+    RegisterRequest,
+    Reservation,
+    ReservationsAnswer,
+    SourcesAnswer,
+    UnregisterRequest,
+)
 from kvevents.errors import ExternalError
 from kvevents.settings import suggestion
 from kvevents.text_format import duration
@@ -98,6 +106,22 @@ def _unregister(client: Client, args: Namespace) -> Any:
     return client.unregister(UnregisterRequest(instance_id=args.instance, dp_rank=args.rank, **scope_of(args)))
 
 
+def _add_drain(parser: ArgumentParser) -> None:
+    parser.add_argument("instance", metavar="NAME", help="name of the engine in answers")
+    add_scope(parser, model="model (default: its own)")
+    parser.add_argument("--rank", type=whole_number, metavar="R", help="data-parallel rank (default: all)")
+    parser.add_argument("--end", action="store_true", help="let selections choose it again")
+
+
+def _drain(client: Client, args: Namespace) -> Any:
+    return client.drain(DrainRequest(instance=args.instance, rank=args.rank, draining=not args.end, **scope_of(args)))
+
+
+def _show_drained(answer: DrainAnswer, _wide: bool) -> list[Line]:
+    ranks = ", ".join(worker_name(answer.instance, rank) for rank in answer.ranks)
+    return [[f"{ranks}: {'selections leave it out' if answer.draining else 'selections choose it again'}"]]
+
+
 def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
     width = max(map(len, answer), default=0)
     return [[Span(f"{name:<{width}}  ", "dim"), _text(value)] for name, value in answer.items() if value]
@@ -128,6 +152,17 @@ UNREGISTER: Final = FleetCommand(
     lambda parser: _add_instance(parser, "all"),
     _unregister,
     _show_fields,
+)
+DRAIN: Final = FleetCommand(
+    "Exclude an engine, or one of its ranks, from selections, for example before maintenance. Its blocks stay in the index.",
+    """\
+  kvevents drain engine-0
+  kvevents drain engine-0 --rank 1 --context prod
+  kvevents drain engine-0 --end
+""",
+    _add_drain,
+    _drain,
+    _show_drained,
 )
 
 # --- sources and reservations

@@ -39,6 +39,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("top", "watch the fleet of a service", "top"),
     Command("sources", "print the engines that a service follows", "fleet:SOURCES"),
     Command("register", "register an engine at a service", "fleet:REGISTER"),
+    Command("drain", "exclude an engine from selections at a service", "fleet:DRAIN"),
     Command("unregister", "unregister an engine at a service", "fleet:UNREGISTER"),
     Command("reservations", "print the open reservations of a service", "fleet:RESERVATIONS"),
     CommandGroup(

@@ -11,6 +11,8 @@ from typing import Any, Final, Self, TypeVar
 from kvevents.client import protocol
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
 from kvevents.client.schemas import (
+    DrainAnswer,
+    DrainRequest,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
@@ -102,6 +104,10 @@ class AsyncClient:
     async def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Unregister an engine, or a rank of it, and return the service's answer."""
         return await self.send(protocol.unregister(request), deadline=deadline)
+
+    async def drain(self, request: DrainRequest, *, deadline: float | None = None) -> DrainAnswer:
+        """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
+        return await self.send(protocol.drain(request), deadline=deadline)
 
     async def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
         """Return whether the service is ready for queries, and why not."""

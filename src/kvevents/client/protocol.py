@@ -21,6 +21,8 @@ import msgspec
 
 from kvevents.backoff import Backoff
 from kvevents.client.schemas import (
+    DrainAnswer,
+    DrainRequest,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
@@ -181,6 +183,11 @@ def register(request: RegisterRequest) -> Call[dict[str, Any]]:
 def unregister(request: UnregisterRequest) -> Call[dict[str, Any]]:
     """Unregister an engine. Repeated, it would be an error."""
     return post("/unregister", _changed_fields(request), dict[str, Any], is_repeatable=False)
+
+
+def drain(request: DrainRequest) -> Call[DrainAnswer]:
+    """Exclude an engine from selections, or end that. Repeated, it changes nothing."""
+    return post("/v1/drain", _changed_fields(request), DrainAnswer)
 
 
 def unusable(selection: Selection) -> ServiceRequestError:

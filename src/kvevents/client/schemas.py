@@ -393,6 +393,8 @@ class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     instance: EngineId
     rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     """None means all ranks."""
+    model: str | None = None
+    """None means the model that it serves; another one is an error."""
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     draining: bool = True

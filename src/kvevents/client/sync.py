@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from kvevents.client import protocol
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
 from kvevents.client.schemas import (
+    DrainAnswer,
+    DrainRequest,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
@@ -114,6 +116,10 @@ class Client:
     def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Unregister an engine, or a rank of it, and return the service's answer."""
         return self.send(protocol.unregister(request), deadline=deadline)
+
+    def drain(self, request: DrainRequest, *, deadline: float | None = None) -> DrainAnswer:
+        """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
+        return self.send(protocol.drain(request), deadline=deadline)
 
     def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
         """Return whether the service is ready for queries, and why not."""

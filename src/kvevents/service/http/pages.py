@@ -24,15 +24,14 @@ MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 
 
-def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int) -> int:
-    """Return a number of the query string. Raises `RefusedError` unless it is from 1 to `maximum`."""
+def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int, minimum: int = 1) -> int:
+    """Return a number of the query string. Raises `RefusedError` unless it is from `minimum` to `maximum`."""
     text = arguments.get(name)
     if text is None:
         return default
-    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not 1 <= int(text) <= maximum:
-        raise RefusedError(
-            f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from 1 to {maximum}", "bad-parameter", "see /openapi.json"
-        )
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not minimum <= int(text) <= maximum:
+        sentence = f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from {minimum} to {maximum}"
+        raise RefusedError(sentence, "bad-parameter", "see /openapi.json")
     return int(text)
 
 

@@ -26,9 +26,9 @@ from kvevents.index import Block
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import StreamEvent, Subscription
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.fleet.registration import Registration, source_name
 from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import MAX_DIGITS, MAX_SHOWN, cut_page, read_cursor, read_number, tag
+from kvevents.service.http.pages import cut_page, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import Client, InstanceQuery
 from kvevents.service.service import Service
@@ -124,7 +124,7 @@ def sources(service: Service, request: HttpRequest) -> Response:
 async def drain(service: Service, request: HttpRequest) -> Response:
     """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
     body: DrainRequest = DRAIN.read(request, service.settings.limits)
-    query = InstanceQuery(str(body.instance), body.rank, tenant=body.tenant, group=body.group)
+    query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
     client = Client(request.caller, request.peer)
     ranks = await service.registrations.drain(query, client, is_draining=body.draining)
     numbers = [registration.rank for registration in ranks]
@@ -155,27 +155,14 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     return answer(service.block_listings.first(key, worker_blocks, limit, lambda: member.trust_status), request)
 
 
-def _member(service: Service, arguments: Any) -> Member:
-    instance, rank = arguments.get("instance"), _rank(arguments.get("rank", "0"))
-    if instance is None:
+def _member(service: Service, arguments: Mapping[str, str]) -> Member:
+    if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
-    tenant, group = arguments.get("tenant", DEFAULT_GROUP), arguments.get("group", DEFAULT_GROUP)
-    for member in service.members().values():
-        registration = member.registration
-        if (registration.instance, registration.rank, registration.tenant, registration.group) == (
-            instance,
-            rank,
-            tenant,
-            group,
-        ):
-            return member
-    raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
-
-
-def _rank(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or int(text) >> 32:
-        raise RefusedError(f"invalid rank {text[:MAX_SHOWN]!r}: expected a number from 0", "bad-parameter", "see /v1/sources")
-    return int(text)
+    rank = read_number(arguments, "rank", 0, (1 << 32) - 1, minimum=0)
+    source = source_name(arguments.get("tenant", DEFAULT_GROUP), arguments.get("group", DEFAULT_GROUP), instance)
+    if (member := service.members().get((source, rank))) is None:
+        raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
+    return member
 
 
 # --- events
