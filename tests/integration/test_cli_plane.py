@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import nats
 import pytest
+from nats.js import api
 
 from cli_cases import ProcessResult, run
 from kvevents_plane.connection import open_client
@@ -121,6 +122,25 @@ def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
     ended = plane_status("--nats", server.url, "--plane", "busy")
     assert "bridges: busy " in ended.out
     assert "no bridge writes" not in ended.out
+
+
+def test_limits_that_drop_unread_pages_are_a_fault(server: NatsServer) -> None:
+    """An operator can change a stream while the plane runs. Bridges refuse it only when they start."""
+    plane = plane_at(server.url, name="limited", partitions=1)
+
+    async def change_limits() -> None:
+        async with open_client(plane, name="test") as client:
+            js = client.jetstream()
+            layout = await create_plane(js, plane)
+            config = (await js.stream_info(layout.stream(0))).config
+            config.max_msgs, config.discard = 5, api.DiscardPolicy.OLD
+            await js.update_stream(config)
+
+    asyncio.run(change_limits())
+    ended = plane_status("--nats", server.url, "--plane", "limited")
+    assert ended.code == 1
+    assert "partition 0: stream KVEVENTS_limited_0 discards old messages and retains by limits; bridges refuse it" in ended.out
+    assert "partition   0          0 pages to 0, " in ended.out
 
 
 def test_ages_are_by_the_clock_of_the_servers(server: NatsServer) -> None:

@@ -76,6 +76,8 @@ class PartitionInfo(NamedTuple):
     """None for a server outside a cluster; empty while there is no leader."""
     missing: int = 0
     """Number of messages that are gone between the oldest and the newest page."""
+    stream_fault: str = ""
+    """Why the stream cannot be a partition, since an operator has changed it; empty if it can."""
 
 
 class Layout:
@@ -266,7 +268,8 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
         info.state.bytes,
         metadata.epoch if metadata is not None else str(info.created),
         (info.cluster.leader or "") if info.cluster is not None else None,
-        max(0, info.state.last_seq - info.state.first_seq + 1 - info.state.messages),
+        max(0, info.state.last_seq - max(info.state.first_seq, 1) + 1 - info.state.messages),
+        _stream_fault(info, layout, partition) or "",
     )
 
 

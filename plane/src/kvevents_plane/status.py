@@ -50,6 +50,8 @@ class PartitionView(msgspec.Struct, frozen=True):
     silent: list[str] = []
     """Bridges that did not write within that time while the status was read."""
     fault: str = ""
+    stream_fault: str = ""
+    """Why bridges refuse the partition's stream when they start."""
     shared: list[str] = []
     """Names of bridges under which several processes write alternately."""
     missing: int = 0
@@ -66,7 +68,8 @@ class PartitionView(msgspec.Struct, frozen=True):
         """What is wrong with the partition, as sentences."""
         if self.fault:
             return [self.fault]
-        found = [] if self.bridges else ["no bridge writes"]
+        found = [f"{self.stream_fault}; bridges refuse it when they start: restore its settings"] if self.stream_fault else []
+        found += [] if self.bridges else ["no bridge writes"]
         check = f"for {self.alive_seconds:g} s; check that the bridges run"
         if self.bridges and len(self.silent) == len(self.bridges):
             found.append(f"no bridge has written {check}")
@@ -213,6 +216,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
         {bridge_name(bridge): at for bridge, at in scan.written},
         scan.alive_seconds,
         silent,
+        stream_fault=info.stream_fault and f"stream {layout.stream(partition)} {info.stream_fault}",
         shared=_shared_names(bridge for bridge, _ in scan.written),
         missing=info.missing,
         conflicts=sorted({each for each in scan.conflicts.values() if each}),
