@@ -205,7 +205,7 @@ def test_the_publisher_for_routers_ends_with_a_report(ports: tuple[tuple[str, st
     assert "accepted=3" in ended.out
 
 
-@pytest.mark.parametrize("page", ["quickstart/engines.md", "guides/vllm.md", "guides/sglang.md", "guides/stock-engines.md"])
+@pytest.mark.parametrize("page", ["quickstart/engines.md", "guides/vllm.md", "guides/sglang.md"])
 def test_engines_with_these_options_listen(page: str) -> None:
     """vLLM and SGLang accept the JSON and listen at the ports of the snippets; neither connects instead."""
     found = re.findall(r"^(vllm|python).*\n  '(\{[^']*\})'$", (DOCS / page).read_text(), re.MULTILINE)
