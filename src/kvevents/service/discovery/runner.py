@@ -38,7 +38,7 @@ SETTLE_SECONDS: Final = 0.05
 # --- merging
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MergedFindings:
     """The findings of all providers together."""
 
@@ -47,7 +47,7 @@ class MergedFindings:
     """Faults by the name of the provider. Providers without faults are not in it."""
     waiting: tuple[str, ...] = ()
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
-    adapters: frozenset[Scope] = frozenset()
+    adapters: set[Scope] = field(default_factory=set)
     """LoRA adapters that requests name as their model."""
     origins: dict[Key, str] = field(default_factory=dict)
     """Names of the providers of the registrations."""
@@ -62,37 +62,32 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
 
     If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
     """
-    registrations: dict[Key, Registration] = {}
-    origins: dict[Key, str] = {}
-    faults: dict[str, tuple[DiscoveryFault, ...]] = {}
-    waiting: list[str] = []
-    adapters: set[Scope] = set()
-    paths: dict[tuple[str, str], str] = {}
-    unready: dict[str, str] = {}
+    merged = MergedFindings()
     for name, finding in findings:
         if finding is None:
-            waiting.append(name)
+            merged.waiting += (name,)
             continue
-        unready.update(finding.unready)
+        merged.unready.update(finding.unready)
         for scope, path in finding.adapters:
-            adapters.add(scope)
+            merged.adapters.add(scope)
             if path is not None and isinstance(scope.lora, str):
-                paths |= dict.fromkeys(((each.key[0], scope.lora) for each in finding.registrations), path)
-        own_faults, ignored = list(finding.faults), 0
+                names = ((registration.key[0], scope.lora) for registration in finding.registrations)
+                merged.adapter_paths |= dict.fromkeys(names, path)
+        faults, ignored = list(finding.faults), 0
         for registration in finding.registrations:
-            known = registrations.get(registration.key)
+            known = merged.registrations.get(registration.key)
             if known is not None and known.differences(registration):
-                own_faults.append(_conflict(known, origins[known.key], registration))
-            elif known is None and len(registrations) >= max_sources:
+                faults.append(_conflict(known, merged.origins[known.key], registration))
+            elif known is None and len(merged.registrations) >= max_sources:
                 ignored += 1
             elif known is None:
-                registrations[registration.key] = registration
-                origins[registration.key] = name
+                merged.registrations[registration.key] = registration
+                merged.origins[registration.key] = name
         if ignored:
-            own_faults.append(_too_many(ignored, "ranks", max_sources))
-        if own_faults:
-            faults[name] = faults.get(name, ()) + tuple(own_faults)
-    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters), origins, paths, unready)
+            faults.append(_too_many(ignored, "ranks", max_sources))
+        if faults:
+            merged.faults[name] = merged.faults.get(name, ()) + tuple(faults)
+    return merged
 
 
 def _conflict(first: Registration, origin: str, other: Registration) -> DiscoveryFault:
@@ -280,7 +275,7 @@ class EngineDiscovery:
 
     def _register(self, found: MergedFindings) -> None:
         self._found = found
-        self._target.adapters, self._target.unready = found.adapters, found.unready
+        self._target.adapters, self._target.unready = frozenset(found.adapters), found.unready
         self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
         self._compare_paths(found)
         faults = {fault.sentence for each in found.faults.values() for fault in each} | set(self._refused)
