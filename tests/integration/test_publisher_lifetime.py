@@ -44,7 +44,7 @@ from publisher_cases import (  # noqa: F401 - fixtures must be imported
 from resource_cases import count_resources, leave_nothing_open, settle
 
 Context = zmq.Context[Socket]
-SLACK = 5.0
+SLACK = 30.0
 """Seconds beyond its timeout that `shutdown` may take on a busy machine; waiting for a stalled reader would take for ever."""
 
 
