@@ -48,14 +48,16 @@ def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
 
 
 def publish_large(engine: PublishingEngine, size: int, count: int) -> None:
-    """Publish `count` batches of `size` bytes.
+    """Publish `count` batches of `size` bytes, and wait until the publisher has sent them.
 
-    The engine does not wait for readers: the tests make room in the partition only after this has returned.
+    The engine does not wait for readers: the tests make room in the partition only after this has returned. If it still sent
+    batches then, the partition could become full again, and what the engine has dropped meanwhile would be missing twice.
     """
     for number in range(count):
         large = batch(number, size // 64)
         engine.truth.add(large)
         engine.publisher.publish(large)
+    wait_for("all batches to be sent", lambda: engine.publisher.stats().published == engine.truth.count, SECONDS)
 
 
 # --- servers that stop and restart
