@@ -133,13 +133,13 @@ class Indexer(Target):
         for name, match in matches.items():
             if states := sorted({state for state in match.trust.values() if state != EXACT}):
                 self._caveats[name] = f"the answer is {', '.join(states)}"
-        found = []
+        wrong = []
         for name in dict.fromkeys([*query.held, *held]):
             worker, of_rank, _ = name.partition(":")
             true, answered = query.held.get(name, 0), held.get(name, 0)
             if answered != true and (name in query.held or not of_rank):
-                found.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens"))
-        return found
+                wrong.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens"))
+        return wrong
 
     def _ask(self, query: CheckQuery) -> dict[str, Match]:
         """Return what each instance holds of a prompt."""
@@ -163,7 +163,7 @@ class Indexer(Target):
     def _listed(self) -> dict[str, str | None]:
         """Return what the list of workers says against each."""
         listed = self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker])
-        workers = {str(each.instance_id): each for each in listed}
+        workers = {str(listing.instance_id): listing for listing in listed}
         return {name: _report(workers.get(str(instance))) for name, instance in self._instances.items()}
 
     def ask(self, method: str, path: str, body: Any = None) -> TargetResponse:
@@ -184,7 +184,7 @@ def _report(worker: _Worker | None) -> str | None:
     if worker is None:
         return "not listed"
     said = [] if worker.status == "active" else [f"status {worker.status}"]
-    said += [each.last_error for each in worker.listeners.values() if each.last_error]
+    said += [listener.last_error for listener in worker.listeners.values() if listener.last_error]
     return "; ".join(dict.fromkeys(said)) or None
 
 
@@ -241,14 +241,14 @@ class MooncakeIndexer(Indexer):
 
     def _listed(self) -> dict[str, str | None]:
         listed = self.ask("GET", "/services").decode(_Services).services
-        found: dict[str, str | None] = {}
+        reports: dict[str, str | None] = {}
         for name, instance in self._instances.items():
-            ranks = [each for each in listed if each.instance_id == str(instance)]
+            ranks = [listing for listing in listed if listing.instance_id == str(instance)]
             said = [] if ranks else ["not listed"]
-            said += [f"status {each.status}" for each in ranks if each.status != "active"]
-            said += [each.trust.reason or each.trust.state for each in ranks if each.trust.state != EXACT]
-            found[name] = "; ".join(dict.fromkeys(said)) or None
-        return found
+            said += [f"status {rank.status}" for rank in ranks if rank.status != "active"]
+            said += [rank.trust.reason or rank.trust.state for rank in ranks if rank.trust.state != EXACT]
+            reports[name] = "; ".join(dict.fromkeys(said)) or None
+        return reports
 
 
 SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp")

@@ -306,7 +306,7 @@ def play_all(
 ) -> Iterator[Result]:
     """Play scenarios, `jobs` at a time, and yield the results in their order."""
     with ThreadPoolExecutor(jobs, "kvevents-conform") as pool:
-        played = [pool.submit(each) for each in plays]
+        played = [pool.submit(scenario_play) for scenario_play in plays]
         for future in played:
             future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else on_result(done.result()))
         try:

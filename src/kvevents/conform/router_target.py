@@ -61,9 +61,9 @@ class FakeWorker:
                 if worker.is_closed:  # the connection was kept open
                     self.close_connection = True
                     return
-                found = worker.answer(self.command, self.path, text)
-                body = msgspec.json.encode({"error": "not found"} if found is None else found)
-                self.send_response(404 if found is None else 200)
+                answer = worker.answer(self.command, self.path, text)
+                body = msgspec.json.encode({"error": "not found"} if answer is None else answer)
+                self.send_response(404 if answer is None else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -211,20 +211,20 @@ class RouterTarget(Target):
         self._program.start(lambda: request(f"{self._program.url}/v1/completions", "POST", body, seconds=5.0).status == 200)
 
     def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
-        return [each for query in queries if (each := self._compare(query)) is not None]
+        return [wrong for query in queries if (wrong := self._compare(query)) is not None]
 
     def _compare(self, query: CheckQuery) -> WrongAnswer | None:
         held = {name: tokens for name, tokens in query.held.items() if ":" not in name}
         best, size = max(held.values(), default=0), self._block_size
         blocks = [*([best // size - 1] if best >= size else []), *([best // size + 1] if best + size <= len(query.ids) else [])]
-        return next((found for each in blocks if (found := self._choose(query, held, each)) is not None), None)
+        return next((wrong for block in blocks if (wrong := self._choose(query, held, block)) is not None), None)
 
     def _choose(self, query: CheckQuery, held: Mapping[str, int], blocks: int) -> WrongAnswer | None:
         """Send requests while the control holds some blocks. Return what is wrong with the choice."""
         tokens, control, best = query.ids, blocks * self._block_size, max(held.values(), default=0)
         if self._control.hold(tokens, query.salt, blocks):
             time.sleep(CONTROL_SECONDS)
-        right = {name for name, each in held.items() if each == best} if best > control else {CONTROL}
+        right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL}
         # One token more: engines compute the last token of a prompt in any case, so that a whole prompt is never found.
         body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, LAST_TOKEN])), "max_tokens": 1}
         if query.salt is not None:
@@ -239,7 +239,7 @@ class RouterTarget(Target):
             return None
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
-        truth = ", ".join(f"{name} {each}" for name, each in sorted({**held, CONTROL: control}.items()))
+        truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL: control}.items()))
         # The router knows the control: if it is chosen wrongly, the credit of the worker that holds most is lost.
         concerned = min(right) if wrong == CONTROL else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
@@ -280,7 +280,10 @@ class RouterDriver(Driver):
             own = EngineRegistration(CONTROL, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
             followed = [own, *registrations]
             workers = self._play_workers(scenario, followed, stack)
-            members = [RouterWorker(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each in followed]
+            members = [
+                RouterWorker(workers[registration.worker].url, registration.endpoint, registration.replay_endpoint)
+                for registration in followed
+            ]
 
             # Held, because routers of several scenarios run at a time.
             metrics = reserve_port(ANY_LOCAL_PORT)
@@ -299,7 +302,7 @@ class RouterDriver(Driver):
     ) -> Mapping[str, PlayedWorker]:
         """Return the workers of the engines, by name. `stack` ends them."""
         del scenario
-        workers = {name: FakeWorker(name) for name in dict.fromkeys(each.worker for each in followed)}
+        workers = {name: FakeWorker(name) for name in dict.fromkeys(registration.worker for registration in followed)}
         for worker in workers.values():
             stack.callback(worker.close)
         return workers

@@ -443,12 +443,12 @@ class Macros:
             case str():
                 yield names.get(value, value)
             case list():
-                yield [each for item in value for each in self._expand_all(item, names)]
+                yield [expanded for item in value for expanded in self._expand_all(item, names)]
             case {"$store": [prompt, place, count], **changes}:
-                for each in range(place, place + count):
-                    yield self._store(prompt, each, changes)
+                for block in range(place, place + count):
+                    yield self._store(prompt, block, changes)
             case {"$remove": [prompt, place, count], **changes}:
-                hashes = [self._hash(prompt, each) for each in range(place, place + count)]
+                hashes = [self._hash(prompt, block) for block in range(place, place + count)]
                 yield self.expand(_changed(self._forms.remove, changes), {"$hashes": hashes})
             case {"$clear": True, **changes}:
                 yield self.expand(_changed(self._forms.clear, changes), {})
@@ -464,7 +464,7 @@ class Macros:
             case {"$hash": [prompt, place]}:
                 return self._hash(prompt, place)
             case {"$hashes": [prompt, place, count]}:
-                return [self._hash(prompt, each) for each in range(place, place + count)]
+                return [self._hash(prompt, block) for block in range(place, place + count)]
             case {"$hex": digits}:
                 return bytes.fromhex(digits)
             case {"$msgpack": item}:
@@ -480,10 +480,10 @@ class Macros:
         return self.expand(_changed(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
 
     def _hash(self, prompt: int, place: int) -> int | bytes:
-        found = block_hash(self._seed, prompt, place)
+        number = block_hash(self._seed, prompt, place)
         if self._forms.hashes == "bytes":
-            return bytes(24) + found.to_bytes(8, "big")
-        return found - (1 << 64) if self._forms.hashes == "signed" and found >> 63 else found
+            return bytes(24) + number.to_bytes(8, "big")
+        return number - (1 << 64) if self._forms.hashes == "signed" and number >> 63 else number
 
 
 def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
@@ -492,7 +492,7 @@ def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
 
 def payloads(scenario: Scenario) -> list[list[bytes]]:
     """Return what each step publishes, in order."""
-    found, number = list[list[bytes]](), 0
+    batches, number = list[list[bytes]](), 0
     for step in scenario.steps:
         published = list[bytes]()
         if isinstance(step, Store | Publish):
@@ -500,11 +500,13 @@ def payloads(scenario: Scenario) -> list[list[bytes]]:
             if isinstance(step, Publish):
                 published = [macros.payload(step, number)] * step.times
             else:
-                events = [[{"$store": [step.prompt, step.blocks[0] + each, 1]}] for each in range(step.blocks[1])]
-                published = [macros.payload(Publish(step.engine, each), number + at) for at, each in enumerate(events)]
+                events = [[{"$store": [step.prompt, step.blocks[0] + block, 1]}] for block in range(step.blocks[1])]
+                published = [
+                    macros.payload(Publish(step.engine, block_events), number + at) for at, block_events in enumerate(events)
+                ]
             number += len(published)
-        found.append(published)
-    return found
+        batches.append(published)
+    return batches
 
 
 def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
@@ -524,9 +526,9 @@ def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
 def shipped_scenarios() -> Iterator[AnyScenario]:
     """Yield the scenarios of this package, in the order of `GROUPS` and then by name."""
     folder = files("kvevents.conform") / "scenarios"
-    found = [read_scenario(each.read_bytes(), each.name) for each in folder.iterdir() if each.name.endswith(".json")]
+    scenarios = [read_scenario(file.read_bytes(), file.name) for file in folder.iterdir() if file.name.endswith(".json")]
     order = list(GROUPS)
-    yield from sorted(found, key=lambda each: (order.index(each.group), each.name))
+    yield from sorted(scenarios, key=lambda scenario: (order.index(scenario.group), scenario.name))
 
 
 def json_schema() -> dict[str, Any]:

@@ -65,8 +65,8 @@ class TargetResponse(NamedTuple):
     @property
     def text(self) -> str:
         """The status with the error that the body names."""
-        found = self.json
-        error = found.get("error", "") if isinstance(found, dict) else self.body[:200].decode(errors="replace")
+        content = self.json
+        error = content.get("error", "") if isinstance(content, dict) else self.body[:200].decode(errors="replace")
         return f"{self.status} {error}".strip()
 
 
@@ -81,14 +81,14 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
         target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         connection.request(method, target, data, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        found = bytearray()
+        received = bytearray()
         while chunk := response.read1(1 << 16):
-            found += chunk
-            if len(found) > MAX_BYTES:
+            received += chunk
+            if len(received) > MAX_BYTES:
                 raise TargetError(f"{method} {url} answered more than {MAX_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError  # noqa: TRY301  the connection's own is for one read
-        return TargetResponse(response.status, bytes(found))
+        return TargetResponse(response.status, bytes(received))
     except TimeoutError as error:
         raise TargetError(f"{method} {url} did not answer within {seconds:g} s") from error
     except (OSError, HTTPException) as error:
@@ -301,7 +301,7 @@ def python_with(package: str, version: str, folder: Path, *wheels: Path, also: S
         return str(python)
     print(f"installing {package} {version} into {home} once", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
-    links = [word for each in (folder, *wheels) for word in ("--find-links", str(each))]
+    links = [word for place in (folder, *wheels) for word in ("--find-links", str(place))]
     options = ("--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--prefer-binary", *links)
     for command in (
         (sys.executable, "-m", "venv", "--clear", str(home)),

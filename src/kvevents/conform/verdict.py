@@ -102,8 +102,8 @@ def to_junit(run: ConformRun) -> bytes:
     whole = ET.Element("testsuites")
     whole.append(suite)
     ET.indent(whole)
-    found: bytes = ET.tostring(whole, encoding="utf-8", xml_declaration=True)
-    return found
+    encoded: bytes = ET.tostring(whole, encoding="utf-8", xml_declaration=True)
+    return encoded
 
 
 def _printable(text: str) -> str:
@@ -174,11 +174,11 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
     `reports` has for each worker what the target says against it, or None if it says that all is well. A difference is
     reported only if the target reports the worker that it is about, in the answer or elsewhere.
     """
-    said = {each.worker: each.report for each in differences if each.report is not None}
+    said = {difference.worker: difference.report for difference in differences if difference.report is not None}
     said |= {name: text for name, text in reports.items() if text is not None}
-    wrong, outcomes = {each.worker for each in differences}, list[ScenarioOutcome]()
+    wrong, outcomes = {difference.worker for difference in differences}, list[ScenarioOutcome]()
     for name in sorted({*wrong, *said, *check.must_report}):
-        texts = [each.text for each in differences if each.worker == name]
+        texts = [difference.text for difference in differences if difference.worker == name]
         if name not in said:
             verdict = Verdict.SILENT
             texts = texts or [f"nothing says that {name} cannot be followed"]
@@ -190,10 +190,12 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
             verdict = Verdict.NEEDLESS
             texts = texts or [f"{name}: the answers are right"]
         outcomes.append(ScenarioOutcome(verdict, "; ".join([*texts, *([f"{name}: {said[name]}"] if name in said else [])])))
-    return ScenarioOutcome(worst(outcomes).verdict, "; ".join(each.detail for each in outcomes))
+    return ScenarioOutcome(worst(outcomes).verdict, "; ".join(outcome.detail for outcome in outcomes))
 
 
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
     """Return the worst outcome, the last one if several are equally bad; a correct one without outcomes."""
     order = list(Verdict)
-    return max(reversed(outcomes), key=lambda each: order.index(each.verdict), default=ScenarioOutcome(Verdict.CORRECT, ""))
+    return max(
+        reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=ScenarioOutcome(Verdict.CORRECT, "")
+    )

@@ -43,6 +43,8 @@ MAX_LOADS: Final = 4
 """Snapshots that are loaded at the same time."""
 MISSING_PAGES_SECONDS: Final = 1.0
 """Pause between two searches for a snapshot of the missing pages of a partition."""
+FULL_SECONDS: Final = 10.0
+"""Pause before a snapshot is read again that did not fit into the temporary folder."""
 BLOCKED_SECONDS: Final = 5.0
 """Seconds after which the other partitions are served without one that cannot be read."""
 
@@ -175,6 +177,8 @@ class IndexBuild:
                 if self._faults.get(partition) != str(error):
                     log.warning("%s", error)
                 self._faults[partition] = str(error)
+                if error.fault == "full":  # the snapshot would be transferred again each time
+                    await asyncio.sleep(FULL_SECONDS)
             await asyncio.sleep(self._limits.retry_seconds)
 
     async def _begin(self, partition: int) -> PartitionState:
