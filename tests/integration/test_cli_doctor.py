@@ -272,10 +272,17 @@ def test_the_handshake_recognises_curve_and_unknown_hosts() -> None:
     assert perform_handshake("ipc:///no/such/socket").outcome == "refused"
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "inproc://kv"])
 def test_addresses_that_cannot_be_connected_to_fail(endpoint: str) -> None:
     found = findings(run("doctor", endpoint, "--output=json", *DURATION))
     assert found["address"]["verdict"] == "fail"
+
+
+@pytest.mark.parametrize("command", ["doctor", "tail"])
+def test_the_endpoint_of_an_engine_that_listens_is_no_address_to_connect_to(command: str) -> None:
+    ended = run(command, "tcp://*:5557")
+    assert (ended.code, ended.out) == (2, "")
+    assert "`*` is where an engine listens; name its host, such as tcp://127.0.0.1:5557" in ended.err
 
 
 def test_an_interrupt_ends_doctor_without_a_traceback() -> None:

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import ENGINE_ENDPOINT, add_engine_details, add_service, ask_engine, make_client, read_curve
+from kvevents.cli.options import ENGINE_ENDPOINT, add_engine_details, add_service, make_client, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import endpoint_or_url, positive_seconds
-from kvevents.diagnosis.engine_checks import Engine, EngineChecks
+from kvevents.diagnosis.engine_checks import EngineChecks
 from kvevents.diagnosis.findings import CheckResult, Severity, worst
 from kvevents.diagnosis.service_checks import ServiceChecks
 
@@ -49,27 +49,14 @@ def run(args: Namespace) -> int:
         found = _collect(service.findings(), console, quiet=quiet)
         subject = {"service": args.service, "version": service.version}
     else:
-        ask_engine(args)
-        engine = EngineChecks(_engine(args), StopSignal())
+        engine = EngineChecks(read_sources(args)[0], StopSignal(), args.duration, searches=not args.no_replay)
         found = _collect(engine.findings(), console, quiet=quiet)
-        subject = {"endpoint": args.endpoint, "replay_endpoint": engine.replay}
+        subject = {"endpoint": engine.source.endpoint, "replay_endpoint": engine.source.replay_endpoint}
     verdict = worst(found)
     if not write_record(subject | {"verdict": verdict, "findings": found}, args.output, console):
         _print_totals(found, console)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
     return FAILED if verdict in bad else OK
-
-
-def _engine(args: Namespace) -> Engine:
-    return Engine(
-        endpoint=args.endpoint,
-        replay=args.replay,
-        no_replay=args.no_replay,
-        topic_prefix=args.topic_prefix,
-        bind=args.bind,
-        curve=read_curve(args),
-        seconds=args.duration,
-    )
 
 
 def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
@@ -109,5 +96,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="return exit code 1 for warnings too")
     engine = parser.add_argument_group("for an engine")
     add_engine_details(engine)
+    parser.set_defaults(source_name=None, ranks=1)
     engine.add_argument("--duration", type=positive_seconds, default=DEFAULT_SECONDS, help="seconds to receive events")
     add_service(parser.add_argument_group("for a service and its fleet"))

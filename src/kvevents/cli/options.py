@@ -227,7 +227,7 @@ def ask_engine(args: Namespace) -> list[Source]:
             one.endpoint,
             None if args.no_replay else args.replay or one.replay_endpoint,
             topic=args.topic_prefix or one.topic,
-            name=getattr(args, "source_name", None) or name,
+            name=args.source_name or name,
             rank=one.rank,
             curve=curve,
             replay_is_proven=one.replay_is_proven and args.replay is None,

@@ -128,7 +128,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Check
     if endpoint.startswith("inproc://"):
         return [fail("address", f"{endpoint} exists in the process of the engine only", BINDS)], False
     target = split_tcp(endpoint)
-    if target is not None and (target[0] in {"*", "0.0.0.0"} or target[1] == 0):  # noqa: S104 - compared, not bound
+    if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
         return [
             fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind")
         ], False

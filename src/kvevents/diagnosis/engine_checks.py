@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final, Protocol
 
 from kvevents.diagnosis.address import check_address, next_ranks
@@ -34,7 +34,6 @@ from kvevents.diagnosis.traffic import (
 from kvevents.native_module import find_native
 from kvevents.stream import Batch, RawBatch, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
-from kvevents.zeromq.keys import Curve
 
 POLL_SECONDS: Final = 0.02
 MEMORY_LIMIT: Final = 1 << 30
@@ -49,84 +48,69 @@ class Stop(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """The engine to check."""
-
-    endpoint: str
-    """Endpoint of its events, `tcp://HOST:PORT`."""
-    replay: str | None = None
-    """The engine's replay endpoint; None means that the next port is checked for one."""
-    no_replay: bool = False
-    """Whether the search for a replay endpoint is left out."""
-    topic_prefix: str = ""
-    bind: bool = False
-    """Listen at the endpoint, for an engine that connects."""
-    curve: Curve | None = None
-    seconds: float = 5.0
-    """Time to receive events, and at most the same again until a replay is complete."""
-
-
 class EngineChecks:
     """The checks of one engine."""
 
-    def __init__(self, engine: Engine, stop: AbstractContextManager[Stop]) -> None:
-        """`stop` is entered when messages are received, which takes `engine.seconds`."""
-        self.replay = engine.replay
-        """The replay endpoint, from the settings or from the search; None without one."""
-        self._engine = engine
+    def __init__(self, source: Source, stop: AbstractContextManager[Stop], seconds: float, *, searches: bool = True) -> None:
+        """`searches` is whether the next port is checked for a replay endpoint if the source has none.
+
+        `stop` is entered when messages are received, which takes `seconds`, and at most the same again until a replay is
+        complete.
+        """
+        self.source = source
+        """The engine, with the replay endpoint that was found."""
         self._stop = stop
+        self._seconds = seconds
+        self._searches = searches and not source.bind
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
-        if not self._engine.bind:
-            findings, publishes = check_address(self._engine.endpoint, self._engine.curve)
+        if not self.source.bind:
+            findings, publishes = check_address(self.source.endpoint, self.source.curve)
             yield from findings
             if not publishes:
                 return
         replay: list[CheckResult] = []
         response: ReplaySample | None = None
-        with self._stop as stop, self._sample() as sample:
-            if self.replay is None:
+        with self._stop as stop, TrafficSample(self.source) as sample:
+            if self.source.replay_endpoint is None:
                 replay.append(self._find_replay(sample, stop))
-            if self.replay is not None:
-                findings, response = check_replay(self.replay, self._engine.curve)
+            if self.source.replay_endpoint is not None:
+                findings, response = check_replay(self.source.replay_endpoint, self.source.curve)
                 replay += findings
             status = self._watch(sample, stop)
         yield from self._traffic(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
         yield from self._comparisons(sample, response)
-        yield check_trust(status, self._engine.seconds)
-
-    def _sample(self) -> TrafficSample:
-        return TrafficSample(self._engine.endpoint, self._engine.topic_prefix, bind=self._engine.bind, curve=self._engine.curve)
+        yield check_trust(status, self._seconds)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
         """Look for a replay endpoint, and use it if it is verified to belong to the stream."""
-        if self._engine.no_replay or self._engine.bind:
+        if not self._searches:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
 
         def wait_for_live() -> None:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS), lambda: bool(sample.numbers.received))
 
-        curve = self._engine.curve
-        finding, self.replay = find_replay_endpoint(self._engine.endpoint, sample.numbers, wait_for_live, curve)
+        source = self.source
+        finding, found = find_replay_endpoint(source.endpoint, sample.numbers, wait_for_live, source.curve)
+        self.source = replace(source, replay_endpoint=found)
         return finding
 
     def _comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
-        endpoint: str | None = None
-        if self.replay is not None and response is not None and response.is_answered:
-            comparison = compare(self.replay, sample.numbers, self._engine.curve)
-            if (finding := check_stream(self.replay, comparison)) is not None:
+        endpoint, replay = None, self.source.replay_endpoint
+        if replay is not None and response is not None and response.is_answered:
+            comparison = compare(replay, sample.numbers, self.source.curve)
+            if (finding := check_stream(replay, comparison)) is not None:
                 yield finding
-            endpoint = self.replay if comparison.is_same_stream else None
-        if (losses := check_losses(sample.numbers, endpoint, self._engine.curve)) is not None:
+            endpoint = replay if comparison.is_same_stream else None
+        if (losses := check_losses(sample.numbers, endpoint, self.source.curve)) is not None:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
         """Take the sample and subscribe to the stream, at the same time if both can connect."""
-        if self._engine.bind:
+        if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
             # Only one socket can listen at an address. The engine reconnects to the next one.
             sample.close()
@@ -139,19 +123,19 @@ class EngineChecks:
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
         """Return a subscriber that fills an index, which finds contradictions. That needs the native module."""
         if find_native() is None:
-            return Subscriber(self._source())
+            return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
 
-        return Subscriber(self._source(), decode=False, sink=PrefixIndex(memory_limit=MEMORY_LIMIT))
+        return Subscriber(self.source, decode=False, sink=PrefixIndex(memory_limit=MEMORY_LIMIT))
 
     def _repeat(self, stop: Stop, turn: Callable[[], None], is_done: Callable[[], bool] = lambda: False) -> None:
-        deadline = time.monotonic() + self._engine.seconds
+        deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and not is_done():
             stop.check()
             turn()
 
     def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: TrafficSample) -> None:
-        if self._engine.bind:
+        if self.source.bind:
             subscriber.receive(timeout=POLL_SECONDS)
         else:
             sample.take(POLL_SECONDS)
@@ -159,25 +143,15 @@ class EngineChecks:
             if subscriber.receive(timeout=0) is None:
                 return
 
-    def _source(self) -> Source:
-        return Source(
-            self._engine.endpoint,
-            self.replay,
-            topic=self._engine.topic_prefix,
-            bind=self._engine.bind,
-            curve=self._engine.curve,
-        )
-
     def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
         """Check the received messages. If nothing does, check topic and dialect of the replayed batches."""
-        engine = self._engine
         yield check_traffic(sample, is_connected=is_connected)
         is_replay = response is not None and not sample.messages
         contents = decode_sample(response) if response is not None and is_replay else sample.contents
         topics = count_topics(response) if response is not None and is_replay else sample.topics
-        neighbours = 0 if engine.bind else next_ranks(engine.endpoint)
+        neighbours = 0 if self.source.bind else next_ranks(self.source.endpoint)
         checks = (
-            check_topic(topics, engine.topic_prefix),
+            check_topic(topics, self.source.topic),
             check_frames(sample),
             check_decoding(contents, "replayed" if is_replay else "live"),
             check_ranks(contents.ranks, neighbours),

@@ -14,11 +14,11 @@ import zmq
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
-from kvevents.stream import DegradedReason, Trust
+from kvevents.stream import DegradedReason, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.text_format import number_ranges, plural
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
-from kvevents.zeromq.keys import Curve
+from kvevents.zeromq.sockets import connect_or_bind
 from kvevents.zeromq.zap import secure_sockets
 
 MAX_NEWEST: Final = 32
@@ -152,7 +152,7 @@ def _merge_batches(payloads: list[bytes]) -> bytes | None:
 class TrafficSample:
     """A SUB socket that receives everything. It is separate from the subscriber, which hides invalid messages."""
 
-    def __init__(self, endpoint: str, topic: str = "", *, bind: bool, curve: Curve | None = None) -> None:
+    def __init__(self, source: Source) -> None:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
@@ -161,22 +161,20 @@ class TrafficSample:
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
         self.contents = DecodedContents()
-        self.numbers = SequenceNumbers(topic)
+        self.numbers = SequenceNumbers(source.topic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._security = secure_sockets(self._context, curve, endpoint)
+        self._security = secure_sockets(self._context, source.curve, source.endpoint)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
-        if needs_ipv6(endpoint):
-            self._socket.set(zmq.IPV6, 1)
+        self._socket.set(zmq.IPV6, needs_ipv6(source.endpoint))
         self._socket.subscribe(b"")
         if self._security is not None:
             self._security.apply(self._socket)
         try:
-            (self._socket.bind if bind else self._socket.connect)(endpoint)
-        except zmq.ZMQError as error:
+            connect_or_bind(self._socket, source.endpoint, bind=source.bind)
+        except EndpointError:
             self.close()
-            verb = "listen at" if bind else "connect to"
-            raise EndpointError(f"cannot {verb} {endpoint}: {error}") from error
+            raise
 
     def __enter__(self) -> Self:
         return self
