@@ -1,4 +1,4 @@
-"""Who is compared: our publisher and the engines', constructed and driven in the same way."""
+"""The publishers that are compared: ours and those of engines, constructed and driven in the same way."""
 
 from __future__ import annotations
 

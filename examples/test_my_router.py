@@ -54,7 +54,7 @@ def read_until(router: MyRouter, engine: TapePlayer, cached: int) -> None:
 
 
 def prompt(blocks: int) -> list[int]:
-    """A prompt of so many blocks."""
+    """Return a prompt with this number of blocks."""
     return [block for block in range(1, blocks + 1) for _ in range(BLOCK_SIZE)]
 
 

@@ -24,7 +24,7 @@ impl Random {
         (self.next() % 128_256) as u32
     }
 
-    /// One in ten is below 256, the others' logarithm is uniform.
+    /// One token in ten is below 256; the logarithm of the others is uniform.
     fn skewed(&mut self) -> u32 {
         if self.next().is_multiple_of(10) {
             return (self.next() % 256) as u32;

@@ -65,8 +65,8 @@ impl TierWeights {
 
 /// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `uncertain_weight`,
-/// but at most `own`. So an uncertain block costs the credit for itself and the blocks after it, not for the whole prefix.
+/// A token that is certainly held has the weight `own` of the worker's stream, a token that might be gone `uncertain_weight`, but at most
+/// `own`. So an uncertain block costs the credit for itself and the blocks after it, not for the whole prefix.
 pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;

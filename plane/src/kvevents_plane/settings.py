@@ -24,7 +24,7 @@ DEFAULT_PARTITION_BYTES: Final = 1 << 30
 RECEIVE_QUEUE: Final = 256
 """Default of `BridgeOptions.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
-"""Largest file of credentials or of a seed; such files have a few thousand bytes and 58 bytes."""
+"""Maximum size of a file of credentials or of a seed; these files have a few thousand bytes and 58 bytes."""
 MAX_INBOX: Final = 64
 """Characters of an inbox prefix; NATS appends at least 22 more."""
 

@@ -42,7 +42,7 @@ EXAMPLES: Final = """\
 
 STDIN: Final = "-"
 MAX_PROMPT_BYTES: Final = 64 << 20
-"""Largest prompt file: four times the default limit of a service."""
+"""Maximum size of a prompt file: four times the default limit of a service."""
 RAW_SUFFIXES: Final = frozenset({".u32", ".bin"})
 """Suffixes of files with 32-bit little-endian token ids."""
 

@@ -52,7 +52,7 @@ DEADLINE: Final = 5.0
 RETRIES: Final = 3
 """Maximum number of further attempts of a call."""
 MAX_RESPONSE_BYTES: Final = 64 << 20
-"""Largest response. 4,096 sources with all their gaps are 25 MiB."""
+"""Maximum size of a response. 4,096 sources with all their gaps are 25 MiB."""
 IDLE_SECONDS: Final = 20.0
 """Time after which an unused connection is not used again. The service closes it after 30."""
 FINISH_SECONDS: Final = 2.0

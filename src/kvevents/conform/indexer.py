@@ -37,7 +37,7 @@ from kvevents.package_metadata import version
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
-"""Trust of a rank, in an answer of kvevents, with which the indexer guarantees the match."""
+"""State of trust, in answers of kvevents, in which the indexer guarantees a match."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 

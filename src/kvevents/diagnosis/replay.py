@@ -20,11 +20,12 @@ PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
 COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
 """Limits of an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
-"""Maximum requests until an answer contains a compared batch. Answers can have holes, and engines publish before they store."""
+"""Maximum number of requests until an answer contains a compared batch. Answers can have holes, and engines publish before they
+store."""
 MAX_MISSING: Final = 1_000_000
 """Maximum number of missing batches that are requested again: a hundred times as many as an engine keeps by default."""
 _RETRIES: Final = 4
-"""Maximum further requests for batches that an answer lacks. A subscriber retries as long as it receives new ones."""
+"""Maximum number of further requests for batches that an answer lacks. A subscriber retries as long as it receives new ones."""
 
 USE_REPLAY: Final = (
     'use the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'

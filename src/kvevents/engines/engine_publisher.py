@@ -141,7 +141,7 @@ class EnginePublisher(ZmqEventPublisher):
     # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
 
     def hand_over_to(self, fallback: OwnPublisher | None, max_failures: int) -> None:
-        """Let the engine's own publisher take over after so many failures in sequence. Call it before the constructor."""
+        """Let the engine's own publisher take over after `max_failures` consecutive ones. Call it before the constructor."""
         self._fallback, self._max_failures = fallback, max_failures
 
     def _give_up(self, error: BaseException) -> None:

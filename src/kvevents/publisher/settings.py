@@ -61,7 +61,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     retry_delay: Seconds = 0.001
     """Seconds to wait while the pipes of all consumers are full. The delay doubles with each turn in which nothing was sent."""
     max_retry_delay: Seconds = 0.008
-    """Maximum of that delay."""
+    """Longest of these delays."""
     error_delay: Seconds = 0.1
     """Seconds to wait after an exception, so that a persistent fault does not keep a CPU busy."""
     idle_wait: Seconds = 1.0

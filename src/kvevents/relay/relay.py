@@ -14,8 +14,8 @@ starts late receives first.
   of relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
   buffer twice, and one is enough until the stream is cleared.
 - An *attestation* of an engine's own cache is compared with what the relay has sent, and sent on in a heartbeat of the relay at
-  the same place of the stream, so that consumers compare it with what they hold; a stream of several upstreams has none. One
-  that differs makes the relay follow the upstream from its start: consumers receive DEGRADED with the reason, and then the
+  the same place of the stream, so that consumers compare it with what they hold; a stream of several upstreams has none. If it
+  differs, the relay follows the upstream from its start: consumers receive DEGRADED with the reason, and then the
   reset.
 - A *heartbeat* says how far the relay is to be trusted. The replay buffer always holds one. So a consumer that starts late,
   and gets older batches as a snapshot, learns the trust in the same answer.
@@ -409,7 +409,7 @@ class Relay:
             self._clear_if_empty()
 
     def _forward_attestation(self, heartbeat: Heartbeat | None) -> None:
-        """Send an attestation that agrees with what was sent. One that does not makes the upstream start over, with a reset.
+        """Send an attestation that agrees with what was sent. If it does not agree, the upstream starts over, with a reset.
 
         A shared stream has none: an engine attests its own blocks, and consumers hold those of several.
         """

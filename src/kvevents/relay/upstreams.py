@@ -281,7 +281,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
 
     def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies as such that might be gone. A store of one more copy and a removal show that to consumers."""
+        """Mark all copies as uncertain. A store of one more copy and a removal show that to consumers."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             some = hashes[start : start + limit]

@@ -33,7 +33,7 @@ from kvevents.zeromq.keys import Curve
 _logger: Final = logging.getLogger(__name__)
 
 MAX_METRICS_BYTES: Final = 4 << 20
-"""Largest answer that is read. A vLLM server with two ranks has 80 kB."""
+"""Maximum size of an answer. A vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
 """Maximum number of series of load in one answer: some for each rank."""
 MAX_COUNT: Final = 1 << 53
@@ -271,7 +271,7 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def interval(self, servers: int) -> float:
-        """Return the seconds between two requests to a server when so many servers are polled."""
+        """Return the seconds between two requests to a server when this number of servers is polled."""
         max_interval = max(self.poll_seconds, _SHARE_OF_AGE * self.max_age_seconds)
         return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 

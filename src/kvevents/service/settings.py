@@ -45,12 +45,12 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of what peers and clients can make the service do. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
-    """Largest body of a request. The default has room for two million token ids as JSON."""
+    """Maximum size of the body of a request. The default has room for two million token ids as JSON."""
     max_tokens: Positive = 2_000_000
     """Maximum number of tokens of one prompt, and of all prompts of one request."""
     max_json_bytes: Bytes = 2 << 20
-    """Largest JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one piece, in about 5
-    ms."""
+    """Maximum size of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one piece, in
+    about 5 ms."""
     max_hashes: Positive = 131_072
     """Maximum number of hashes of one `/query_by_hash`. The default covers two million tokens in blocks of 16."""
     max_candidates: Positive = 4_096

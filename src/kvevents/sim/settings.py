@@ -20,7 +20,7 @@ from kvevents.wire import Dialect, resolve_dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096
-"""Largest product of engines and ranks: each worker with sockets needs some file descriptors and a thread."""
+"""Maximum number of engines times ranks: each worker with sockets needs some file descriptors and a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

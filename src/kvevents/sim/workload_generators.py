@@ -290,7 +290,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
     helper_turns: MeanTurns = 6.0
     """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
     context: Positive = 128_000
-    """Largest prompt in tokens; an agent ends before a longer one."""
+    """Maximum length of a prompt in tokens; an agent ends before a longer one."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""

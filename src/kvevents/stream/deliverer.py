@@ -58,7 +58,7 @@ class StreamCounters:
     digests_matched: int = 0
     """Heartbeats whose digest equalled that of the consumer's state."""
     digests_mismatched: int = 0
-    """Heartbeats whose digest the consumer's state did not have, without a known cause: 0 unless something is broken. An
+    """Heartbeats whose digest differed from the consumer's without a known cause: 0 unless something is broken. An
     explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
     attestations_matched: int = 0
     """Heartbeats whose attestation matched the consumer's state."""

@@ -82,7 +82,7 @@ class ReorderBuffer:
         return payloads
 
     def _clean_order(self) -> None:
-        """Remove numbers from the beginning of the heap whose batches were removed."""
+        """Remove from the beginning of the heap the numbers whose batches were removed."""
         if not self._batches:
             self._order.clear()
         while self._order and self._order[0] not in self._batches:

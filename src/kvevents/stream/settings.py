@@ -11,7 +11,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of one stream. Reaching one is counted, and affects trust where it matters."""
 
     max_pending_batches: Positive = 65_536
-    """Maximum batches that wait for a missing one; others are replayed later. An engine's replay buffer holds 10,000."""
+    """Maximum number of batches that wait for a missing one; others are replayed later. An engine's replay buffer holds
+    10,000."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Maximum size of these batches in bytes."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024

@@ -141,7 +141,7 @@ def trust_order(name: str) -> int:
 _UNATTESTED: Final = frozenset({DegradedReason.UNATTESTED})
 
 MAX_MARKS: Final = 64
-"""Maximum affected numbers in a ledger for one reason: the newest ones. Older ones are stored as one range."""
+"""Maximum number of affected numbers that a ledger has for one reason: the newest ones. Older ones are one range."""
 
 
 class _Marks:

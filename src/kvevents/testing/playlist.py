@@ -155,7 +155,8 @@ class Faults:
     """Batches in the replay buffer. A request for an older start is answered from the oldest batch on without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
-    """Maximum batches in one reply. Others are dropped silently, as by the engines' ROUTER at 1,000 queued messages."""
+    """Maximum number of batches in one reply. Others are dropped silently, as by the engines' ROUTER at 1,000 queued
+    messages."""
     replay_sndhwm: int | None = None
     """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. It drops what a slow consumer does not take.
     It takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""

@@ -30,14 +30,15 @@ class WireLimits:
     max_hashes: int = 1_000_000
     """Maximum number of block hashes in one event: 16 million tokens at the smallest common block size."""
     max_fields: int = 256
-    """Maximum fields of an event, or elements of a batch. Engines send up to 16. An unknown field takes 100 times its size."""
+    """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16. An unknown field takes 100 times
+    its size."""
     max_free_form_bytes: int = 4 * 1024 * 1024
     """Maximum bytes of a batch in `extra_keys` and unknown fields, whose form is free. While being read, empty lists take 140
     times their size. Extra keys of a million tokens with a LoRA are about 2 MiB."""
     max_nesting: int = 8
     """Maximum depth of containers in an event, itself included. Engines reach 4 (`extra_keys` with multimodal pairs)."""
     max_rejected: int = 1_000
-    """Maximum rejected events in a batch. With more of them the whole batch is rejected."""
+    """Maximum number of rejected events in a batch. With more of them the whole batch is rejected."""
 
 
 DEFAULT_WIRE_LIMITS: Final = WireLimits()
@@ -53,7 +54,7 @@ of empty lists. The tolerant decoder checks every length."""
 MAX_FAST_LIST_BYTES: Final = 256 * 1024
 """Larger payloads with lists of lists skip the fast decoder, which takes 70 ms for 256 KiB of them."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
-"""Largest container that is split in Python if it is nested too deeply for msgspec, at up to 0.2 us per byte."""
+"""Maximum size of a container that is split in Python if it is nested too deeply for msgspec, at up to 0.2 us per byte."""
 
 MAX_SEQ: Final = 1 << 48
 """Sequence numbers from this on are malformed. At 1,000 batches a second it takes 8,900 years to reach it. Without the limit,

@@ -738,7 +738,7 @@ fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
     (!context.is_keyed() && member.loras.contains(context.lora)).then_some(context.lora)
 }
 
-/// Shortens the hits from `first` on to so many tokens.
+/// Shortens the hits from `first` on to this number of tokens.
 fn shorten(hits: &mut Vec<Hit>, first: usize, most: u32) {
     for hit in &mut hits[first..] {
         hit.tokens = hit.tokens.map(|tokens| tokens.min(most));

@@ -300,7 +300,7 @@ class EngineHttpClient:
     read_seconds: float = 5.0
     """Longest time for the whole answer."""
     max_bytes: int = 1 << 20
-    """Largest body of an answer. The largest that is requested, SGLang's `/server_info`, has some tens of kB."""
+    """Maximum size of the body of an answer. The largest that is requested, SGLang's `/server_info`, has some tens of kB."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets it. More
     connections would need many file descriptors and measure the loop instead of the engines. Of 4,096 dead engines each is

@@ -30,7 +30,7 @@ from kvevents.service.settings import KubernetesSettings
 SETTLE_SECONDS: Final = 0.1
 """Pause after a finding, so that the changes of a rollout are reported together."""
 MAX_FAULTS: Final = 16
-"""Most pods with a fault that are reported one by one."""
+"""Maximum number of pods with a fault that are reported one by one."""
 
 
 class _Reading(NamedTuple):

@@ -287,7 +287,7 @@ class ObjectWatch(Generic[T]):
         self._on_change()
 
     def _put(self, raw: Raw) -> None:
-        """Store an object. One of another shape than expected counts as deleted: it must not end the watch."""
+        """Store an object. An object of an unexpected shape counts as deleted: it must not end the watch."""
         try:
             decoded = self._decoder.decode(raw)
         except msgspec.ValidationError as error:

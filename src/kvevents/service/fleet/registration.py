@@ -19,7 +19,7 @@ from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve
 
 MAX_BLOCK_SIZE: Final = 1 << 20
-"""Largest block in tokens. Engines use 1 to 256."""
+"""Maximum size of a block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64
 """Maximum number of draft groups of one engine. Engines have a few KV cache groups in all."""
 MAX_GROUP: Final = (1 << 31) - 1

@@ -39,7 +39,7 @@ MATCH_MANY: Final = Body.of(MatchManyRequest)
 SELECT: Final = Body.of(SelectRequest)
 DRAIN: Final = Body.of(DrainRequest)
 MAX_PAGE: Final = 10_000
-"""Largest page of `/v1/blocks`, in blocks."""
+"""Maximum length of a page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
