@@ -6,6 +6,7 @@ deliveries of a subscriber and prints a summary at its end.
 
 from __future__ import annotations
 
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
 from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Trust
+from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.text_format import number_range, plural
 
@@ -241,6 +242,17 @@ class StreamTotals:
             self.lost += delivery.last - delivery.first + 1
         else:
             self.resets += 1
+
+
+def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
+    """Return a subscriber that logs nothing about a missing replay endpoint; the command does, with advice."""
+    logger = logging.getLogger("kvevents.subscriber.front_end")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return Subscriber(sources)
+    finally:
+        logger.setLevel(level)
 
 
 class DeliveryLoop:

@@ -10,7 +10,7 @@ import socket
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -239,10 +239,9 @@ def ask_engine(args: Namespace) -> list[Source]:
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
-    """Print a note if the engine does not listen yet, and if no replay endpoint is given."""
-    fault = None if args.bind else _connection_fault(args.endpoint)
-    if fault is not None:
-        console.note(Span(f"waiting for {args.endpoint}: {fault}", "warn"))
+    """Print a note if the engine's host does not answer, and if no replay endpoint is given."""
+    if not args.bind and _is_silent(args.endpoint):
+        console.note(Span(f"waiting for {args.endpoint}, which does not answer", "warn"))
     if args.replay == args.endpoint:
         console.note(Span(f"{args.replay} cannot be both: events and replay have a port each", "warn"))
     if args.replay is None and not args.no_replay:
@@ -251,19 +250,16 @@ def note_missing_endpoints(args: Namespace, console: Console) -> None:
         console.note(Span(f"{text}{search}, or --no-replay", "warn"))
 
 
-def _connection_fault(endpoint: str) -> str | None:
-    """Return why a TCP connection is impossible; None if it is possible, and for endpoints that are not TCP."""
+def _is_silent(endpoint: str) -> bool:
+    """Whether a TCP connection gets no answer. The subscriber reports all other faults."""
     found = split_tcp(endpoint)
-    if found is None:
-        return None
-    try:
-        connection = socket.create_connection((found[0].strip("[]"), found[1]), CONNECT_SECONDS)
-    except ConnectionRefusedError:
-        return "nothing listens there yet"
-    except OSError as error:
-        return str(error.strerror or error)
-    with closing(connection):
-        return None
+    if found is not None:
+        with suppress(OSError):
+            try:
+                socket.create_connection((found[0].strip("[]"), found[1]), CONNECT_SECONDS).close()
+            except TimeoutError:
+                return True
+    return False
 
 
 def add_limits(parser: ArgumentParser) -> None:

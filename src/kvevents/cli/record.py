@@ -10,13 +10,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvevents.cli.console import Console
-from kvevents.cli.delivery_output import DeliveryLoop
+from kvevents.cli.delivery_output import DeliveryLoop, subscribe
 from kvevents.cli.options import add_limits, add_source, check_directory, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
-from kvevents.subscriber import Subscriber
 from kvevents.text_format import plural
 from kvevents.wire import live_frames
 
@@ -52,7 +51,7 @@ def run(args: Namespace) -> int:
     with StopSignal() as stop:
         sources = read_sources(args)
         note_missing_endpoints(args, console)
-        with Recorder(args.file, sources) as recorder, Subscriber(sources) as subscriber:
+        with Recorder(args.file, sources) as recorder, subscribe(sources) as subscriber:
             deliveries = DeliveryLoop(subscriber, args, stop)
             began = time.monotonic()
             for delivery in deliveries:

@@ -8,13 +8,20 @@ from typing import Final
 import msgspec
 
 from kvevents.cli.console import Console
-from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, delivery_record, trust_record
+from kvevents.cli.delivery_output import (
+    DeliveryLoop,
+    Detail,
+    LineFormat,
+    TrustChanges,
+    delivery_record,
+    subscribe,
+    trust_record,
+)
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery
-from kvevents.subscriber import Subscriber
 
 DESCRIPTION: Final = (
     "Print the events of an engine, each once and in order, as they happen. Batches that were lost are requested from its "
@@ -87,7 +94,7 @@ def run(args: Namespace) -> int:
     remaining: int | None = args.count
     with StopSignal() as stop:
         note_missing_endpoints(args, console)
-        with Subscriber(sources) as subscriber:
+        with subscribe(sources) as subscriber:
             deliveries, trust_changes = DeliveryLoop(subscriber, args, stop), TrustChanges(subscriber)
             for delivery in deliveries:
                 if delivery is None:
