@@ -245,7 +245,9 @@ class Bridge:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()
-                running = [tasks.create_task(work()) for each in self._partitions for work in (each.read, each.write)]
+                running = [
+                    tasks.create_task(work()) for partition in self._partitions for work in (partition.read, partition.write)
+                ]
                 running += [tasks.create_task(work()) for work in (self._run_periodic_work, self._set_ready)]
                 running.append(tasks.create_task(self._watch_replicas(js)))
                 await stop.wait()
@@ -403,7 +405,7 @@ class Bridge:
         loop = self._loop
         if loop is not None:
             # Counted here, or the thread would read a whole burst before the loop has counted any of it.
-            size = sum(size_of(each.record) for each in records)
+            size = sum(size_of(engine_record.record) for engine_record in records)
             self._handed_over += size
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._queue_records, records, size)
@@ -440,7 +442,9 @@ class Bridge:
                 unclaimed_check_at = now + min(MAX_UNCLAIMED_CHECK_SECONDS, settings.unclaimed_seconds / 4)
                 self._check_unclaimed(now)
             self._pause_and_resume()
-            self._name_conflict = next((found for each in self._partitions if (found := each.peers.name_conflict(now))), "")
+            self._name_conflict = next(
+                (conflict for partition in self._partitions if (conflict := partition.peers.name_conflict(now))), ""
+            )
             self.on_queue_change()
             pause = min(TEND_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
             await asyncio.sleep(max(POLL_SECONDS, pause))
@@ -466,7 +470,7 @@ class Bridge:
             missing = missing_pages(digests.values())
             since = {partition: since.get(partition, now) for partition in missing if partition < len(self._partitions)}
             for partition, began in since.items():
-                is_held = any(partition in each.partitions for each in digests.values())
+                is_held = any(partition in replica.partitions for replica in digests.values())
                 if now - began >= (HELD_SECONDS if is_held else MISSING_SECONDS):
                     self._partitions[partition].start_over(missing[partition])
 
@@ -490,7 +494,7 @@ class Bridge:
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
         """Return which stream of a partition another bridge uses for another engine; empty without one."""
-        found = ""
+        conflict = ""
         for key, stream in partition.builder.state.streams.items():
             if (watch := self._watches.get(key)) is None:
                 continue
@@ -498,18 +502,18 @@ class Bridge:
                 lambda bridge: bridge == self.id or partition.peers.is_alive(bridge, now, CONFLICT_INTERVALS)
             )
             own = engine_digest(watch.registration) if bridges else b""
-            if names := sorted({bridge_name(each) for each in bridges if stream.engines[each] != own}):
-                found = f"{stream_text(key)} is another engine for bridge {', '.join(names)}: give each engine its own name"
+            if names := sorted({bridge_name(bridge) for bridge in bridges if stream.engines[bridge] != own}):
+                conflict = f"{stream_text(key)} is another engine for bridge {', '.join(names)}: give each engine its own name"
                 break
-        self._conflicts[partition.partition] = found
-        return found
+        self._conflicts[partition.partition] = conflict
+        return conflict
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
         """Return the seconds for which the oldest record has waited, or for which nothing was read."""
         if not partition.paused:
             self._paused_since.pop(partition.partition, None)
         since = (self._unread_since, self._paused_since.get(partition.partition))
-        return max(partition.builder.lag(now), *(time.monotonic() - each for each in since if each is not None), 0.0)
+        return max(partition.builder.lag(now), *(time.monotonic() - began for began in since if began is not None), 0.0)
 
     def _check_engines(self, now: float) -> None:
         joined: list[StreamKey] = []

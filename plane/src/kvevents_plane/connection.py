@@ -126,10 +126,10 @@ async def require_jetstream(client: Client) -> AccountInfo:
 def _require_version(client: Client) -> None:
     version = client.connected_server_version
     try:
-        found = (version.major, version.minor)
+        release = (version.major, version.minor)
     except ValueError:  # a custom build
         return
-    if found < MIN_VERSION:
+    if release < MIN_VERSION:
         raise PlaneError(
             f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane needs "
             f"nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
@@ -209,7 +209,7 @@ def _connection_error(failed: list[tuple[str, Exception]]) -> PlaneError:
 def _options(settings: PlaneSettings) -> dict[str, Any]:
     """Return the arguments of nats-py's `connect`. Raises `ConfigError`."""
     limits = settings.connection
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tls": _tls_context(settings),
         "tls_hostname": settings.tls_hostname,
         "connect_timeout": limits.connect_seconds,
@@ -221,14 +221,14 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
     }
     if settings.credentials is not None:
         _sign(settings.read_credentials().seed, "")
-        found["user_jwt_cb"] = lambda: _credentials(settings).jwt.encode()  # noqa: PLW0108 - read again each time
-        found["signature_cb"] = lambda nonce: _sign_with_file(settings, nonce)
+        options["user_jwt_cb"] = lambda: _credentials(settings).jwt.encode()  # noqa: PLW0108 - read again each time
+        options["signature_cb"] = lambda nonce: _sign_with_file(settings, nonce)
     elif settings.nkey is not None:
-        found["nkeys_seed_str"] = settings.read_seed()
+        options["nkeys_seed_str"] = settings.read_seed()
         _sign(settings.read_seed(), "")
     else:
-        found |= settings.login._asdict()
-    return found
+        options |= settings.login._asdict()
+    return options
 
 
 def _tls_context(settings: PlaneSettings) -> ssl.SSLContext:

@@ -82,11 +82,11 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
 
 def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
     """Return the partitions that a replica cannot read, with the first page after the last one that is missing."""
-    found: dict[int, int] = {}
+    first_pages: dict[int, int] = {}
     for replica in replicas:
         for partition, first in replica.missing.items():
-            found[partition] = max(first, found.get(partition, 0))
-    return found
+            first_pages[partition] = max(first, first_pages.get(partition, 0))
+    return first_pages
 
 
 async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, ReplicaDigests]:
@@ -98,7 +98,7 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
     from nats.js.errors import KeyNotFoundError  # noqa: PLC0415 - an extra
 
     begin = f"$KV.{layout.digests}."
-    found: dict[str, ReplicaDigests] = {}
+    digests_by_name: dict[str, ReplicaDigests] = {}
     activity = "reading the digests of the replicas"
     try:
         with map_errors(activity):
@@ -110,9 +110,9 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
                     with suppress(KeyNotFoundError):  # it was deleted or has expired
                         digests = ReplicaDigests.decode((await bucket.get(name)).value or b"")
                         if digests is not None:
-                            found[name] = digests
+                            digests_by_name[name] = digests
     except TimeoutError as error:
         raise PlaneError(
             f"{activity}: no answer in {LIST_SECONDS:g} s; check the load of the servers", fault="timeout"
         ) from error
-    return found
+    return digests_by_name

@@ -146,17 +146,17 @@ async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> 
 
 
 def _layout_of(name: str, info: StreamInfo) -> Layout:
-    found = PartitionMetadata.of(info)
-    if found is None:
+    metadata = PartitionMetadata.of(info)
+    if metadata is None:
         raise ConfigError(
             f"stream {info.config.name} was not created by kvevents: delete it, or choose another name for the plane"
         )
-    if found.layout != LAYOUT:
+    if metadata.layout != LAYOUT:
         raise ConfigError(
-            f"plane {name!r} has layout version {found.layout}, but this release supports version {LAYOUT}: use another "
+            f"plane {name!r} has layout version {metadata.layout}, but this release supports version {LAYOUT}: use another "
             "release of kvevents or another plane"
         )
-    return Layout(name, found.partitions)
+    return Layout(name, metadata.partitions)
 
 
 async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
@@ -281,15 +281,15 @@ async def fetch_message(
     try:
         with map_errors(f"reading page {position} of partition {partition}"):
             async with asyncio.timeout(FETCH_SECONDS):
-                found = await js.get_msg(layout.stream(partition), position, subject, next=or_next)
+                stored = await js.get_msg(layout.stream(partition), position, subject, next=or_next)
     except PlaneError as error:
         if error.fault != "missing":
             raise
         return None
-    headers = found.headers or {}
+    headers = stored.headers or {}
     name, history = headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER)
-    stored_at = 0.0 if found.time is None else found.time.timestamp()
-    return ReceivedMessage(found.seq or position, found.data or b"", 0, name, history, stored_at)
+    stored_at = 0.0 if stored.time is None else stored.time.timestamp()
+    return ReceivedMessage(stored.seq or position, stored.data or b"", 0, name, history, stored_at)
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
@@ -300,11 +300,11 @@ async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: P
     if tail.position > info.last:
         return False
     if tail.name is not None and tail.position >= max(1, info.first):
-        found = await fetch_message(js, layout, partition, tail.position)
-        if found is not None and found.name != tail.name:
+        message = await fetch_message(js, layout, partition, tail.position)
+        if message is not None and message.name != tail.name:
             return False
     if tail.history is not None and info.first <= tail.position + 1 <= info.last:
-        found = await fetch_message(js, layout, partition, tail.position + 1)
-        if found is not None and found.history not in {None, NEW_HISTORY}:
-            return found.history == tail.history.hex()
+        message = await fetch_message(js, layout, partition, tail.position + 1)
+        if message is not None and message.history not in {None, NEW_HISTORY}:
+            return message.history == tail.history.hex()
     return True

@@ -132,7 +132,7 @@ class _Observed:
         ledger = self.ledger
         if report.cleared:
             ledger.clear(seq)
-        if any(each.loses_events for each in report.rejected):
+        if any(rejection.loses_events for rejection in report.rejected):
             ledger.reject(seq)
         heartbeat = report.heartbeat
         if heartbeat is not None and seq > self.heartbeat_seq:
@@ -273,14 +273,14 @@ class LogSubscriber:
 
     def _drop_partition(self, partition: int) -> None:
         state = self.states[partition]
-        self.states = {number: each for number, each in self.states.items() if number != partition}
+        self.states = {number: state for number, state in self.states.items() if number != partition}
         with self._partitions_lock:
-            self._partitions = {number: each for number, each in self._partitions.items() if number != partition}
-        self.digests = {number: each for number, each in self.digests.items() if number != partition}
+            self._partitions = {number: progress for number, progress in self._partitions.items() if number != partition}
+        self.digests = {number: digests for number, digests in self.digests.items() if number != partition}
         self._digests_by_interval.pop(partition, None)
         self._due = [number for number in self._due if number != partition]
         self._complete_at.pop(partition, None)
-        self._heartbeats = {key: each for key, each in self._heartbeats.items() if key[0] != partition}
+        self._heartbeats = {key: heartbeat for key, heartbeat in self._heartbeats.items() if key[0] != partition}
         for key in state.streams:
             self._partition_of.pop(key, None)
             self._observed.pop(key, None)
@@ -296,22 +296,22 @@ class LogSubscriber:
         if not self._queue:
             self._wake.wait(timeout)
         self._wake.clear()
-        found: list[RawDelivery] = []
+        deliveries: list[RawDelivery] = []
         for _ in range(min(PAGES_PER_TURN, len(self._queue))):
             queued = self._queue.popleft()
             self._taken_bytes += len(queued.message.data)
-            found += self._apply(queued)
+            deliveries += self._apply(queued)
             if self._due:
                 break
-        if found and self._sink is not None:
-            for delivery, outcome in zip(found, self._sink.apply_many(found), strict=True):
+        if deliveries and self._sink is not None:
+            for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
                 self.report(delivery, outcome.report)
         if self._has_membership_changed:
             self._has_membership_changed = False
             self.registrations = _registrations(self.states.values())
         if self._queue:
             self._wake.set()
-        return found
+        return deliveries
 
     def _compute_digests(self) -> None:
         """Compute the digests that are due: everything up to their position is in the index, and nothing after it."""
@@ -349,8 +349,8 @@ class LogSubscriber:
             if known is None:
                 known = _Heartbeat(-1, received_at, 0.0, 0.0, is_live)
             if known.position != last.position:
-                found = known.follow(last.position, received_at, last.record.uptime, is_live=is_live)
-                self._heartbeats[partition, bridge] = found
+                following = known.follow(last.position, received_at, last.record.uptime, is_live=is_live)
+                self._heartbeats[partition, bridge] = following
         return [delivery for event in events if (delivery := self._deliver(partition, event)) is not None]
 
     def _advance(self, partition: int, message: ReceivedMessage, received_at: float) -> None:
@@ -521,11 +521,11 @@ class LogSubscriber:
 
     def degraded_reasons(self) -> dict[StreamKey, frozenset[DegradedReason]]:
         """Return the degraded reasons of each degraded stream, for a snapshot."""
-        found = {
+        reasons_by_stream = {
             key: frozenset((*observed.ledger, *((DegradedReason.LOST,) * (observed.snapshot_end >= 0))))
             for key, observed in self._observed.items()
         }
-        return {key: reasons for key, reasons in found.items() if reasons}
+        return {key: reasons for key, reasons in reasons_by_stream.items() if reasons}
 
     # --- the rest of a subscriber's interface
 

@@ -65,8 +65,8 @@ class PlaneClient(Client):
     def add_servers(self, addresses: Sequence[str]) -> None:
         """Add servers to use when the current one is unreachable. `set_server_pool` would forget its version."""
         known = {server.uri.netloc for server in self._server_pool}
-        found = [self._parse_server_uri(address) for address in addresses]
-        self._server_pool += [Srv(uri) for uri in found if uri.netloc not in known]
+        uris = [self._parse_server_uri(address) for address in addresses]
+        self._server_pool += [Srv(uri) for uri in uris if uri.netloc not in known]
 
     async def close(self) -> None:
         """Close the connection at once. Unsent data is dropped; `flush` before to send it."""
@@ -140,9 +140,9 @@ class PlaneClient(Client):
 
     def _fail_requests(self, message: str) -> None:
         """Fail the requests that the server has forbidden; its message has the subject in lower case."""
-        found = _FORBIDDEN_SUBJECT.search(message)
+        forbidden = _FORBIDDEN_SUBJECT.search(message)
         for limit, subject in list(self._requests.items()):
-            if found is not None and subject.lower() == found[1]:
+            if forbidden is not None and subject.lower() == forbidden[1]:
                 limit.reschedule(0)
 
     async def _connect_to_server(self, s: Srv) -> None:

@@ -118,10 +118,10 @@ def _count_cancellations() -> int:
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a task group."""
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def classify_error(error: Exception) -> PlaneFault | None:

@@ -344,11 +344,11 @@ class PageBuilder:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return []
-        found = self._apply(position, in_flight.page)
+        events = self._apply(position, in_flight.page)
         for commit in in_flight.commits:
             self._commit(commit)
-        self.written += sum(isinstance(event, RawBatch) for event in found)
-        return found
+        self.written += sum(isinstance(event, RawBatch) for event in events)
+        return events
 
     def withdraw(self) -> None:
         """Give up the page in flight, which might not be in the partition. Read the partition before the next page."""
@@ -375,13 +375,13 @@ class PageBuilder:
         return self._apply(position, page)
 
     def _apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        first_page, found = self.state.first_page, self.state.apply(position, page)
+        first_page, events = self.state.first_page, self.state.apply(position, page)
         if self.state.first_page != first_page:
             self.reset_reason = ""
-        for event in found:
+        for event in events:
             if isinstance(event, StreamLeft) and (queue := self._queues.get(event.key)) is not None:
                 queue.followed = None
-        return found
+        return events
 
     def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
         """Count a message that is not a page. The page in flight is too late then."""

@@ -253,9 +253,9 @@ class PartitionReader:
         """Return a failure if there is no page after the tail. If only the consumer's server lacks it, pass it on."""
         if self.position + 1 < info.first:
             return ReadFailure("purged", info.first)
-        found = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
-        if found is None or found.position > self.position + 1:
-            return ReadFailure("purged", info.last + 1 if found is None else found.position)
+        following = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
+        if following is None or following.position > self.position + 1:
+            return ReadFailure("purged", info.last + 1 if following is None else following.position)
         await self._fetch_to(min(info.last, self.position + MAX_POLLED_PAGES))
         return None
 

@@ -203,16 +203,16 @@ class PartitionState:
             self.void_pages += 1
             return []
         self._writer = page.bridge
-        found: list[PartitionEvent] = []
+        events: list[PartitionEvent] = []
         for record in page.records:
             if isinstance(record, HeartbeatRecord):
                 self._apply_heartbeat(LastHeartbeat(record, position))
             elif isinstance(record, ResetRecord):
-                found += self._apply_reset(record)
+                events += self._apply_reset(record)
             elif not self.unknown_prefix:
                 apply: Callable[[PartitionState, Any], Iterable[PartitionEvent]] = _RULES[type(record)]
-                found += apply(self, record)
-        return found
+                events += apply(self, record)
+        return events
 
     def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
         """Count a message that is not a page. `is_first`: its headers say that a new history begins with it."""

@@ -455,8 +455,8 @@ class PartitionWriter:
 
     def _is_truncated(self, error: PlaneError) -> bool:
         """Return whether the partition ends before the last page that was read, so that it must be checked first."""
-        found = _LAST_SEQUENCE.search(str(error))
-        return found is not None and int(found[1]) < self.builder.state.position
+        last = _LAST_SEQUENCE.search(str(error))
+        return last is not None and int(last[1]) < self.builder.state.position
 
     def _clear_write_fault(self) -> None:
         self._write_fault = ""

@@ -63,10 +63,10 @@ _ENDPOINTS: Final = msgspec.json.Decoder(_Endpoints)
 def engine_digest(registration: bytes) -> bytes:
     """Return a digest of what identifies the engine of a registration: its endpoints, or all of it if it has none."""
     try:
-        found = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
+        identity = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = registration
-    return blake2b(found, digest_size=8).digest()
+        identity = registration
+    return blake2b(identity, digest_size=8).digest()
 
 
 class _StreamRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):

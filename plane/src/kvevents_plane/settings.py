@@ -230,7 +230,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         """User and password or token; empty if the client logs in differently or not at all."""
         if self.token is not None:
             return Login(token=self.token)
-        return next((found for url in self.servers if (found := _login_of(url)) != Login()), Login())
+        return next((login for url in self.servers if (login := _login_of(url)) != Login()), Login())
 
     @property
     def needs_tls(self) -> bool:
@@ -315,14 +315,14 @@ def _check_url(url: str) -> None:
     shown = without_login(url)
     expected = "expected nats://HOST:4222, tls://HOST:4222, ws://HOST:80 or wss://HOST:443"
     try:
-        found = urlsplit(url)
-        port = found.port
+        parts = urlsplit(url)
+        port = parts.port
     except ValueError:
         # The original error contains the text at the position of the port, which may be a part of a password.
         raise ConfigError(f"invalid server {shown!r}: {expected}") from None
-    if found.scheme not in DEFAULT_PORTS or not found.hostname or port == 0:
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or port == 0:
         raise ConfigError(f"invalid server {shown!r}: {expected}")
-    if found.query or found.fragment or (found.path.strip("/") and found.scheme not in _WEB):
+    if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme not in _WEB):
         raise ConfigError(
             f"invalid server {shown!r}: text after the port; {expected}, and write / ? # @ in a password as %2F %3F %23 %40"
         )
@@ -334,12 +334,12 @@ def _address(url: SplitResult) -> str:
 
 
 def _login_of(url: str) -> Login:
-    found = urlsplit(url)
-    if found.username is None:
+    parts = urlsplit(url)
+    if parts.username is None:
         return Login()
-    if found.password is None:
-        return Login(token=unquote(found.username))
-    return Login(unquote(found.username), unquote(found.password))
+    if parts.password is None:
+        return Login(token=unquote(parts.username))
+    return Login(unquote(parts.username), unquote(parts.password))
 
 
 def _read_start(name: str, path: str, length: int = 1) -> bytes:
@@ -354,7 +354,7 @@ def _read_start(name: str, path: str, length: int = 1) -> bytes:
 
 
 def _read(name: str, path: str) -> str:
-    found = _read_start(name, path, MAX_SECRET_BYTES + 1)
-    if len(found) > MAX_SECRET_BYTES:
+    content = _read_start(name, path, MAX_SECRET_BYTES + 1)
+    if len(content) > MAX_SECRET_BYTES:
         raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, so it cannot be such a file")
-    return found.decode("ascii", errors="replace")
+    return content.decode("ascii", errors="replace")

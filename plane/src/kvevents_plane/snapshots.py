@@ -148,11 +148,11 @@ def capture(
 
 def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> list[tuple[str, int, str]]:
     """Return source, rank and digest of the given streams that are in the index."""
-    found = []
+    digests = []
     for key in sorted(keys):
         with suppress(UnknownSourceError):
-            found.append((*key, index.digest(key)))
-    return found
+            digests.append((*key, index.digest(key)))
+    return digests
 
 
 class Snapshots:
@@ -172,21 +172,21 @@ class Snapshots:
 
     async def list_valid(self, partition: int) -> list[SnapshotInfo]:
         """Return the valid snapshots of a partition, the newest first."""
-        found, _ = await self._entry(partition)
-        self._note_newest(partition, found)
-        return found
+        snapshots, _ = await self._entry(partition)
+        self._note_newest(partition, snapshots)
+        return snapshots
 
     async def matching(self, partition: int, info: PartitionInfo) -> list[SnapshotInfo]:
         """Return the snapshots that match a partition's stream and its messages, the newest first."""
-        found = []
+        snapshots = []
         for snapshot in await self.list_valid(partition):
             if snapshot.stream_id != info.stream_id:
                 continue
             if await has_tail(self._js, self._layout, partition, info, snapshot.tail):
-                found.append(snapshot)
+                snapshots.append(snapshot)
             else:
                 log.error("ignoring snapshot %s: partition %d has lost pages that it contains", snapshot.name, partition)
-        return found
+        return snapshots
 
     def newest_age(self, partition: int) -> float | None:
         """Return the seconds since this process found the newest snapshot of a partition, by its own monotonic clock.
@@ -213,11 +213,11 @@ class Snapshots:
             return [], 0
         revision = entry.revision or 0
         try:
-            found = msgspec.json.decode(entry.value or b"", type=SnapshotList)
+            listed = msgspec.json.decode(entry.value or b"", type=SnapshotList)
         except msgspec.MsgspecError as error:
             log.error("ignoring the unreadable list of snapshots of partition %d: %s", partition, error)  # noqa: TRY400 - not our error
             return [], revision
-        return (found.snapshots if found.version == VERSION else []), revision
+        return (listed.snapshots if listed.version == VERSION else []), revision
 
     # --- read
 
@@ -266,9 +266,9 @@ class Snapshots:
         """Read a snapshot without its index. Raises `SnapshotError` for a damaged snapshot."""
         with map_errors(f"reading the streams of snapshot {snapshot.name}"):
             async with asyncio.timeout(BODY_SECONDS):
-                found = await self._get(f"{snapshot.name}.streams")
+                encoded = await self._get(f"{snapshot.name}.streams")
         try:
-            return msgspec.msgpack.decode(found, type=SnapshotBody)
+            return msgspec.msgpack.decode(encoded, type=SnapshotBody)
         except msgspec.MsgspecError as error:
             raise SnapshotError(
                 f"cannot read the streams of snapshot {snapshot.name}: {error}; use another snapshot"
@@ -287,8 +287,8 @@ class Snapshots:
         except BadObjectMetaError as error:
             raise _damage_error(name, "its metadata cannot be read") from error
         subject = f"{_CHUNKS}{self._layout.snapshots}.C.{info.nuid}"
-        found = await self._js.stream_info(self._store_stream, subjects_filter=subject)
-        present, chunks = (found.state.subjects or {}).get(subject, 0), info.chunks or 0
+        stream = await self._js.stream_info(self._store_stream, subjects_filter=subject)
+        present, chunks = (stream.state.subjects or {}).get(subject, 0), info.chunks or 0
         if present < chunks:
             raise _damage_error(name, f"the servers have {present} of its {chunks} chunks")
         return store
@@ -379,7 +379,7 @@ class Snapshots:
         """Keep only the newest snapshot of a partition and the pages after it."""
         await self._purge(snapshots[0])
         with map_errors("deleting old snapshots"):
-            await self._delete(set().union(*(each.objects for each in snapshots[1:])))
+            await self._delete(set().union(*(snapshot.objects for snapshot in snapshots[1:])))
 
     async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
         """Purge the pages before the older valid snapshot, and delete replaced ones. The next snapshot repeats what fails."""
@@ -388,7 +388,7 @@ class Snapshots:
             with suppress(PlaneError):
                 await self._purge(oldest)
         with suppress(PlaneError), map_errors("deleting old snapshots"):
-            await self._delete(set().union(*(each.objects for each in replaced)))
+            await self._delete(set().union(*(snapshot.objects for snapshot in replaced)))
             if self._clock() - self._swept_at > SWEEP_SECONDS:
                 self._swept_at = self._clock()
                 await self._sweep()
@@ -409,7 +409,7 @@ class Snapshots:
             return
         keep: set[str] = set()
         for partition in range(self._layout.partitions):
-            keep.update(*(each.objects for each in await self.list_valid(partition)))
+            keep.update(*(snapshot.objects for snapshot in await self.list_valid(partition)))
         now = self._clock()
         names = {info.name for info in infos if info.name and info.name not in keep} | await self._unlisted_chunks(infos)
         self._unlisted = {name: self._unlisted.get(name, now) for name in names}
@@ -427,8 +427,8 @@ class Snapshots:
     async def _unlisted_chunks(self, infos: Iterable[ObjectInfo]) -> set[str]:
         """Return the subjects of chunks without an object, whose writer was killed before it was complete."""
         prefix = f"{_CHUNKS}{self._layout.snapshots}.C."
-        found = await self._js.stream_info(self._store_stream, subjects_filter=f"{prefix}>")
-        return set(found.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
+        stream = await self._js.stream_info(self._store_stream, subjects_filter=f"{prefix}>")
+        return set(stream.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
 
     async def _purge(self, snapshot: SnapshotInfo) -> None:
         """Purge the pages that a snapshot contains, if the partition still holds them."""

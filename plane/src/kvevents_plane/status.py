@@ -68,19 +68,19 @@ class PartitionView(msgspec.Struct, frozen=True):
         """What is wrong with the partition, as sentences."""
         if self.fault:
             return [self.fault]
-        found = [f"{self.stream_fault}; bridges refuse it when they start: restore its settings"] if self.stream_fault else []
-        found += [] if self.bridges else ["no bridge writes"]
+        faults = [f"{self.stream_fault}; bridges refuse it when they start: restore its settings"] if self.stream_fault else []
+        faults += [] if self.bridges else ["no bridge writes"]
         check = f"for {self.alive_seconds:g} s; check that the bridges run"
         if self.bridges and len(self.silent) == len(self.bridges):
-            found.append(f"no bridge has written {check}")
+            faults.append(f"no bridge has written {check}")
         else:
-            found += [f"bridge {name} has not written {check.replace('the bridges run', 'it runs')}" for name in self.silent]
+            faults += [f"bridge {name} has not written {check.replace('the bridges run', 'it runs')}" for name in self.silent]
         if self.unsaved_seconds > OLD_SNAPSHOT_SECONDS:
-            found.append(
+            faults.append(
                 f"the oldest page that no snapshot contains is {self.unsaved_seconds / 60:.0f} min old; "
                 "check that a replica may write snapshots"
             )
-        return [*found, *self.conflicts]
+        return [*faults, *self.conflicts]
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -99,14 +99,14 @@ class ReplicaView(msgspec.Struct, frozen=True):
     @property
     def faults(self) -> list[str]:
         """What is wrong with the replica, as sentences."""
-        found = [f"holds another index than {', '.join(self.differs)}"] if self.differs else []
-        found += [
+        faults = [f"holds another index than {', '.join(self.differs)}"] if self.differs else []
+        faults += [
             f"cannot read partition {partition}: pages before {first} are missing; the runbook has what to do"
             for partition, first in sorted(self.missing.items())
         ]
         if self.lag_seconds > OLD_PAGE_SECONDS:
-            found.append(f"lacks pages that are {self.lag_seconds:.0f} s old; check its CPU and its network")
-        return found
+            faults.append(f"lacks pages that are {self.lag_seconds:.0f} s old; check its CPU and its network")
+        return faults
 
 
 class PlaneView(msgspec.Struct, frozen=True):
@@ -120,18 +120,18 @@ class PlaneView(msgspec.Struct, frozen=True):
     @property
     def exact_seconds(self) -> float:
         """Greatest age of what replicas call EXACT."""
-        return max((each.alive_seconds for each in self.partitions), default=0.0) + TRUST_SECONDS
+        return max((partition.alive_seconds for partition in self.partitions), default=0.0) + TRUST_SECONDS
 
     @property
     def faults(self) -> list[str]:
         """All faults, as sentences."""
-        found = [f"partition {each.partition}: {fault}" for each in self.partitions for fault in each.faults]
-        found += [f"replica {each.name} {fault}" for each in self.replicas for fault in each.faults]
-        found += [
+        faults = [f"partition {partition.partition}: {fault}" for partition in self.partitions for fault in partition.faults]
+        faults += [f"replica {replica.name} {fault}" for replica in self.replicas for fault in replica.faults]
+        faults += [
             f"several processes use the bridge name {name}; give each its own name with --bridge-name"
-            for name in sorted({name for each in self.partitions for name in each.shared})
+            for name in sorted({name for partition in self.partitions for name in partition.shared})
         ]
-        return found
+        return faults
 
 
 def format_partitions(partitions: Collection[int]) -> str:
@@ -153,12 +153,12 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     alone do not show how old they are, and clocks can differ.
     """
     snapshots = Snapshots(js, layout)
-    valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
+    valid = [snapshot for partition in range(layout.partitions) for snapshot in await snapshots.list_valid(partition)]
     limit = asyncio.Semaphore(MAX_REQUESTS)
 
     async def inspect(partition: int) -> PartitionView:
         async with limit:
-            newest = next((each.position for each in valid if each.partition == partition), 0)
+            newest = next((snapshot.position for snapshot in valid if snapshot.partition == partition), 0)
             return await _inspect_partition(js, layout, partition, newest)
 
     partitions = await asyncio.gather(*map(inspect, range(layout.partitions)))
@@ -187,11 +187,11 @@ class _Scan:
         """Add the next page, and return the names of the bridges that wrote it."""
         if message is None or (page := decode_page(message.data)) is None:
             return set()
-        heartbeats = [each for each in page.records if isinstance(each, HeartbeatRecord)]
-        self.alive_seconds = max([self.alive_seconds, *(each.alive_seconds for each in heartbeats)])
+        heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]
+        self.alive_seconds = max([self.alive_seconds, *(heartbeat.alive_seconds for heartbeat in heartbeats)])
         # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
         self.written.append((page.bridge, message.stored_at))
-        self.conflicts |= {each.bridge: printable(each.conflict) for each in heartbeats}
+        self.conflicts |= {heartbeat.bridge: printable(heartbeat.conflict) for heartbeat in heartbeats}
         self.newest_at = message.stored_at
         return {bridge_name(page.bridge)}
 
@@ -219,7 +219,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
         stream_fault=info.stream_fault and f"stream {layout.stream(partition)} {info.stream_fault}",
         shared=_shared_names(bridge for bridge, _ in scan.written),
         missing=info.missing,
-        conflicts=sorted({each for each in scan.conflicts.values() if each}),
+        conflicts=sorted({conflict for conflict in scan.conflicts.values() if conflict}),
         unsaved_seconds=0.0 if oldest is None else max(0.0, scan.newest_at - oldest),
         newest_at=scan.newest_at,
     )
@@ -250,24 +250,28 @@ def _shared_names(bridges: Iterable[str]) -> list[str]:
     """Return the names under which a process writes again after another process of that name."""
     last: dict[str, str] = {}
     before: set[str] = set()
-    found: set[str] = set()
+    shared: set[str] = set()
     for bridge in bridges:
         name = bridge_name(bridge)
         if bridge in before and last[name] != bridge:
-            found.add(name)
+            shared.add(name)
         before.add(bridge)
         last[name] = bridge
-    return sorted(found)
+    return sorted(shared)
 
 
 async def _replica_view(
     js: JetStreamContext, layout: Layout, name: str, digests: Mapping[str, ReplicaDigests], partitions: Sequence[PartitionView]
 ) -> ReplicaView:
     own = digests[name]
-    lags = [(each, each.last - own.positions[each.partition]) for each in partitions if each.partition in own.positions]
+    lags = [
+        (partition, partition.last - own.positions[partition.partition])
+        for partition in partitions
+        if partition.partition in own.positions
+    ]
     seconds = 0.0
     for partition, lag in lags:
         if lag > 0 and (oldest := await _stored_at(js, layout, partition.partition, partition.last - lag + 1)) is not None:
             seconds = max(seconds, partition.newest_at - oldest)
-    differs = [other for other, found in digests.items() if own.agrees(found) is False]
+    differs = [other for other, others_digests in digests.items() if own.agrees(others_digests) is False]
     return ReplicaView(name, sum(max(0, lag) for _, lag in lags), sorted(differs), own.missing, seconds)

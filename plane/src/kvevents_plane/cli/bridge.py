@@ -206,14 +206,14 @@ class BridgeProcess:
         status = self.bridge.status()
         if not status.connected:
             return "no NATS server is connected"
-        faults = [f"partition {each.partition}: {each.fault}" for each in status.partitions if each.fault]
+        faults = [f"partition {partition.partition}: {partition.fault}" for partition in status.partitions if partition.fault]
         if faults:
             return "; ".join(faults)
         return "" if self.bridge.ready.is_set() else "the log is being read"
 
     async def _run_tasks(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in (self._discover(), self._log_state())]
+            running = [tasks.create_task(work) for work in (self._discover(), self._log_state())]
             await self.bridge.run(stop)
             for task in running:
                 task.cancel()
@@ -279,7 +279,7 @@ class BridgeSubscriptions:
     ) -> list[str]:
         """Subscribe to these engines and no others. Return a sentence for each registration that contradicts another one."""
         firsts: dict[str, Registration] = {}
-        found: dict[Key, Registration] = {}
+        registrations_by_key: dict[Key, Registration] = {}
         faults: list[str] = []
         for registration in registrations:
             try:
@@ -287,13 +287,13 @@ class BridgeSubscriptions:
             except ConflictError as error:
                 faults.append(f"{error}; {error.hint}")
             else:
-                found[registration.key] = registration
-        for key in self.labels.keys() - found.keys():
+                registrations_by_key[registration.key] = registration
+        for key in self.labels.keys() - registrations_by_key.keys():
             log.info("%s: no longer followed", self.labels[key])
-        for key in found.keys() - self.labels.keys():
-            log.info("%s: following %s", found[key].label, found[key].endpoint)
-        self.labels = {key: registration.label for key, registration in found.items()}
-        self._bridge.watch([self._watch(registration) for registration in found.values()])
+        for key in registrations_by_key.keys() - self.labels.keys():
+            log.info("%s: following %s", registrations_by_key[key].label, registrations_by_key[key].endpoint)
+        self.labels = {key: registration.label for key, registration in registrations_by_key.items()}
+        self._bridge.watch([self._watch(registration) for registration in registrations_by_key.values()])
         return faults
 
     def replace_adapter(self, _source: str, _lora: str, /) -> None:

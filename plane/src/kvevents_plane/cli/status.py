@@ -50,8 +50,8 @@ def run(args: Namespace) -> int:
     given: SettingsValues[PlaneSettings] = args.settings.read(args)
     view = asyncio.run(_read(given.settings()))
     console = Console()
-    found = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
-    if not write_record(found, args.output, console):
+    record = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
+    if not write_record(record, args.output, console):
         _print(console, view)
     return FAILED if view.faults else OK
 
@@ -79,8 +79,8 @@ def _print(console: Console, view: PlaneView) -> None:
         pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {_size(partition.bytes)}{leader}"
         console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
     _print_snapshots(console, view, now)
-    for each in view.replicas:
-        console.line(f"  replica   {each.name}: lacks {each.lag:,} pages")
+    for replica in view.replicas:
+        console.line(f"  replica   {replica.name}: lacks {replica.lag:,} pages")
     console.line(f"  EXACT     is at most {view.exact_seconds:.1f} s old at replicas")
     for fault in view.faults:
         console.line(Span(f"  {fault}", "bad"))

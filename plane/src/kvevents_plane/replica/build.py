@@ -483,7 +483,7 @@ class Snapshotter:
 def turn(name: str, others: Collection[str], partition: int) -> int:
     """Return how many of the other replicas write a partition's snapshots before the replica `name` does."""
 
-    def weight(each: str) -> bytes:
-        return sha256(f"{partition} {each}".encode()).digest()
+    def weight(replica: str) -> bytes:
+        return sha256(f"{partition} {replica}".encode()).digest()
 
-    return sum(weight(each) < weight(name) for each in others if each != name)
+    return sum(weight(other) < weight(name) for other in others if other != name)

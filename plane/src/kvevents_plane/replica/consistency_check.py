@@ -75,11 +75,11 @@ class ConsistencyCheck:
         js = client.jetstream()
         with map_errors("publishing the digests of this replica"):
             await self._publish(await js.key_value(layout.digests), own)
-        found = await read_digests(js, layout)
-        found.pop(self._name, None)
-        self.others, self.missing = tuple(found), missing_pages(found.values())
-        self.whole = tuple(name for name, each in found.items() if not each.missing)
-        return found
+        others = await read_digests(js, layout)
+        others.pop(self._name, None)
+        self.others, self.missing = tuple(others), missing_pages(others.values())
+        self.whole = tuple(name for name, digests in others.items() if not digests.missing)
+        return others
 
     async def _publish(self, bucket: KeyValue, own: ReplicaDigests) -> None:
         """Publish the digests of this replica. A replica without permission to write continues without it."""

@@ -206,7 +206,7 @@ class Replica:
 
     def _registrations(self, build: IndexBuild) -> list[Registration]:
         """Return the registrations of the engines in the log."""
-        found = []
+        registrations = []
         registrations_by_key = self._applied = build.subscriber.registrations
         for key, encoded in registrations_by_key.items():
             try:
@@ -219,12 +219,12 @@ class Replica:
             if registration.key == key:
                 build.index.set_model(key[0], registration.scope.name)
                 build.index.set_drafts(key[0], registration.drafts)
-                found.append(registration)
-        return found
+                registrations.append(registration)
+        return registrations
 
     async def _register(self, build: IndexBuild, registrations: list[Registration]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
-        if any(known.get(each.key, each) != each for each in registrations):
+        if any(known.get(registration.key, registration) != registration for registration in registrations):
             # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
             build.rebuild_reason = "the registration of an engine has changed"
         for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
