@@ -177,6 +177,25 @@ def test_a_misspelled_field_is_refused(service: Service, fresh: tuple[str, str, 
     assert service.post("/v1/match", model=fresh[1], tokens=[], slat="x").status == 422
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/match", '{"model": "m", "tokens": [1], "tenant": "a", "tenant": "default"}'),
+        ("/v1/match", '{"model": "m", "tokens": [1], "tokens": [2]}'),
+        ("/v1/select", '{"model": "m", "tokens": [1], "mod\\u0065l": "n"}'),
+        ("/v1/select", '{"model": "m", "tokens": [1], "candidates": [{"instance": "a", "instance": "b"}]}'),
+        ("/query", '{"model_name": "m", "token_ids": [1], "cache_salt": "x", "cache_salt": "y"}'),
+        ("/register", '{"model_name": "m", "instance_id": 7, "endpoint": "tcp://127.0.0.1:1", "instance_id": 8}'),
+        ("/unregister", '{"instance_id": 7, "instance_id": 8}'),
+    ],
+)
+def test_a_field_that_occurs_twice_is_refused(service: Service, path: str, body: str) -> None:
+    """A gateway might check the first tenant, where the service would read the last one."""
+    answer = service.ask("POST", path, body.encode(), content_type=JSON)
+    assert (answer.status, answer.reason) == (400, "malformed-body"), answer
+    assert "occurs twice" in answer.json["detail"]
+
+
 @settings(max_examples=250)
 @given(st.data())
 def test_native_and_python_decoding_find_the_same_token_ids(natively_decoding: Service, data: st.DataObject) -> None:

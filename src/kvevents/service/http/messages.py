@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,8 +82,8 @@ def prefers_msgpack(accept: bytes) -> bool:
         if _WEIGHT.fullmatch(weight):
             ranks.setdefault(kind, (float(weight), -position))
     msgpack = max((ranks[kind] for kind in (MSGPACK, MSGPACK_BEFORE) if kind in ranks), default=_REFUSED)
-    json = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _REFUSED)
-    return msgpack[0] > 0 and msgpack > json
+    other = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _REFUSED)
+    return msgpack[0] > 0 and msgpack > other
 
 
 class Lookup(NamedTuple):
@@ -229,6 +230,12 @@ class Body(msgspec.Struct, frozen=True):
         return value, getattr(value, name)
 
     def _decode(self, request: HttpRequest, decoder: Any, body: bytes) -> Any:
+        value = self._decode_known(request, decoder, body)
+        if decoder is self.json:
+            _check_repeated(body)
+        return value
+
+    def _decode_known(self, request: HttpRequest, decoder: Any, body: bytes) -> Any:
         if self.known is None:
             return _decode(decoder, body)
         try:
@@ -248,6 +255,21 @@ class Body(msgspec.Struct, frozen=True):
         check_unknown(request.ignored_fields)
         known_fields = {name: value for name, value in fields.items() if name not in request.ignored_fields}
         return codec.encode(known_fields) if request.ignored_fields else None
+
+
+def _check_repeated(body: bytes) -> None:
+    """Raise `RefusedError` for a field that occurs twice: programs differ in which one counts, and it can be a tenant."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(pairs) > len(names := {name for name, _ in pairs}):
+            repeated = next(name for name in names if sum(name == other for other, _ in pairs) > 1)
+            sentence = f"malformed body: the field {repeated!r} occurs twice"
+            raise RefusedError(sentence, "malformed-body", "send each field once")
+
+    try:
+        json.loads(body, object_pairs_hook=check)
+    except RecursionError as error:
+        raise RefusedError("malformed body: it is nested too deeply", "malformed-body", "send one JSON object") from error
 
 
 def _check_size(size: int, limits: Limits) -> None:
