@@ -82,6 +82,10 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "match": ("/v1/match", {"model": "m", "tokens": PROMPT}),
     "match with media": ("/v1/match", {"model": "m", "tokens": PROMPT, "mm": [{"id": "x", "start": 0, "length": 3}]}),
     "match expected": ("/v1/match", {"model": "m", "tokens": PROMPT, "expected": True}),
+    "match of binary tokens": ("/v1/match", {"model": "m", "tokens": b"\x01\x00\x00\x00"}),
+    "match_many of binary tokens": ("/v1/match_many", {"model": "m", "prompts": [b"\x01\x00\x00\x00"]}),
+    "query of binary tokens": ("/query", {"model_name": "m", "token_ids": b"\x01\x00\x00\x00"}),
+    "query of binary hashes": ("/query_by_hash", {"model_name": "m", "block_hashes": b"\x01\x00\x00\x00"}),
     "match of an array": ("/v1/match", {"model": "m", "tokens": PROMPT, "mm": [["x", 0, 3]]}),
     "many": ("/v1/match_many", {"model": "m", "prompts": [PROMPT, [], PROMPT[:20]]}),
     "select": (

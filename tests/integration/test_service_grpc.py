@@ -168,6 +168,8 @@ def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -
             ("Match", {**ours, "mm": [{"start": 1}]}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "load_weight": 1001}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "load_weight": "NaN"}, ("INVALID_ARGUMENT", "bad-shape")),
+            ("Select", {**ours, "candidates": [{"instance": "a", "load": "Infinity"}]}, ("INVALID_ARGUMENT", "bad-number")),
+            ("Select", {**ours, "candidates": [{"instance": "a", "load": "NaN"}]}, ("INVALID_ARGUMENT", "bad-number")),
             ("Select", {**ours, "wait_weight": -1}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "tiers": {"nvme": 1}}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "trust": {"GOOD": 1}}, ("INVALID_ARGUMENT", "bad-shape")),

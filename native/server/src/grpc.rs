@@ -359,6 +359,10 @@ impl Query for Call {
     }
 
     async fn select(&self, request: tonic::Request<SelectRequest>) -> Answered<SelectResponse> {
+        // JSON has no such numbers: the equivalent request would have no load.
+        if (request.get_ref().candidates.iter()).any(|one| one.load.is_some_and(|load| !load.is_finite())) {
+            return Err(Status::from(&Problem::not_finite()));
+        }
         self.query(&self.equivalent, request, Endpoints::answer_select).await
     }
 

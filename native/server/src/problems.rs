@@ -140,6 +140,15 @@ impl Problem {
         }
     }
 
+    pub(crate) fn not_finite() -> Self {
+        Self {
+            detail: "a load or a weight is not a finite number".into(),
+            reason: "bad-number",
+            hint: "send finite numbers",
+            status: StatusCode::BAD_REQUEST,
+        }
+    }
+
     pub(crate) fn no_such_reservation(id: &str) -> Self {
         Self {
             detail: format!("no reservation {} is open", quoted(id)),

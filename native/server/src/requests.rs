@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use serde::de::{MapAccess, Visitor};
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
@@ -46,6 +47,45 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 /// A value that is present; null is refused.
 fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     T::deserialize(from).map(Some)
+}
+
+/// A list. With `Vec` alone serde would also read binary data of msgpack, as a list of its bytes.
+struct List<T>(Vec<T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Items<T>(std::marker::PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Items<T> {
+            type Value = List<T>;
+
+            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                out.write_str("an array")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Self::Value, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(items)).map(List)
+            }
+        }
+
+        from.deserialize_any(Items(std::marker::PhantomData))
+    }
+}
+
+/// A list that is present; null is refused.
+fn present_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<T>>, D::Error> {
+    List::deserialize(from).map(|List(items)| Some(items))
+}
+
+/// A list or null.
+fn optional_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<T>>, D::Error> {
+    Ok(Option::<List<T>>::deserialize(from)?.map(|List(items)| items))
+}
+
+/// A list of lists that is present.
+fn present_lists<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<Vec<T>>>, D::Error> {
+    let List(lists) = List::<List<T>>::deserialize(from)?;
+    Ok(Some(lists.into_iter().map(|List(items)| items).collect()))
 }
 
 /// A request with the fields that every query has.
@@ -194,7 +234,7 @@ question! {
     Query {
         instance_id: Option<Id>,
         block_size: Option<u64>,
-        #[serde(deserialize_with = "present")]
+        #[serde(deserialize_with = "present_list")]
         token_ids: Option<Vec<u32>>,
     }
 }
@@ -204,8 +244,11 @@ question! {
     HashQuery {
         instance_id: Option<Id>,
         block_size: Option<u64>,
+        #[serde(deserialize_with = "optional_list")]
         block_hashes: Option<Vec<Id>>,
+        #[serde(deserialize_with = "optional_list")]
         seq_hashes: Option<Vec<Id>>,
+        #[serde(deserialize_with = "optional_list")]
         block_hash: Option<Vec<Id>>,
     }
 }
@@ -262,7 +305,7 @@ question! {
     Match {
         mm: Vec<Object<Media>>,
         expected: bool,
-        #[serde(deserialize_with = "present")]
+        #[serde(deserialize_with = "present_list")]
         tokens: Option<Vec<u32>>,
     }
 }
@@ -272,7 +315,7 @@ question! {
     MatchMany {
         mm: Vec<Object<Media>>,
         expected: bool,
-        #[serde(deserialize_with = "present")]
+        #[serde(deserialize_with = "present_lists")]
         prompts: Option<Vec<Vec<u32>>>,
     }
 }
@@ -289,7 +332,7 @@ question! {
     Select {
         mm: Vec<Object<Media>>,
         expected: bool,
-        #[serde(deserialize_with = "present")]
+        #[serde(deserialize_with = "present_list")]
         tokens: Option<Vec<u32>>,
         candidates: Option<Vec<Object<Candidate>>>,
         tiers: Weights<Tier>,
