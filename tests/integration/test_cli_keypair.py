@@ -170,10 +170,10 @@ def test_a_consumer_that_binds_is_the_curve_server(keys: Path) -> None:
     [
         (("--curve-server-key", "engine.key"), "need --curve-key"),
         (("--curve-key", "engine.key_secret"), "--curve-key needs --curve-server-key"),
-        (("--curve-key", "engine.key_secret", "--curve-server-key", "none.key"), "cannot read keys from none.key"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "none.key"), "makes, or a file that exists"),
         (("--curve-key", "engine.key", "--curve-server-key", "engine.key"), "no pair of CURVE keys"),
         (("--curve-key", "open.key_secret", "--curve-server-key", "engine.key"), "chmod 600"),
-        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "has 2 keys"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "holds 2 keys"),
         (
             ("--curve-key", "engine.key_secret", "--curve-server-key", "engine.key", "--curve-allow", "clients"),
             "is for a CURVE server",

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import ENGINE_ENDPOINT, add_engine_details, add_service, make_client, read_sources
+from kvevents.cli.options import add_engine, add_engine_details, add_service, make_client, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
-from kvevents.cli.values import endpoint_or_url, positive_seconds
+from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.engine_checks import EngineChecks
 from kvevents.diagnosis.findings import CheckResult, Severity, worst
 from kvevents.diagnosis.service_checks import ServiceChecks
@@ -85,13 +85,7 @@ def _print_totals(found: list[CheckResult], console: Console) -> None:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "endpoint",
-        nargs="?",
-        metavar="ENDPOINT|URL",
-        type=endpoint_or_url,
-        help=f"{ENGINE_ENDPOINT} (default: check a service)",
-    )
+    add_engine(parser, "check a service")
     add_output(parser, "one object after the last check")
     parser.add_argument("--strict", action="store_true", help="return exit code 1 for warnings too")
     engine = parser.add_argument_group("for an engine")

@@ -68,9 +68,9 @@ def _label(text: str) -> tuple[str, str]:
 # --- register and unregister
 
 
-def _add_instance(parser: ArgumentParser, ranks: str) -> None:
+def _add_instance(parser: ArgumentParser, ranks: str, **model: Any) -> None:
     parser.add_argument("instance", metavar="NAME", help="name of the engine in answers")
-    add_scope(parser, required=True)
+    add_scope(parser, **model or {"required": True})
     parser.add_argument("--rank", type=whole_number, metavar="R", help=f"data-parallel rank (default: {ranks})")
 
 
@@ -107,9 +107,7 @@ def _unregister(client: Client, args: Namespace) -> Any:
 
 
 def _add_drain(parser: ArgumentParser) -> None:
-    parser.add_argument("instance", metavar="NAME", help="name of the engine in answers")
-    add_scope(parser, model="model (default: its own)")
-    parser.add_argument("--rank", type=whole_number, metavar="R", help="data-parallel rank (default: all)")
+    _add_instance(parser, "all", model="model (default: its own)")
     parser.add_argument("--end", action="store_true", help="let selections choose it again")
 
 

@@ -30,7 +30,7 @@ from kvevents.client.protocol import TOKEN_VARIABLE
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
-from kvevents.zeromq.keys import Curve, read_public_keys, z85_decode
+from kvevents.zeromq.keys import Curve
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """Default of `--wait-for-subscriber` without a value."""
@@ -61,7 +61,6 @@ _JSON: Final = '[{"'
 """First characters of a JSON document, which a token never has."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
-ENGINE_ENDPOINT: Final = "endpoint of the engine's events, tcp://HOST:PORT, or the URL of its HTTP server, which knows it"
 
 
 def check_directory(file: Path) -> None:
@@ -105,10 +104,11 @@ def engine(text: str) -> Source:
         raise ArgumentTypeError(str(error)) from None
 
 
-def add_engine(parser: ArgumentParser) -> None:
-    """Declare the endpoint of an engine, and the options of `add_engine_details`."""
-    parser.add_argument("endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help=ENGINE_ENDPOINT)
-    add_engine_details(parser)
+def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
+    """Declare the endpoint of an engine, which is not required if its `default` is described."""
+    more, count = ("", None) if default is None else (f" (default: {default})", "?")
+    text = f"endpoint of the engine's events, tcp://HOST:PORT, or the URL of its HTTP server, which knows it{more}"
+    parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoint_or_url, help=text)
 
 
 def add_engine_details(parser: ArgumentParser | Group) -> None:
@@ -125,7 +125,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 
 def add_curve(parser: ArgumentParser | Group) -> None:
     """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
-    parser.add_argument("--curve-key", type=Path, help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
+    parser.add_argument("--curve-key", metavar="FILE", help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
     parser.add_argument(
         "--curve-server-key",
         metavar="FILE|KEY",
@@ -133,7 +133,7 @@ def add_curve(parser: ArgumentParser | Group) -> None:
     )
     parser.add_argument(
         "--curve-allow",
-        type=Path,
+        metavar="FILE",
         help="file or folder of the public keys that are accepted, if this end is the CURVE server (default: all keys)",
     )
 
@@ -145,7 +145,7 @@ def read_curve(args: Namespace) -> Curve | None:
     return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
 
 
-def make_curve(key: Path | str | None, server_key: str | None, allowed: Path | None = None) -> Curve | None:
+def make_curve(key: str | None, server_key: str | None, allowed: str | None = None) -> Curve | None:
     """Return CURVE keys; None without `key`.
 
     Raises `CommandLineError` if `key` is missing, and `ConfigError` for a file that cannot be used.
@@ -156,25 +156,13 @@ def make_curve(key: Path | str | None, server_key: str | None, allowed: Path | N
                 "--curve-server-key and --curve-allow need --curve-key: a file NAME.key_secret, made by `kvevents keys NAME`"
             )
         return None
-    return Curve(
-        key_file=str(key),
-        server_key=None if server_key is None else _server_key(server_key),
-        allowed=None if allowed is None else str(allowed),
-    )
-
-
-def _server_key(text: str) -> str:
-    if z85_decode(text) is not None:
-        return text
-    found = read_public_keys(Path(text))
-    if len(found) > 1:
-        raise ConfigError(f"--curve-server-key: {text} has {len(found)} keys; name a file with one key")
-    return found[0]
+    return Curve(key_file=key, server_key=server_key, allowed=allowed)
 
 
 def add_source(parser: ArgumentParser) -> None:
     """Declare the engine that `tail` and `record` subscribe to, which `read_sources` reads."""
     add_engine(parser)
+    add_engine_details(parser)
     parser.add_argument("--source-name", metavar="NAME", help="name of the engine in the output (default: its address)")
     parser.add_argument(
         "--ranks",
@@ -185,12 +173,6 @@ def add_source(parser: ArgumentParser) -> None:
     )
 
 
-def source_name(args: Namespace) -> str:
-    """Return the name of the engine in the output."""
-    name: str | None = args.source_name
-    return name or str(args.endpoint).partition("://")[2]
-
-
 def read_sources(args: Namespace) -> list[Source]:
     """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
 
@@ -198,9 +180,8 @@ def read_sources(args: Namespace) -> list[Source]:
     """
     if sources := ask_engine(args):
         return sources
-    source = Source(
-        args.endpoint, args.replay, topic=args.topic_prefix, name=source_name(args), bind=args.bind, curve=read_curve(args)
-    )
+    name, curve = args.source_name or args.endpoint.partition("://")[2], read_curve(args)
+    source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
     return source.ranks(args.ranks)
 
 
@@ -343,7 +324,11 @@ def add_service(parser: ArgumentParser | Group) -> None:
         help=f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})",
     )
     named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
-    add_access(parser)
+    parser.add_argument("--token-file", type=Path, help=f"file with the bearer token (default: the variable {TOKEN_VARIABLE})")
+    # Without this option the error about `--token SECRET` would print the secret.
+    parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
+    parser.add_argument("--timeout", type=positive_seconds, default=RESPONSE_SECONDS, help="seconds to wait for a response")
 
 
 def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
@@ -356,15 +341,6 @@ def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "d
 def scope_of(args: Namespace) -> dict[str, Any]:
     """Return the given options of `add_scope`."""
     return {name: value for name in ("model", "tenant", "group") if (value := getattr(args, name)) is not None}
-
-
-def add_access(parser: ArgumentParser | Group) -> None:
-    """Declare how to authenticate to a service, and how long to wait for it."""
-    parser.add_argument("--token-file", type=Path, help="file with the bearer token (default: the variable KVEVENTS_TOKEN)")
-    # Without this option the error about `--token SECRET` would print the secret.
-    parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
-    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
-    parser.add_argument("--timeout", type=positive_seconds, default=RESPONSE_SECONDS, help="seconds to wait for a response")
 
 
 def make_client(args: Namespace) -> Client:

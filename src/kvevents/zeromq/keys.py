@@ -194,8 +194,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             self._load_server_key(self.server_key)
         for name, key in self._keys():
             if z85_decode(key) is None:
+                files = ", or a file that exists" if name == "server_key" else ""
                 raise ConfigError(
                     f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
+                    f"{files}"
                 )
         if self.allowed is not None and self.server_key is not None:
             raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; leave one out")
