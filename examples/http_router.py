@@ -5,6 +5,8 @@ import sys
 from kvevents.client import Client, ServiceRequestError
 from kvevents.client.schemas import SelectRequest
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, prompt, *url = sys.argv[1:]
 request = SelectRequest(model=model, tokens=[int(token) for token in prompt.split(",")])
 with Client(*url or ["http://127.0.0.1:8090"]) as client:  # a router has one for all its threads

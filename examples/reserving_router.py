@@ -17,6 +17,8 @@ ANSWER_SECONDS = 600.0
 def stream_answer(client: Client, model: str, tokens: list[int]) -> None:
     """Print the answer as it comes. The reservation ends with it, also after an error."""
     with client.reserve(SelectRequest(model=model, tokens=tokens)) as worker:
+        if worker.url is None:
+            sys.exit("reserving_router.py: the service does not know where the engine takes requests; register it with a url")
         body = {"model": model, "prompt": tokens, "stream": True}
         with requests.post(f"{worker.url}/v1/completions", json=body, stream=True, timeout=ANSWER_SECONDS) as response:
             response.raise_for_status()
@@ -28,6 +30,8 @@ def stream_answer(client: Client, model: str, tokens: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     model, prompt, *url = sys.argv[1:]
     try:
         with Client(*url or ["http://127.0.0.1:8090"]) as client:

@@ -165,6 +165,7 @@ def test_the_router_over_http_prints_the_engine_of_a_service() -> None:
         unknown = ask("http_router.py", "other", PROMPT, service.url)
     assert (unknown.code, unknown.out) == (1, "")
     assert re.fullmatch("http_router.py: no engine serves model 'other'.*", unknown.err)
+    assert ask("http_router.py").err.startswith("Ask a service which engine takes a prompt: ")
     stopped = ask("http_router.py", "m", "1", "http://127.0.0.1:9")
     assert stopped.code == 1
     assert re.fullmatch(r"http_router.py: .*http://127.0.0.1:9.*", stopped.err)
@@ -182,6 +183,10 @@ def test_the_reserving_router_streams_the_answer_and_ends_its_reservation() -> N
         assert (failed.code, failed.out) == (1, "")
         assert re.fullmatch("reserving_router.py: .*refused.*", failed.err)
         assert f"{count}1" in service.get("/metrics").body.decode()
+    with serve_engine() as service:
+        failed = ask("reserving_router.py", "m", PROMPT, service.url)
+        assert (failed.code, failed.out) == (1, "")
+        assert failed.err.endswith("register it with a url")
 
 
 def test_the_openai_endpoint_sends_a_prompt_to_the_engine_that_has_it_cached() -> None:
