@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,66 @@ def test_a_source_that_was_removed_is_not_found_again(endpoint: str) -> None:
             except EndpointError:  # libzmq frees the endpoint a moment after the socket was closed
                 assert time.monotonic() < end
         received.connect(a, "a")
+
+
+def test_an_application_decides_again_about_a_source_that_was_removed(endpoint: str) -> None:
+    """Its next message finds it, or if it was ignored, its next connection."""
+    is_wanted = True
+
+    def choose(source: Source) -> Source | None:
+        asked.append(source.topic)
+        return source if is_wanted else None
+
+    asked: list[str] = []
+    with Subscriber(Source(endpoint, bind=True, by_topic=True), on_found=choose) as subscriber:
+        received = Received(subscriber)
+        with pods(endpoint, "a", "b") as (a, b):
+            received.connect(a, "a")
+            received.connect(b, "b")
+            is_wanted = False
+            subscriber.remove("a")
+            received.until(lambda: asked == ["a", "b", "a"], a.send)
+            a.send(5)
+            before = b.seq
+            received.until(lambda: received.numbers("b")[-1] > before, b.send)
+            assert asked == ["a", "b", "a"]
+            a.close()
+            is_wanted = True
+            with pods(endpoint, "a") as (again,):
+                received.connect(again, "a")
+
+
+def test_an_application_names_the_sources_that_are_found(endpoint: str) -> None:
+    """It may also ignore some. What a source sent before it had its name is not lost."""
+
+    def name(source: Source) -> Source | None:
+        asked.append(source.topic)
+        return None if source.topic == "b" else replace(source, name=f"engine {source.topic}", rank=3)
+
+    asked: list[str] = []
+    with (
+        Subscriber(Source(endpoint, bind=True, by_topic=True), on_found=name) as subscriber,
+        pods(endpoint, "a", "b", "c") as (a, b, c),
+    ):
+        received = Received(subscriber)
+        received.until(lambda: {"engine a", "engine c"} <= received.deliveries.keys() and "b" in asked, send_all([a, b, c]))
+        assert sorted(asked) == ["a", "b", "c"]
+        assert {(status.source, status.rank) for status in subscriber.statuses()} == {("engine a", 3), ("engine c", 3)}
+        first, *rest = received.numbers("engine a")
+        assert rest == list(range(first + 1, first + 1 + len(rest)))
+
+
+def test_messages_of_a_topic_that_cannot_be_followed_are_dropped(endpoint: str) -> None:
+    """Its name is in use: nothing of it may wait in memory."""
+    transport = ZmqTransport()
+    with Subscriber(Source(endpoint, bind=True, by_topic=True), transport=transport) as subscriber, pods(endpoint, "a") as (a,):
+        subscriber.add(Source("tcp://127.0.0.1:9", name="a"))
+        received = Received(subscriber)
+        with pods(endpoint, "other") as (other,):
+            received.until(lambda: "other" in received.deliveries, send_all([a, other]))
+            received.until(lambda: received.numbers("other")[-1] == other.seq - 1, lambda: None)
+        (socket,) = transport._bound_sockets.values()
+        assert [feed.source.topic for feed in socket._feeds] == ["", "other"]
 
 
 def test_topics_are_bounded(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:

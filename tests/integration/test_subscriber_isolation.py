@@ -67,6 +67,9 @@ class FaultyTransport:
     def take_found(self) -> list[Source]:
         return self._inner.take_found()
 
+    def ignore_found(self, source: Source) -> None:
+        self._inner.ignore_found(source)
+
     def wake(self) -> None:
         self._inner.wake()
 

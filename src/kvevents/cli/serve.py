@@ -54,7 +54,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     http = parser.add_argument_group("HTTP server (tokens are set in --config, TLS there or with --https-cert and --https-key)")
     settings.add(http, "host", "port", "insecure", "allowed_hosts", "ready.grace_seconds")
-    add_sources(parser.add_argument_group("engines to subscribe to"), settings)
+    engines = parser.add_argument_group("engines to subscribe to")
+    add_sources(engines, settings)
+    settings.add(engines, "topics.endpoint")
     settings.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
     plane = parser.add_argument_group("replica of a plane (builds the index from the plane's log instead of from engines)")
     if replica is None:

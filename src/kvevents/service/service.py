@@ -21,7 +21,7 @@ from kvevents.service.certificates import CertificateFiles
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
-from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.fleet import TOPIC, Fleet
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import SEPARATOR, Key
 from kvevents.service.http.thread_pools import ThreadPools
@@ -87,7 +87,7 @@ class Service:
             self.state_store,
             audit=self.audit,
             advice="" if external is None else external.registration_advice,
-            owner_of=self._discovery.owner_of,
+            owner_of=self._owner_of,
             resume=self._resume,
             report_fault=self._report_fault,
         )
@@ -112,6 +112,8 @@ class Service:
         self._restore()
         self.fleet.follower.start()
         self.registrations.restore(self._report_lost)
+        if (topics := self.settings.topics) is not None:
+            await asyncio.wrap_future(self.fleet.follow_topics(topics.source(self.settings.curve), topics.registration_of))
         work = [self._refresh_data_plane(), self.index_source.run()]
         if self._certificates is not None:
             work.append(self._certificates.watch())
@@ -166,6 +168,12 @@ class Service:
             self.index.remove_worker(key)
         if self._checkpoints:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
+
+    def _owner_of(self, key: Key) -> str | None:
+        """Return what names a rank, if that is not a client."""
+        member, topics = self.fleet.members.get(key), self.settings.topics
+        is_by_topic = member is not None and member.origin == TOPIC and topics is not None
+        return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
 
     def _resume(self, key: Key) -> Checkpoint | None:
         return self._checkpoints.pop(key, None)
@@ -222,7 +230,8 @@ class Service:
 
     def faults(self) -> dict[str, list[str]]:
         """Return the sentences of the faults of discovery, by provider."""
-        return self._discovery.faults()
+        topics = list(self.fleet.topic_faults.values())
+        return self._discovery.faults() | ({TOPIC: topics} if topics else {})
 
     def warnings(self) -> list[str]:
         """Return sentences that an operator should know."""
@@ -237,7 +246,7 @@ class Service:
             sentences.append(self.snapshot_fault)
         if self._certificates is not None and self._certificates.fault is not None:
             sentences.append(self._certificates.fault)
-        sentences += self.index_source.warnings()
+        sentences += [*self.index_source.warnings(), *self.fleet.topic_faults.values()]
         if self._failure:
             sentences.append(self._failure)
         return sentences

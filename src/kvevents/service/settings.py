@@ -8,13 +8,15 @@ from typing import Annotated, Final
 
 from msgspec import Struct, field
 
-from kvevents.client.schemas import MAX_RESERVATION_SECONDS
+from kvevents.client.schemas import DEFAULT_GROUP, MAX_RESERVATION_SECONDS
 from kvevents.errors import ConfigError
 from kvevents.routing import LoadSettings
 from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
-from kvevents.service.discovery.provider import SourceTable, Template
+from kvevents.service.discovery.provider import SourceTable, Template, check_endpoint
+from kvevents.service.fleet.registration import Registration
 from kvevents.settings import (
     Bytes,
+    Endpoint,
     FilePath,
     FolderPath,
     Host,
@@ -27,6 +29,7 @@ from kvevents.settings import (
     Unit,
     build_decoder_now,
 )
+from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
 
 _LABEL: Final = r"(?:[A-Za-z0-9.-]+/)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
@@ -144,6 +147,55 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoints."""
 
 
+class TopicSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines that connect to the service, as in llm-d. Each is found by its topic: `kv@INSTANCE@MODEL`."""
+
+    endpoint: Annotated[Endpoint, "--bind"]
+    """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
+    topic: str = "kv@"
+    """Prefix of the topics to receive."""
+    model: str | None = None
+    """Model of all engines, in place of that in their topics."""
+    block_size: int | None = None
+    """Tokens of a block. An engine that sends blocks of another size is DEGRADED."""
+    tenant: str = DEFAULT_GROUP
+    """Tenant of the engines."""
+    group: str = DEFAULT_GROUP
+    """Routing group of the engines."""
+    curve: Curve | None = None
+    """CURVE keys of the endpoint, instead of those of all engines."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, whose stores the engines announce and whose removals they do not."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        check_endpoint("endpoint", self.endpoint, bind=True)
+        self.registration_of("kv@engine@model")
+
+    def source(self, curve: Curve | None) -> Source:
+        """Return the source that finds the engines. `curve` has the keys if this table has none."""
+        return Source(self.endpoint, topic=self.topic, bind=True, by_topic=True, curve=self.curve or curve)
+
+    def registration_of(self, topic: str) -> Registration:
+        """Return the registration of the engine with a topic. Raises `ConfigError`."""
+        _, *names = topic.split("@", 2)
+        instance, model = names if len(names) == 2 else (topic, "")
+        if not (self.model or model):
+            raise ConfigError("its topic names no model: expected kv@INSTANCE@MODEL, or the setting topics.model")
+        return Registration(
+            instance=instance,
+            endpoint=self.endpoint,
+            model=self.model or model,
+            topic=topic,
+            block_size=self.block_size,
+            tenant=self.tenant,
+            group=self.group,
+            bind=True,
+            curve=self.curve,
+            stores_only=self.stores_only,
+        )
+
+
 class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pods with engines, which are found by label."""
 
@@ -221,6 +273,8 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     load: LoadSettings = LoadSettings()
     access: AccessSettings = AccessSettings()
     tls: Tls | None = None
+    topics: TopicSettings | None = None
+    """Engines that connect to the service and are found by their topic."""
     allow: list[str] = field(default_factory=list)
     """Pattern of endpoints that registrations over HTTP can name, such as `tcp://10.1.0.0/16:5557-5700`."""
 
@@ -232,6 +286,11 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
                 f"host {self.host} is reachable from other machines and requests need no token: set access.tokens, "
                 "access.anonymous or tls.client_ca, listen at 127.0.0.1, or set insecure (--insecure)"
             )
+
+    @property
+    def names_engines(self) -> bool:
+        """Whether any engine is named, or a place where engines are found."""
+        return super().names_engines or self.topics is not None
 
     @property
     def is_loopback(self) -> bool:

@@ -111,6 +111,8 @@ class BoundSocket:
         self._feeds: list[TopicFeed] = []
         self._by_topic: dict[bytes, TopicFeed | None] = {}
         """The source of each topic that was received; None if it has none."""
+        self._ignored: dict[bytes, int | None] = {}
+        """Topics whose sources the application does not follow, each with the connection of its newest message."""
         self._ended_connections: set[int] = set()
         """Connections that have ended, of which the socket may still hold messages."""
         self._peers: set[int] = set()
@@ -152,8 +154,8 @@ class BoundSocket:
     def join(self, source: Source, connection: Connection) -> TopicFeed:
         """Return the feed of one more source. Raise `ConfigError` if it cannot share the socket."""
         for feed in self._feeds:
-            if feed.connection is None and feed.source == source:
-                feed.connection = connection
+            if feed.connection is None and feed.source.topic == source.topic and not source.by_topic:
+                feed.source, feed.connection = source, connection
                 return feed
         if source.curve != self._curve:
             raise ConfigError(f"two sources are bound to {self.endpoint} with different CURVE keys; give them the same keys")
@@ -166,17 +168,26 @@ class BoundSocket:
         self._feeds.append(feed)
         prefix = source.topic.encode()
         self._by_topic = {topic: other for topic, other in self._by_topic.items() if not topic.startswith(prefix)}
+        self._ignored.pop(prefix, None)
         self._sub.subscribe(source.topic.encode())
         if self._has_peer and not source.by_topic:
             feed.change(is_connected=True)
         return feed
 
+    def ignore(self, topic: str) -> None:
+        """Drop the messages of a topic that was found, until its connection ends or a source with this topic joins."""
+        for feed in [feed for feed in self._feeds if feed.connection is None and feed.source.topic == topic]:
+            self._feeds.remove(feed)
+            self._by_topic[topic.encode()] = None
+            if len(self._ignored) < self._sockets.options.max_topics:
+                del self._by_topic[topic.encode()]
+                self._ignored[topic.encode()] = feed.descriptor
+
     def leave(self, feed: TopicFeed) -> None:
         """Remove the feed of a source, and close the socket after the last one. Idempotent."""
         if feed in self._feeds:
             self._feeds.remove(feed)
-            # A topic that was removed is not found again.
-            self._by_topic = {topic: None if other is feed else other for topic, other in self._by_topic.items()}
+            self._by_topic = {topic: other for topic, other in self._by_topic.items() if other is not feed}
             if self._feeds:
                 self._sub.unsubscribe(feed.source.topic.encode())
             else:
@@ -224,6 +235,8 @@ class BoundSocket:
     def _sort(self, message: list[bytes], descriptor: int) -> None:
         """Queue a message for its source."""
         topic = message[0]
+        if self._ignored and self._ignored.get(topic, -2) == descriptor:
+            return
         feed = self._by_topic[topic] if topic in self._by_topic else self._find(topic)
         if feed is None:
             return
@@ -273,6 +286,7 @@ class BoundSocket:
                 feed.other_connections.discard(descriptor)
                 feed.descriptor = None
                 self._mark(feed)
+        self._ignored = {topic: each for topic, each in self._ignored.items() if each not in self._ended_connections}
         if not self._peers:
             self._has_peer = False
             for feed in self._feeds:

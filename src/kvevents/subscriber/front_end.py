@@ -33,6 +33,7 @@ from kvevents.subscriber.multiplexer import (
     DEFAULT_CONCURRENT_REPLAYS,
     MESSAGES_PER_READ,
     Multiplexer,
+    OnFound,
     StreamStatus,
     Transport,
 )
@@ -92,6 +93,9 @@ class Options(TypedDict, total=False):
     """Applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
     """Called by `receive` with each change of trust, each reset and each gap. `receive` raises its exceptions."""
+    on_found: OnFound | None
+    """Called by `receive` with each source that was found by its topic (`Source.by_topic`). It returns the source to follow in
+    its place, with the same endpoint and topic and perhaps another name, or None to ignore the topic. It must not raise."""
 
 
 class FrontEnd(Generic[BatchT]):
@@ -104,7 +108,7 @@ class FrontEnd(Generic[BatchT]):
     at least one of them sees both changes. `_lock` is held while streams are read or changed, never during a wait.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of both subscribers
         self,
         sources: Sources = (),
         *,
@@ -115,6 +119,7 @@ class FrontEnd(Generic[BatchT]):
         decode: bool = True,
         sink: Sink | None = None,
         on_change: OnChange | None = None,
+        on_found: OnFound | None = None,
     ) -> None:
         """Raise `ConfigError` and `EndpointError`.
 
@@ -136,6 +141,7 @@ class FrontEnd(Generic[BatchT]):
             max_concurrent_replays,
             DECODED_MESSAGES_PER_READ if decode else MESSAGES_PER_READ,
         )
+        self._multiplexer.on_found = on_found or self._multiplexer.on_found
         self._decodes = decode
         self._sink = sink
         self._is_closed = False

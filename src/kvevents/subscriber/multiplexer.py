@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from kvevents.backoff import MAX_DELAY, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
@@ -43,6 +43,9 @@ MAX_READY: Final = 4_096
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Maximum number of concurrent replays in a process. A replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 
+
+OnFound: TypeAlias = Callable[[Source], Source | None]
+"""Returns the source to follow for one that was found by its topic; None to ignore the topic."""
 
 MIN_AGE: Final = 0.1
 """Seconds without a read of the connections up to which the trust of no stream can have changed by that."""
@@ -99,7 +102,11 @@ class Transport(Protocol):
         ...
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found since the last call (`Source.by_topic`). The caller must open them."""
+        """Return the sources that were found since the last call (`Source.by_topic`). The caller opens or ignores each."""
+        ...
+
+    def ignore_found(self, source: Source) -> None:
+        """Drop the messages of the topic of a source that was found."""
         ...
 
     @property
@@ -239,6 +246,9 @@ class Multiplexer:
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, messages_per_read: int) -> None:
         self.transport = transport
+        self.on_found: OnFound = self._follow_unless_removed
+        self._removed_topics: set[tuple[str, str]] = set()
+        """Bound endpoints and topics of sources that were found and removed, so that they are not found again."""
         self.ready: deque[RawDelivery] = deque()
         """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
         self._limits = limits
@@ -283,14 +293,22 @@ class Multiplexer:
             self._entries[key] = entry
             self._changed_streams[entry] = None
 
-    def _add_discovered_source(self, source: Source) -> None:
-        try:
-            self.add(source, None)
-        except (ConfigError, EndpointError) as error:
-            log.warning("%s: cannot follow the topic %s: %s", source.endpoint, source.topic, error)
-        else:
-            self._entries[source.label, source.rank].found_endpoint = source.endpoint
-            log.info("%s: following the topic %s", source.endpoint, source.topic)
+    def _follow_unless_removed(self, found: Source) -> Source | None:
+        return None if (found.endpoint, found.topic) in self._removed_topics else found
+
+    def _add_found(self, found: Source) -> None:
+        """Follow a source that was found by its topic, or ignore its topic."""
+        source = self.on_found(found)
+        if source is not None:
+            try:
+                self.add(source, None)
+            except (ConfigError, EndpointError) as error:
+                log.warning("%s: cannot follow the topic %s: %s", found.endpoint, found.topic, error)
+            else:
+                self._entries[source.label, source.rank].found_endpoint = found.endpoint
+                log.info("%s: following the topic %s", found.endpoint, found.topic)
+                return
+        self.transport.ignore_found(found)
 
     def remove(self, name: str, rank: int) -> None:
         """Stop following a source, and the sources that it has found. Raise `UnknownSourceError`."""
@@ -300,9 +318,12 @@ class Multiplexer:
             endpoint = finder.stream.source.endpoint
             for key in [key for key, entry in self._entries.items() if entry.found_endpoint == endpoint]:
                 self.remove(*key)
+            self._removed_topics = {removed for removed in self._removed_topics if removed[0] != endpoint}
             return
         entry = self.entry(name, rank)
         del self._entries[name, rank]
+        if entry.found_endpoint:
+            self._removed_topics.add((entry.found_endpoint, entry.stream.source.topic))
         self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)
         self._readable.pop(entry, None)
         self._changed_streams.pop(entry, None)
@@ -416,7 +437,7 @@ class Multiplexer:
             if len(self.ready) >= MAX_READY:
                 break
         for source in self.transport.take_found():
-            self._add_discovered_source(source)
+            self._add_found(source)
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:

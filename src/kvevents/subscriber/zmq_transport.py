@@ -103,9 +103,13 @@ class ZmqTransport(SocketOwner):
         return socket.join(source, connection)
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found by their topic since the last call. The caller must open them."""
+        """Return the sources that were found by their topic since the last call. The caller opens or ignores each."""
         sources, self.found_sources = self.found_sources, []
         return sources
+
+    def ignore_found(self, source: Source) -> None:
+        """Drop the messages of the topic of a source that was found."""
+        self._bound_sockets[source.endpoint].ignore(source.topic)
 
     def discard(self, connection: Connection) -> None:
         """Remove a connection that is closed."""

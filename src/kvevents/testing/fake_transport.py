@@ -270,6 +270,9 @@ class FakeTransport:
         """Return no sources: fake engines do not bind."""
         return []
 
+    def ignore_found(self, source: Source) -> None:
+        """Do nothing, since no source is found."""
+
     @property
     def max_wait(self) -> None:
         """None: a fake transport has no timers."""

@@ -17,7 +17,7 @@ import msgspec
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import GapView
 from kvevents.endpoints import GRPC
-from kvevents.errors import UnknownSourceError
+from kvevents.errors import ConfigError, UnknownSourceError
 from kvevents.index import PrefixIndex, WorkerInfo
 from kvevents.routing import LoadSettings
 from kvevents.service.errors import ConflictError, NotFoundError, ServiceError, TooMuchError, UnavailableError
@@ -27,7 +27,7 @@ from kvevents.service.fleet.member import HTTP, Member, Revision
 from kvevents.service.fleet.registration import SEPARATOR, Key, Registration, Scope, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
-from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
+from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.wire import Rejected, decode_batch
 from kvevents.zeromq.keys import Curve
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 DEFAULT_MAX_RESERVATIONS: Final = 65_536
+TOPIC: Final = "topic"
+"""Origin of the registrations of engines that have connected and were found by their topic."""
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
 """Why a stream is in no selection although it is followed."""
 
@@ -105,8 +107,11 @@ class Fleet(Listener):
         self._refresh_due = 0.0
         self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
+        self.topic_faults: dict[str, str] = {}
+        """Why engines that have connected are not followed, by their topics."""
+        self._registration_of: Callable[[str], Registration]
         sink = IndexSink(index, self)
-        self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
+        self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 
     def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from another index, which `follower` writes. Return the previous follower, which the caller must stop.
@@ -131,18 +136,56 @@ class Fleet(Listener):
 
         Raises `ConflictError` and `TooMuchError`. The future raises `EndpointError` or `ConfigError` for an unusable endpoint.
         """
+        member = self._add(registration, origin)
+        checkpoint = resume(registration.key)
+        following = self.follower.submit(lambda: self._follow(member, checkpoint))
+        following.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
+        return following
+
+    def _add(self, registration: Registration, origin: str) -> Member:
         with self._lock:
             self._check(registration)
-            checkpoint = resume(registration.key)
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
             self._collect_workers()
             self._scopes.add(registration.scope, registration.key)
             self._add_block_size(registration)
             self.revision.advance()
-        following = self.follower.submit(lambda: self._follow(member, checkpoint))
-        following.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
-        return following
+        return member
+
+    def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
+        """Register the engines that connect to the endpoint of `finder`; a topic has the registration that is returned.
+
+        The future raises `EndpointError` if the endpoint cannot be bound.
+        """
+        self._registration_of = registration_of
+        return self.follower.submit(lambda: self.follower.subscriber.add(finder))
+
+    def _on_found(self, found: Source) -> Source | None:
+        """Register an engine that was found by its topic, in the follower's thread. Return None if that is impossible."""
+        try:
+            member = self._add(self._registration_of(found.topic), TOPIC)
+        except (ConfigError, ServiceError) as error:
+            sentence = f"the engine with the topic {found.topic!r} is not followed: {error}"
+            if self.topic_faults.get(found.topic) != sentence:
+                log.warning("%s", sentence)
+            self.topic_faults[found.topic] = sentence
+            return None
+        self.topic_faults.pop(found.topic, None)
+        return self._prepare(member, None)
+
+    def _end_topics(self) -> None:
+        """Unregister the engines that were found by their topic and have been away for long, and try refused ones again."""
+        for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
+            if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
+                log.info("%s: its topic has had no connection for long", member.registration.label)
+                with self._lock:
+                    self._drop(member)
+                self._leave(member)
+        for topic in list(self.topic_faults):
+            with suppress(ConfigError, ServiceError):
+                self.register(self._registration_of(topic), TOPIC)
+                del self.topic_faults[topic]
 
     def _check(self, registration: Registration) -> None:
         label = registration.label
@@ -162,6 +205,12 @@ class Fleet(Listener):
             check_same_engine(registration, sibling)
 
     def _follow(self, member: Member, resume: Checkpoint | None) -> None:
+        self.follower.subscriber.add(self._prepare(member, resume), resume)
+        self.follow_errors.pop(member.registration.key, None)
+        log.info("%s: following %s", member.registration.label, member.registration.endpoint)
+
+    def _prepare(self, member: Member, resume: Checkpoint | None) -> Source:
+        """Prepare the index and the loads for a stream, and return its source."""
         registration = member.registration
         name, rank = registration.key
         source = registration.source()
@@ -170,14 +219,12 @@ class Fleet(Listener):
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
-        self.follower.subscriber.add(source, resume)
         self.loads.requests.join(name, rank, self._scopes.streams_of(registration.scope))
         member.load = self.loads.follow(registration, self.curve)
         member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
         self.index.set_drafts(name, registration.drafts)
-        self.follow_errors.pop(registration.key, None)
-        log.info("%s: following %s", registration.label, registration.endpoint)
+        return source
 
     def unregister(self, key: Key) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
@@ -453,6 +500,7 @@ class Fleet(Listener):
     def _refresh_some(self, now: float) -> None:
         if not self._pending_refresh:
             self._update_block_sizes()
+            self._end_topics()
             self._pending_refresh = list(self.members)
             self._refresh_batch = math.ceil(len(self._pending_refresh) / self._timing.refreshes_per_round)
         due, self._changed_members = self._changed_members, set()
