@@ -20,7 +20,7 @@ from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import is_load_url
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.fleet.registration import SEPARATOR, Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
@@ -241,9 +241,7 @@ class LoadFollower:
     def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
-        """Opened with the first rank that reports its load."""
-        self._servers: LoadSubscriber | None = None
-        """Polls the servers of ranks whose load is not read there, to notice when they no longer answer."""
+        """Opened with the first rank that has a load or a server. A server from which no load is read has a name of its own."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
         """The requests that engines report, reservations and selections, by source name and rank."""
 
@@ -256,10 +254,7 @@ class LoadFollower:
         if registration.load is None:
             return lambda: None
         try:
-            source = LoadSource(registration.load, name, rank, curve=registration.curve or curve)
-            subscriber = self._subscriber or LoadSubscriber(settings=self._settings, on_load=self._on_load)
-            self._subscriber = subscriber
-            subscriber.add(source)
+            subscriber = self._add(LoadSource(registration.load, name, rank, curve=registration.curve or curve))
         except KVEventsError as error:
             fault = f"its load is not received: {error}"
             log.warning("%s: %s", registration.label, fault)
@@ -274,32 +269,38 @@ class LoadFollower:
         url, load, worker = registration.url or "", registration.load or "", registration.key
         if not is_load_url(url):
             return str
-        servers = self._subscriber
+        subscriber = self._subscriber
         if not is_load_url(load) or urlsplit(load).netloc != urlsplit(url).netloc:
-            parts = urlsplit(url)
-            servers = self._servers = self._servers or LoadSubscriber(settings=self._settings)
+            parts, worker = urlsplit(url), _server_of(worker)
             try:
-                servers.add(LoadSource(f"{parts.scheme}://{parts.netloc}", *worker, reads_load=False))
+                subscriber = self._add(LoadSource(f"{parts.scheme}://{parts.netloc}", *worker, reads_load=False))
             except KVEventsError as error:
                 log.warning("%s: its server is not watched: %s", registration.label, error)
-                return str
-        if servers is None:
+        if subscriber is None:
             return str
-        subscriber = servers
         return lambda: "" if (reading := subscriber.reading(worker)) is None else reading.silence
+
+    def _add(self, source: LoadSource) -> LoadSubscriber:
+        self._subscriber = self._subscriber or LoadSubscriber(settings=self._settings, on_load=self._on_load)
+        self._subscriber.add(source)
+        return self._subscriber
 
     def leave(self, worker: tuple[str, int]) -> None:
         """Stop receiving the load of a rank."""
         self.requests.remove(*worker)
-        for subscriber in (self._subscriber, self._servers):
-            if subscriber is not None:
-                subscriber.remove(worker)
+        if self._subscriber is not None:
+            self._subscriber.remove(worker)
+            self._subscriber.remove(_server_of(worker))
 
     def close(self) -> None:
         """Stop receiving load."""
-        for subscriber in (self._subscriber, self._servers):
-            if subscriber is not None:
-                subscriber.close()
+        if self._subscriber is not None:
+            self._subscriber.close()
 
     def _on_load(self, worker: tuple[str, int], load: EngineLoad) -> None:
         self.requests.report(*worker, load.requests)
+
+
+def _server_of(worker: tuple[str, int]) -> tuple[str, int]:
+    """Return the name under which the server of a rank is watched if its load is read elsewhere."""
+    return f"{worker[0]}{SEPARATOR}server", worker[1]
