@@ -129,7 +129,7 @@ class CheckpointWriter:
             return
         has_news = self._sequencer.next_number != self._written_number
         is_due = has_news and now >= self._written_at + self._limits.checkpoint_interval
-        if is_due or [each.degraded_reasons for each in statuses] != self._degraded_reasons:
+        if is_due or [status.degraded_reasons for status in statuses] != self._degraded_reasons:
             self._written_at = now
             self.take(statuses)
         journal.tick(now)
@@ -140,7 +140,7 @@ class CheckpointWriter:
     def take(self, statuses: Sequence[StreamStatus]) -> None:
         """Take the checkpoints of the upstreams and write them. Call it when everything received has been sent."""
         self._written_number = self._sequencer.next_number
-        self._degraded_reasons = [each.degraded_reasons for each in statuses]
+        self._degraded_reasons = [status.degraded_reasons for status in statuses]
         self.checkpoints = self._upstreams.checkpoints()
         self.write()
 
@@ -155,10 +155,10 @@ class CheckpointWriter:
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
         """Replace the files of the journal by a snapshot: the history of the buffer as one state, then the buffer's batches."""
         last = self._sequencer.next_number - 1
-        found = self._buffer.history_up_to(last)
-        if found is None:
+        history_and_tail = self._buffer.history_up_to(last)
+        if history_and_tail is None:
             return
-        history, tail = found
+        history, tail = history_and_tail
         if history is None and (journal.state == "disk" or self._has_history()):
             return
         number = -1 if history is None else history.last_seq
@@ -177,9 +177,9 @@ def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mappin
 
     It has the state of the buffer's history, and which upstream owns which blocks as of `number`.
     """
-    ownership = [Ownership(number), *(Ownership(number, [(key, each)]) for key, own in blocks.items() for each in own.dump())]
+    ownership = [Ownership(number), *(Ownership(number, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
     payloads = [] if history is None else history.payloads
-    return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(each) for each in ownership)]
+    return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership)]
 
 
 # --- restoring
@@ -289,7 +289,7 @@ def _split_parts(recovered: Recovered) -> tuple[list[bytes], Ownership]:
         for part in parts
         if part.startswith(_OWNERSHIP_PREFIX)
     ]
-    ownership = Ownership(pieces[0].number if pieces else -1, [each for piece in pieces for each in piece.blocks])
+    ownership = Ownership(pieces[0].number if pieces else -1, [owned for piece in pieces for owned in piece.blocks])
     return [part for part in parts if not part.startswith(_OWNERSHIP_PREFIX)], ownership
 
 
@@ -327,7 +327,7 @@ class _NewestForwarded:
 
 def _has_content(payload: bytes) -> bool:
     """Return whether a batch has an event besides heartbeats."""
-    return any(isinstance(each, AllBlocksCleared) or each.block_hashes for each in decode_batch(payload).batch.events)
+    return any(isinstance(event, AllBlocksCleared) or event.block_hashes for event in decode_batch(payload).batch.events)
 
 
 def _require_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
@@ -354,9 +354,9 @@ def _apply_journal(
         batches = recovered.batches()
         while chunk := list(islice(batches, _BATCHES_PER_READ)):
             _wait_for(applying)
-            payloads = [each.payload for each in chunk]
+            payloads = [batch.payload for batch in chunk]
             applying = [pool.submit(stream.apply, payloads) for stream in streams]
-            buffer.extend([(each.number, each.payload) for each in chunk])
+            buffer.extend([(batch.number, batch.payload) for batch in chunk])
             newest.observe(chunk)
         _wait_for(applying)
     if len(settings.upstreams) == 1:
@@ -364,15 +364,15 @@ def _apply_journal(
     blocks = _restore_ownership(settings, recovered, usable.ownership)
     # Each stream has the blocks of all upstreams now, and keeps those of its own.
     for at, stream in received.items():
-        for (other, rank), each in blocks.items():
+        for (other, rank), own in blocks.items():
             if other != at:
-                stream.apply(encode_payloads(KVEventBatch(0.0, each.removals(), rank), None))
+                stream.apply(encode_payloads(KVEventBatch(0.0, own.removals(), rank), None))
     return blocks
 
 
 def _wait_for(applying: list[Future[dict[int, ApplyResult]]]) -> None:
-    for each in applying:
-        each.result()
+    for application in applying:
+        application.result()
 
 
 def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[BlocksKey, UpstreamBlocks]:

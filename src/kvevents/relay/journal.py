@@ -163,14 +163,19 @@ class Journal:
         self._incarnation = incarnation
         self._start(())
 
-    def resume(self, found: Recovered) -> None:
+    def resume(self, recovered: Recovered) -> None:
         """Continue after what was recovered, which must be resumable."""
-        assert found.incarnation is not None  # noqa: S101 - or it is not
-        self._incarnation = found.incarnation
-        self._end_state = EndState(found.next_number, found.checkpoint, dict(found.positions), dict(found.origins))
-        sizes = {kind: sum(each.committed for each in found.headers if each.kind == kind) for kind in journal_format.SUFFIXES}
+        assert recovered.incarnation is not None  # noqa: S101 - or it is not
+        self._incarnation = recovered.incarnation
+        self._end_state = EndState(
+            recovered.next_number, recovered.checkpoint, dict(recovered.positions), dict(recovered.origins)
+        )
+        sizes = {
+            kind: sum(header.committed for header in recovered.headers if header.kind == kind)
+            for kind in journal_format.SUFFIXES
+        }
         self._snapshot_bytes, self._closed_logs = sizes[journal_format.SNAPSHOT], sizes[journal_format.LOG]
-        self._start([each.name for each in found.headers])
+        self._start([header.name for header in recovered.headers])
 
     def _start(self, continued: Sequence[str]) -> None:
         try:

@@ -59,21 +59,21 @@ class Recovered:
 
 def recover(folder: Folder, boot_id: bytes) -> Recovered:
     """Read and verify all files. Raises `JournalError` only for files of a later release."""
-    found = Recovered(folder=folder)
+    recovered = Recovered(folder=folder)
     try:
-        _find_files(found, folder)
-        for header in found.headers:
-            _read_file(found, folder, header)
-        if found.headers:
-            _check_complete(found, boot_id)
+        _find_files(recovered, folder)
+        for header in recovered.headers:
+            _read_file(recovered, folder, header)
+        if recovered.headers:
+            _check_complete(recovered, boot_id)
     except JournalError:
         raise
     except (DamagedError, OSError) as error:
-        found.incomplete = str(error)
-    return found
+        recovered.incomplete = str(error)
+    return recovered
 
 
-def _find_files(found: Recovered, folder: Folder) -> None:
+def _find_files(recovered: Recovered, folder: Folder) -> None:
     """Find the files to read. Raises `DamagedError` if any file is invalid."""
     damage = ""
     headers: list[Header] = []
@@ -94,12 +94,14 @@ def _find_files(found: Recovered, folder: Folder) -> None:
         if header.name != name:
             damage = f"{name}: it was renamed"
         headers.append(header)
-    found.incarnation = max((each.incarnation for each in headers), default=None)
-    newest = sorted((each for each in headers if each.incarnation == found.incarnation), key=lambda each: each.generation)
-    snapshots = [each for each in newest if each.kind == journal_format.SNAPSHOT]
+    recovered.incarnation = max((header.incarnation for header in headers), default=None)
+    newest = sorted(
+        (header for header in headers if header.incarnation == recovered.incarnation), key=lambda header: header.generation
+    )
+    snapshots = [header for header in newest if header.kind == journal_format.SNAPSHOT]
     base = snapshots[-1].generation if snapshots else 0
-    logs = [each for each in newest if each.kind == journal_format.LOG and each.generation >= base]
-    found.headers = [*snapshots[-1:], *logs]
+    logs = [header for header in newest if header.kind == journal_format.LOG and header.generation >= base]
+    recovered.headers = [*snapshots[-1:], *logs]
     if damage:
         raise DamagedError(damage)
 
@@ -145,16 +147,16 @@ def _advance(into: Recovered, first: int, count: int) -> None:
     into.next_number += count
 
 
-def _check_complete(found: Recovered, boot_id: bytes) -> None:
+def _check_complete(recovered: Recovered, boot_id: bytes) -> None:
     """Raise `DamagedError` if valid files might not hold all that was sent."""
-    logs = [each for each in found.headers if each.kind == journal_format.LOG]
-    first, newest = found.headers[0].generation, logs[-1] if logs else None
-    if newest is None or [each.generation for each in logs] != list(range(first, first + len(logs))):
+    logs = [log for log in recovered.headers if log.kind == journal_format.LOG]
+    first, newest = recovered.headers[0].generation, logs[-1] if logs else None
+    if newest is None or [log.generation for log in logs] != list(range(first, first + len(logs))):
         raise DamagedError("a log is missing")
     if newest.state == journal_format.CONTINUED:
         raise DamagedError(f"the log after {newest.name} is missing")
     states = {journal_format.OPEN, journal_format.CLOSED, journal_format.CONTINUED}
-    if any(each.state not in states for each in logs):
+    if any(log.state not in states for log in logs):
         raise DamagedError("the disk failed to record what was sent last")
     if newest.state == journal_format.OPEN and not newest.boot == boot_id != UNKNOWN_BOOT:
         raise DamagedError("the machine was restarted, and what was sent last might not have reached the disk")

@@ -115,12 +115,12 @@ def encode_payloads(
         return [payload]
     middle = len(events) // 2
     halves = (KVEventBatch(batch.ts, part, batch.data_parallel_rank) for part in (events[:middle], events[middle:]))
-    return [each for half in halves for each in encode_payloads(half, dialect, max_payload)]
+    return [payload for half in halves for payload in encode_payloads(half, dialect, max_payload)]
 
 
 def last_heartbeat(events: list[KVEvent]) -> Heartbeat | None:
     """Return the last heartbeat of a batch, or None if it has none."""
-    return next((found for event in reversed(events) if (found := _heartbeat_of(event)) is not None), None)
+    return next((heartbeat for event in reversed(events) if (heartbeat := _heartbeat_of(event)) is not None), None)
 
 
 def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
@@ -131,7 +131,7 @@ def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
 
 def loses_events(report: BatchReport) -> bool:
     """Return whether events of a batch could not be decoded."""
-    return any(each.loses_events for each in report.rejected)
+    return any(rejection.loses_events for rejection in report.rejected)
 
 
 def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:
@@ -191,7 +191,7 @@ class IndexedStream:
 
     def attests(self, attestation: int) -> bool | None:
         """Return whether the stream is what an attestation says; None if that is unknown. See `Heartbeat.attestation`."""
-        if not any(each.source == self._name for each in self._index.workers()):
+        if not any(worker.source == self._name for worker in self._index.workers()):
             return attestation == 0
         return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - as below
 
@@ -202,7 +202,7 @@ class IndexedStream:
     @property
     def blocks(self) -> int:
         """Resident blocks, on all tiers."""
-        return sum(each.blocks for each in self._index.workers() if each.source == self._name)
+        return sum(worker.blocks for worker in self._index.workers() if worker.source == self._name)
 
 
 class OutputSequencer:
@@ -311,10 +311,10 @@ class OutputSequencer:
             batch = decode_batch(payload).batch
             remaining = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
             parts = self.encoder.encode_payloads(remaining)
-        for each in parts:
-            if len(each) <= self.encoder.max_payload:
-                self._send(ordinal, [origin], [each])
-            elif each is not payload:
+        for part in parts:
+            if len(part) <= self.encoder.max_payload:
+                self._send(ordinal, [origin], [part])
+            elif part is not payload:
                 self.skip_number()
 
     def _append_and_send(

@@ -121,6 +121,8 @@ def serve_metrics(
 def _unreached(status: RelayStatus) -> str:
     """Return which upstreams have had no connection yet, as a sentence; empty if each had one."""
     waiting = [
-        f"{each.source} rank {each.rank} at {each.endpoint}" for each in status.upstreams if each.trust == Trust.CONNECTING
+        f"{upstream.source} rank {upstream.rank} at {upstream.endpoint}"
+        for upstream in status.upstreams
+        if upstream.trust == Trust.CONNECTING
     ]
     return f"no connection yet to {', '.join(waiting)}" if waiting else ""

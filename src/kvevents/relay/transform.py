@@ -120,7 +120,7 @@ class Transform:
             at: BatchTransform(
                 settings.resolved_dialect,
                 limits,
-                {rank: each for (ordinal, rank), each in blocks.items() if ordinal == at} if self._is_shared else None,
+                {rank: own for (ordinal, rank), own in blocks.items() if ordinal == at} if self._is_shared else None,
                 _redactor(settings, received.get(at)),
                 omits_blocks=was_resumed and settings.resolved_dialect is not None,
             )
@@ -142,7 +142,7 @@ class Transform:
     def blocks(self) -> dict[BlocksKey, UpstreamBlocks]:
         """Return the blocks of each upstream and rank, if upstreams share the stream."""
         transforms = self._transforms.items()
-        return {(at, rank): blocks for at, each in transforms for rank, blocks in (each.blocks or {}).items()}
+        return {(at, rank): blocks for at, transform in transforms for rank, blocks in (transform.blocks or {}).items()}
 
     def _forward(self, ordinal: int, batch: RawBatch) -> None:
         received = self._received.get(ordinal)
@@ -152,7 +152,7 @@ class Transform:
             # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         transformed = self._transforms[ordinal](batch)
-        if not self.has_salted_prompts and any(each.has_salted_prompts for each in self._transforms.values()):
+        if not self.has_salted_prompts and any(transform.has_salted_prompts for transform in self._transforms.values()):
             # Before the batch is in the journal, so that a relay that is killed then knows.
             self.has_salted_prompts = True
             self._write_checkpoint()
@@ -174,7 +174,7 @@ class Transform:
         blocks, attestation = transform.blocks, heartbeat.attestation
         if blocks is None:
             return self._sequencer.state.attests(attestation)
-        return sum(each.digest for each in blocks.values()) & ATTESTATION_MASK == attestation
+        return sum(own.digest for own in blocks.values()) & ATTESTATION_MASK == attestation
 
 
 def _with_rank(batch: RawBatch) -> bytes:
@@ -235,8 +235,8 @@ class BatchTransform:
 
     def __call__(self, delivery: RawBatch) -> TransformedBatch:
         """Return the batch as it is to be sent."""
-        found = decode_batch(delivery.payload)
-        batch, rejected = self._expressible_rank(found.batch, list(found.rejected))
+        decoding = decode_batch(delivery.payload)
+        batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
         heartbeat = last_heartbeat(batch.events)
         events = without_heartbeats(batch.events)
         cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
@@ -256,7 +256,7 @@ class BatchTransform:
             events = self._redactor(rank, events)
         if events or (heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
-        self.omits_blocks |= any(each.loses_events for each in rejected)
+        self.omits_blocks |= any(rejection.loses_events for rejection in rejected)
         return TransformedBatch(payloads, cleared, heartbeat, tuple(rejected))
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
@@ -264,7 +264,7 @@ class BatchTransform:
         self.omits_blocks = False
         if self.blocks is None:
             return {None: clear_of_all_tiers()}
-        return {rank: events for rank, each in self.blocks.items() if (events := each.clear())}
+        return {rank: events for rank, own in self.blocks.items() if (events := own.clear())}
 
     def _own(
         self, blocks: dict[int, UpstreamBlocks], rank: int, events: list[KVEvent], rejected: list[Rejected]
@@ -427,7 +427,7 @@ class Redactor:
         # A store with neither tokens nor keys announces another copy of known blocks, and must stay without keys. A store with
         # keys comes from another relay, and gets keys again.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
-        keys = [self._key(rank, each) for each in event.block_hashes] if has_content else None
+        keys = [self._key(rank, block_hash) for block_hash in event.block_hashes] if has_content else None
         return msgspec.structs.replace(event, token_ids=[], block_keys=keys, **removed)
 
 

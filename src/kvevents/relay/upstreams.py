@@ -80,7 +80,7 @@ class Upstreams:
         """Position of each upstream among the sources, by which the journal identifies it."""
         self._forwarded = dict(forwarded or {})
         self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False, limits=limits, clock=clock, transport=transport)
-        resumed = {(each.source, each.rank): each for each in checkpoints}
+        resumed = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
         try:
             for source in sources:
                 self.subscriber.add(source, resume=resumed.get((source.label, source.rank)))
@@ -103,11 +103,11 @@ class Upstreams:
 
     def statuses(self) -> list[StreamStatus]:
         """Return the status of each upstream, by ordinal."""
-        return sorted(self.subscriber.statuses(), key=lambda each: self.ordinals[each.source, each.rank])
+        return sorted(self.subscriber.statuses(), key=lambda status: self.ordinals[status.source, status.rank])
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoint of each upstream, by ordinal. Call it when everything received has been sent."""
-        return sorted(self.subscriber.checkpoints(), key=lambda each: self.ordinals[each.source, each.rank])
+        return sorted(self.subscriber.checkpoints(), key=lambda checkpoint: self.ordinals[checkpoint.source, checkpoint.rank])
 
     def close(self) -> None:
         """Close all connections."""
@@ -239,12 +239,16 @@ class UpstreamBlocks:
 
     def clear(self, **scope: Any) -> list[KVEvent]:
         """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals that say so."""
-        chosen = [each for each in self._placements if all(getattr(each, name) == value for name, value in scope.items())]
-        return list(chain.from_iterable(self._removals(each, self._take(each)) for each in chosen))
+        chosen = [
+            placement
+            for placement in self._placements
+            if all(getattr(placement, name) == value for name, value in scope.items())
+        ]
+        return list(chain.from_iterable(self._removals(placement, self._take(placement)) for placement in chosen))
 
     def removals(self) -> list[KVEvent]:
         """Return removals of all blocks, without forgetting them."""
-        return list(chain.from_iterable(self._removals(each, copies) for each, copies in self._placements.items()))
+        return list(chain.from_iterable(self._removals(placement, copies) for placement, copies in self._placements.items()))
 
     def dump(self) -> list[Any]:
         """Return the blocks in pieces of a few megabytes that msgspec can encode, for `load`."""
@@ -252,7 +256,7 @@ class UpstreamBlocks:
         for placement, copies in self._placements.items():
             hashes, counts = list(copies), list(copies.values())
             ranges = (slice(start, start + _BLOCKS_PER_PIECE) for start in range(0, len(hashes), _BLOCKS_PER_PIECE))
-            pieces += [[list(placement), hashes[each], counts[each]] for each in ranges]
+            pieces += [[list(placement), hashes[piece], counts[piece]] for piece in ranges]
         return pieces
 
     def load(self, piece: Any) -> None:
@@ -266,7 +270,7 @@ class UpstreamBlocks:
         self._count += len(copies) - before
         if _is_attested(placement):
             term = attestation_group_term(placement.group_idx)
-            self._digest += sum((each ^ term) * count for each, count in zip(hashes, counts, strict=True))
+            self._digest += sum((block_hash ^ term) * count for block_hash, count in zip(hashes, counts, strict=True))
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
         scope = scope_of(event)
@@ -275,9 +279,11 @@ class UpstreamBlocks:
         if scope:
             return self.clear(**scope)
         # SGLang, which names its host memory so, empties that too.
-        tiers = TIERS[: 1 + any(each.medium == MEDIUM_CPU_PINNED for each in self._placements)]
-        emptied = [each for each in self._placements if tier_of(each.medium) in tiers and each.locality != "REMOTE"]
-        removals = chain.from_iterable(self._removals(each, self._take(each)) for each in emptied)
+        tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
+        emptied = [
+            placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
+        ]
+        removals = chain.from_iterable(self._removals(placement, self._take(placement)) for placement in emptied)
         return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
 
     def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
@@ -293,13 +299,17 @@ class UpstreamBlocks:
         events: list[KVEvent] = []
         if not _is_attested(placement):
             certain, known = self._certain.setdefault(placement, set()), self._placements.get(placement, ())
-            again = [each for each in dict.fromkeys(event.block_hashes) if each in known and each not in certain]
+            again = [
+                block_hash
+                for block_hash in dict.fromkeys(event.block_hashes)
+                if block_hash in known and block_hash not in certain
+            ]
             events = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
             self._certain.setdefault(placement, set()).update(event.block_hashes)
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
-        for each in event.block_hashes:
-            copies[each] += 1
+        for block_hash in event.block_hashes:
+            copies[block_hash] += 1
         self._count += len(copies) - before
         self._digest += _digest_of(placement, event.block_hashes)
         return [*events, event]
@@ -307,9 +317,9 @@ class UpstreamBlocks:
     def _apply_removal(self, event: BlockRemoved) -> list[KVEvent]:
         placement = self._placement_of(event)
         copies = self._placements.get(placement, Counter())
-        removed = [each for each in event.block_hashes if self._remove_copy(copies, each)]
+        removed = [block_hash for block_hash in event.block_hashes if self._remove_copy(copies, block_hash)]
         if placement in self._certain:
-            self._certain[placement].difference_update(each for each in removed if each not in copies)
+            self._certain[placement].difference_update(block_hash for block_hash in removed if block_hash not in copies)
         self._digest -= _digest_of(placement, removed)
         if not copies:
             self._placements.pop(placement, None)
@@ -337,7 +347,7 @@ class UpstreamBlocks:
 
     @staticmethod
     def _removals(placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
-        hashes = list(chain.from_iterable(repeat(each, count) for each, count in copies.items()))
+        hashes = list(chain.from_iterable(repeat(block_hash, count) for block_hash, count in copies.items()))
         limit = DEFAULT_WIRE_LIMITS.max_hashes
         for start in range(0, len(hashes), limit):
             yield BlockRemoved(hashes[start : start + limit], **placement._asdict())
@@ -360,7 +370,7 @@ def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
     if not _is_attested(placement):
         return 0
     term = attestation_group_term(placement.group_idx)
-    return sum(each ^ term for each in hashes)
+    return sum(block_hash ^ term for block_hash in hashes)
 
 
 _APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]]] = {

@@ -198,15 +198,15 @@ class Audit:
 
     def _compare(self, worker: Worker, expected: Expected) -> None:
         match = self.index.match(expected.usable, expected.namespace).get(*worker)
-        found = 0 if match is None else match.tokens
-        differs, counts = found != expected.cached, self.counts
+        indexed = 0 if match is None else match.tokens
+        differs, counts = indexed != expected.cached, self.counts
         if not self._exact(worker):
             counts.unproven += 1
             return
         counts.checked += 1
         counts.disagreements += differs
         if differs and len(counts.examples) < MAX_EXAMPLES:
-            counts.examples.append(Disagreement(*worker, *expected.mark, expected.tokens, expected.cached, found))
+            counts.examples.append(Disagreement(*worker, *expected.mark, expected.tokens, expected.cached, indexed))
 
 
 _encode: Final = batch_encoder()

@@ -148,23 +148,25 @@ class PrefixCache:
             blocks.append(block)
         return CachedPrefix(len(blocks) * self.size.block_size, (blocks,), loaded)
 
-    def admit(self, sequence: Sequence, found: CachedPrefix, tokens: int) -> bool:
+    def admit(self, sequence: Sequence, prefix: CachedPrefix, tokens: int) -> bool:
         """Give a sequence its cached prefix, and blocks for the next `tokens` tokens.
 
         Returns False, and changes nothing, if not all known tokens of the sequence fit.
         """
         pool = self.pool
-        wanted = max(self._count_needed(sequence.known, found, capped=True), self._count_needed(found.tokens + tokens, found))
-        if wanted + found.loaded + sum(pool.unused(table) for table in found.tables) > pool.free:
+        wanted = max(
+            self._count_needed(sequence.known, prefix, capped=True), self._count_needed(prefix.tokens + tokens, prefix)
+        )
+        if wanted + prefix.loaded + sum(pool.unused(table) for table in prefix.tables) > pool.free:
             return False
-        for table in found.tables:
+        for table in prefix.tables:
             pool.touch(table)
-        sequence.tables = found.tables
-        sequence.placed = [len(table) for table in found.tables]
-        sequence.computed = sequence.cached = found.tokens
-        sequence.boundary = found.boundary
+        sequence.tables = prefix.tables
+        sequence.placed = [len(table) for table in prefix.tables]
+        sequence.computed = sequence.cached = prefix.tokens
+        sequence.boundary = prefix.boundary
         if self._host is not None:
-            self._host.touch(sequence.hashes[: len(found.tables[0])])
+            self._host.touch(sequence.hashes[: len(prefix.tables[0])])
             self._load(sequence)
         self._extend(sequence, tokens)
         return True
@@ -205,12 +207,12 @@ class PrefixCache:
 
     # --- blocks
 
-    def _count_needed(self, tokens: int, found: CachedPrefix, *, capped: bool = False) -> int:
+    def _count_needed(self, tokens: int, prefix: CachedPrefix, *, capped: bool = False) -> int:
         """Return how many blocks `tokens` tokens need besides the found ones; `capped` by the blocks that a window can use."""
         needed = -(-tokens // self.size.block_size)
         return sum(
             max(0, (group.most(tokens) if capped else needed) - len(table))
-            for group, table in zip(self._groups, found.tables, strict=True)
+            for group, table in zip(self._groups, prefix.tables, strict=True)
         )
 
     def _extend(self, sequence: Sequence, tokens: int) -> None:

@@ -103,7 +103,10 @@ class AuditingFollower:
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
         """Audit deliveries and apply them to the index. The subscriber calls this sink."""
-        return [self.audit.apply(each, self._incarnation(each) if isinstance(each, RawBatch) else None) for each in deliveries]
+        return [
+            self.audit.apply(delivery, self._incarnation(delivery) if isinstance(delivery, RawBatch) else None)
+            for delivery in deliveries
+        ]
 
     def _incarnation(self, batch: RawBatch) -> int:
         worker = (batch.source, batch.rank)

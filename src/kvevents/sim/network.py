@@ -227,13 +227,13 @@ def _fault(text: str) -> RequestedFault:
     if kind is None:
         known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
         raise ConfigError(f"unknown fault {name!r}: expected {known}")
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%|ms|s|m|h)", amount)
-    number = float(found[1]) if found is not None and (found[2] == "%") == kind.share else -1.0
+    parsed = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%|ms|s|m|h)", amount)
+    number = float(parsed[1]) if parsed is not None and (parsed[2] == "%") == kind.share else -1.0
     if kind.share and not 0 <= number <= 100:
         raise ConfigError(f"invalid fault '{text}': expected a share from 0% to 100%, for example {name}:1%")
     if not kind.share and number <= 0:
         raise ConfigError(f"invalid fault '{text}': expected a duration above 0, for example {name}:60s")
-    return RequestedFault(name, number / 100 if found is None or kind.share else number * _UNITS[found[2]])
+    return RequestedFault(name, number / 100 if parsed is None or kind.share else number * _UNITS[parsed[2]])
 
 
 def begin_faults(fleet: FaultTarget) -> None:

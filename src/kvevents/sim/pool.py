@@ -144,14 +144,14 @@ class Pool:
     def _pop(self, count: int) -> list[int]:
         """Remove the first `count` free blocks from the queue."""
         pop, left = self._queue.popleft, self._left
-        found: list[int] = []
-        while len(found) < count:
-            places = [pop() for _ in range(count - len(found))]
+        blocks: list[int] = []
+        while len(blocks) < count:
+            places = [pop() for _ in range(count - len(blocks))]
             if left.keys().isdisjoint(places):
-                found += places
+                blocks += places
             else:
-                found += [block for block in places if not self._has_left(block)]
-        return found
+                blocks += [block for block in places if not self._has_left(block)]
+        return blocks
 
     def _has_left(self, block: int) -> bool:
         """Return whether an entry of the queue is stale, and count it as removed."""

@@ -91,8 +91,8 @@ def summary(comparison: Comparison) -> str:
     results = comparison.policies
     answered = {name: runs for name, runs in runs_by_policy(results).items() if all(run.ttft and run.finished for run in runs)}
     unanswered = "no request was answered" if any(result.requests for result in results) else "no request was sent"
-    found = _judgement_text(answered) or _best_text(answered) or unanswered
-    return "; ".join(part for part in (found, _refused_text(results), _audit_text(results)) if part)
+    sentence = _judgement_text(answered) or _best_text(answered) or unanswered
+    return "; ".join(part for part in (sentence, _refused_text(results), _audit_text(results)) if part)
 
 
 class Judgement(NamedTuple):
@@ -130,20 +130,20 @@ _FINDINGS: Final = {
 
 
 def _judgement_text(runs: Runs) -> str:
-    found = judge(runs)
-    if found is None:
+    judgement = judge(runs)
+    if judgement is None:
         return ""
-    seeds, (mean, low, high) = len(runs[found.subject]), found.ratio
+    seeds, (mean, low, high) = len(runs[judgement.subject]), judgement.ratio
     return (
-        f"{_FINDINGS[found.finding].format(found.rival)}: its TTFT p90 is {mean:.2f} times that of {found.subject} "
+        f"{_FINDINGS[judgement.finding].format(judgement.rival)}: its TTFT p90 is {mean:.2f} times that of {judgement.subject} "
         + (f"({low:.2f} to {high:.2f} in {seeds} seeds)" if seeds > 1 else "(one seed)")
-        + f", and it found {percent(mean_hit_rate(runs[found.rival]))} of prompt tokens in caches, {found.subject} "
-        f"{percent(mean_hit_rate(runs[found.subject]))}"
+        + f", and it found {percent(mean_hit_rate(runs[judgement.rival]))} of prompt tokens in caches, {judgement.subject} "
+        f"{percent(mean_hit_rate(runs[judgement.subject]))}"
     )
 
 
 def _best_text(runs: Runs) -> str:
-    p90s = {name: Interval.of([p90_of(run) for run in each]).mean for name, each in runs.items()}
+    p90s = {name: Interval.of([p90_of(run) for run in of_policy]).mean for name, of_policy in runs.items()}
     best = min(p90s, key=p90s.__getitem__, default=None)
     if best is None:
         return ""
@@ -274,7 +274,7 @@ def rows(comparison: Comparison) -> list[list[Cell]]:
 
 
 def _column(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) -> list[Cell]:
-    values = [_over_seeds(column, [column.value(run) for run in each]) for each in runs]
+    values = [_over_seeds(column, [column.value(run) for run in of_policy]) for of_policy in runs]
     texts = ["-" if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
     if column.best is None or len(set(texts)) < 2 or not known:

@@ -138,21 +138,21 @@ class Text:
 
     def tokens(self) -> array[int]:
         """Return all token ids, unsigned 32-bit integers."""
-        found = array("I")
+        tokens = array("I")
         for piece in self.pieces:
-            found += draw(*piece) if isinstance(piece, Drawn) else piece
-        return found
+            tokens += draw(*piece) if isinstance(piece, Drawn) else piece
+        return tokens
 
 
 def draw(number: int, length: int) -> array[int]:
     """Return the token ids of the piece with this number."""
     name = array("I", array("H", number.to_bytes(2 * _NAME_TOKENS, "little")))
     start = (number * _SPREAD % (1 << 64)) >> (64 - _SOURCE_BITS)
-    found = name + _token_source()[start : start + length]
-    while len(found) < length:
-        found += _token_source()[: length - len(found)]
-    del found[length:]
-    return found
+    tokens = name + _token_source()[start : start + length]
+    while len(tokens) < length:
+        tokens += _token_source()[: length - len(tokens)]
+    del tokens[length:]
+    return tokens
 
 
 @cache
@@ -186,20 +186,20 @@ def shared_prefix(requests: Iterable[Request]) -> float:
 
     The cache contains all earlier prompts and answers, whichever worker served them.
     """
-    seen: set[tuple[object, ...]] = set()
+    paths: set[tuple[object, ...]] = set()
     held = total = 0
     for request in requests:
         path: tuple[object, ...] = (request.lora, request.salt)
         known = True
         for piece in request.prompt.pieces:
             path = _extend(path, piece)
-            known = known and path in seen
-            seen.add(path)
+            known = known and path in paths
+            paths.add(path)
             held += _tokens_of(piece) if known else 0
         total += len(request.prompt)
         for piece in request.output.pieces:
             path = _extend(path, piece)
-            seen.add(path)
+            paths.add(path)
     return held / total if total else 0.0
 
 

@@ -93,9 +93,9 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def wire(self) -> Dialect:
         """The dialect. Raises `UnknownDialectError`."""
-        found = resolve_dialect(self.dialect)
-        assert found is not None  # noqa: S101 - None only for None
-        return found
+        dialect = resolve_dialect(self.dialect)
+        assert dialect is not None  # noqa: S101 - None only for None
+        return dialect
 
     @property
     def costs(self) -> CostModel:
@@ -161,8 +161,8 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
         """Return the requests, which are the same at each call. Raises `ConfigError`; iterating raises `WorkloadError`."""
         limit = self.requests or (sys.maxsize if self.workload == "trace" else DEFAULT_REQUESTS)
         file = {} if self.trace is None else {"path": self.trace}
-        found = workload(self.workload, requests=limit, seed=self.seed, rate=self.rate, **file)
-        return found if self.trace_speed is None else rescaled(found, self.trace_speed)
+        requests = workload(self.workload, requests=limit, seed=self.seed, rate=self.rate, **file)
+        return requests if self.trace_speed is None else rescaled(requests, self.trace_speed)
 
     def count(self) -> int:
         """Return the number of requests, which reads and checks a trace. Raises `ConfigError` and `WorkloadError`."""

@@ -280,24 +280,24 @@ class SimulatedEngine:
             if not self.cache.could_hold(len(sequence.tokens) - 1):  # the last token of an answer is never computed
                 self._step.refused.append(self._waiting.popleft())
                 continue
-            found = self.cache.find(sequence)
-            chunk = min(sequence.known - found.tokens, work.left)
+            prefix = self.cache.find(sequence)
+            chunk = min(sequence.known - prefix.tokens, work.left)
             position = self.cache.pending
-            if not self.cache.admit(sequence, found, chunk):
-                self._note_stuck(sequence, found)
+            if not self.cache.admit(sequence, prefix, chunk):
+                self._note_stuck(sequence, prefix)
                 return
             self._waiting.popleft()
             self._admissions += 1
             job.order = self._admissions
             self._prefilling.append(job)
-            self._step.lookups.append(Lookup(job, sequence.known, found.tokens, position, job.cached is None))
+            self._step.lookups.append(Lookup(job, sequence.known, prefix.tokens, position, job.cached is None))
             if job.cached is None:
-                job.cached = found.tokens
-            work.loaded += found.loaded
+                job.cached = prefix.tokens
+            work.loaded += prefix.loaded
             self._chunk(job, chunk, work)
 
-    def _note_stuck(self, sequence: Sequence, found: CachedPrefix) -> None:
-        missed = sequence.hashes[len(found.tables[-1]) :][:1]
+    def _note_stuck(self, sequence: Sequence, prefix: CachedPrefix) -> None:
+        missed = sequence.hashes[len(prefix.tables[-1]) :][:1]
         # With a sliding window the result of the lookup depends on more blocks than the one remembered hash.
         self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
 
