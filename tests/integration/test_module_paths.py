@@ -116,6 +116,7 @@ def test_a_batch_passes_few_modules_between_a_socket_and_an_application(
         "subscriber/front_end.py",
         "subscriber/multiplexer.py",
         "subscriber/zmq_transport.py",
+        "subscriber/socket_owner.py",
         "stream/stream.py",
         "stream/deliverer.py",
         "stream/deliveries.py",

@@ -304,6 +304,19 @@ def test_the_program_accepts_the_commands_of_documents(path: Path, capsys: pytes
         assert code == 0, (words, capsys.readouterr().err)
 
 
+WRITTEN_BY_PROGRAMS = {DOCS / "figures.md", DOCS / "developers" / "chaos.md", DOCS / "developers" / "plane-chaos.md"}
+"""Documents whose lines are as long as the programs write them."""
+
+
+@every_document
+def test_lines_of_documents_are_at_most_120_columns_wide(path: Path) -> None:
+    """Tables are wider. Crates have the width of Rust."""
+    code = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+    lines = [line for line in code.sub("", path.read_text(encoding="utf-8")).splitlines() if not line.startswith("|")]
+    most = 140 if "native" in path.parts else 120
+    assert path in WRITTEN_BY_PROGRAMS or [line for line in lines if len(line) > most] == []
+
+
 WIDE_OUTPUT = {DOCS / "reference" / "cli.md", DOCS / "guides" / "export.md"}
 """Documents that show tables as programs print them."""
 
