@@ -122,7 +122,8 @@ def test_garbage_collection_is_off_while_rows_are_written(tmp_path: Path, monkey
     [
         ([], "expected recordings, followed by the directory for the tables"),
         (["out"], "expected recordings, followed by the directory for the tables"),
-        (["--query", "what", "out"], "invalid query 'what': expected one of block-lifetime"),
+        (["--query", "what", "out"], "unknown query 'what'; expected block-lifetime, "),
+        (["--query", "hit-detph", "out"], "unknown query 'hit-detph'; did you mean 'hit-depth'? expected block-lifetime, "),
         (["--query", "hit-depth"], "expected one directory with tables: kvevents export --query hit-depth out"),
         (["--query", "hit-depth", "nowhere"], "nowhere does not contain an export: workers.parquet"),
         (["missing.jsonl", "out"], "cannot read missing.jsonl"),

@@ -115,6 +115,19 @@ def test_an_interrupt_during_imports_causes_no_traceback() -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(("words", "code"), [(["export", "--list-queries"], 0), (["play", "none.jsonl"], 2)])
+def test_a_signal_at_the_end_keeps_the_exit_code(words: list[str], code: int) -> None:
+    """It arrives after the work, while the interpreter ends."""
+    launch = (
+        "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT);"
+        "from kvevents.cli import run_program; sys.exit(run_program())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launch, *words], capture_output=True, timeout=SECONDS, env=environment(), check=False
+    )
+    assert done.returncode == code
+
+
 def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
     """A process that ignores SIGINT, as under `nohup`, continues to ignore it."""
     launch = (

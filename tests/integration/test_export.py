@@ -363,7 +363,7 @@ def test_a_folder_with_special_characters_can_be_queried(tmp_path: Path) -> None
 
 def test_invalid_queries_and_folders_raise_an_error(tmp_path: Path) -> None:
     folder = export_one_worker(tmp_path, [stored([1], [1])])
-    with pytest.raises(ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, hit-depth, or a file"):
+    with pytest.raises(ConfigError, match=r"unknown query 'hits'; .*expected block-lifetime, .*, hit-depth, or a file"):
         find_query("hits")
     with pytest.raises(ConfigError, match=r"cannot read .*none.sql: No such file"):
         find_query(str(tmp_path / "none.sql"))

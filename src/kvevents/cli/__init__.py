@@ -1,6 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command `kvevents`."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,4 +28,9 @@ def run_program() -> int:
     from kvevents.zeromq.sockets import raise_descriptor_limit  # noqa: PLC0415 - as above
 
     raise_descriptor_limit()
-    return main(sys.argv[1:])
+    code = main(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # The work is done, and the interpreter takes a while to end.
+            signal.signal(number, lambda *_: os._exit(code))
+    return code

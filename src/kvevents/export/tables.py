@@ -17,7 +17,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from kvevents.errors import ConfigError, RecordingError
 from kvevents.recording.files import StrPath
-from kvevents.settings import Positive, Settings
+from kvevents.settings import Positive, Settings, suggestion
 
 _FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
@@ -61,10 +61,11 @@ def find_query(name: str) -> Query:
     """Return a built-in query, or read the file `name` if it ends in `.sql`. Raises `ConfigError`."""
     if name.endswith(_SUFFIX):
         return Query(name, _read_sql(Path(name)))
-    query = queries().get(name)
-    if query is None:
-        raise ConfigError(f"invalid query {name!r}: expected one of {', '.join(queries())}, or a file that ends in {_SUFFIX}")
-    return query
+    known = queries()
+    if name not in known:
+        names = ", ".join(known)
+        raise ConfigError(f"unknown query {name!r}{suggestion(name, known)} expected {names}, or a file that ends in {_SUFFIX}")
+    return known[name]
 
 
 def run_query(folder: StrPath, query: Query) -> QueryResult:
