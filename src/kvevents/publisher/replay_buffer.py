@@ -30,7 +30,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, islice, takewhile
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -50,8 +50,6 @@ from kvevents.wire import decode_batch
 
 logger = logging.getLogger(__name__)
 
-CHUNK: Final = 64
-"""Number of batches in a chunk of a `ChunkedDeque`. A burst stays together, so that work per chunk costs each batch little."""
 _MAX_REASON: Final = 200
 """Maximum number of characters of an `unavailable_reason`."""
 _DEFAULTS: Final = ReplayBufferSettings()
@@ -60,46 +58,21 @@ _seq_of = itemgetter(0)
 _payload_of = itemgetter(1)
 
 
-class ChunkedDeque:
-    """Batches with rising numbers, oldest first, stored in chunks."""
+class BatchDeque(deque[SequencedPayload]):
+    """Batches with rising numbers, oldest first, and their size."""
 
-    def __init__(self) -> None:
-        self._chunks: deque[list[SequencedPayload]] = deque()
-        self._sizes: deque[int] = deque()
-        """Payload bytes of each chunk."""
-        self._count = 0
-        self.bytes = 0
-        """Payload bytes of all batches."""
+    bytes = 0
+    """Payload bytes of all batches."""
 
-    def extend(self, batches: Sequence[SequencedPayload]) -> None:
+    def add(self, batches: Sequence[SequencedPayload]) -> None:
         """Append batches with higher numbers."""
-        if not batches:
-            return
-        size = _bytes_of(batches)
-        if self._chunks and len(self._chunks[-1]) + len(batches) <= CHUNK:
-            self._chunks[-1] += batches
-            self._sizes[-1] += size
-        else:
-            self._chunks.append(list(batches))
-            self._sizes.append(size)
-        self._count += len(batches)
-        self.bytes += size
+        self.extend(batches)
+        self.bytes += _bytes_of(batches)
 
     def popleft_many(self, count: int) -> list[SequencedPayload]:
         """Remove and return the `count` oldest batches; there must be that many."""
-        batches, size = self._chunks.popleft(), self._sizes.popleft()
-        while len(batches) < count:
-            batches += self._chunks.popleft()
-            size += self._sizes.popleft()
-        if len(batches) > count:
-            remainder = batches[count:]
-            del batches[count:]
-            rest_size = _bytes_of(remainder)
-            self._chunks.appendleft(remainder)
-            self._sizes.appendleft(rest_size)
-            size -= rest_size
-        self._count -= count
-        self.bytes -= size
+        batches = [self.popleft() for _ in range(count)]
+        self.bytes -= _bytes_of(batches)
         return batches
 
     def count_within(self, size: int) -> int:
@@ -109,20 +82,9 @@ class ChunkedDeque:
 
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the batches numbered `start` or higher."""
-        chunks = list(takewhile(lambda chunk: chunk[-1][0] >= start, reversed(self._chunks)))
-        batches = list(chain.from_iterable(reversed(chunks)))
-        return batches[bisect_left(batches, start, key=_seq_of) :]
-
-    @property
-    def newest(self) -> int:
-        """Number of the last batch. Must not be empty."""
-        return self._chunks[-1][-1][0]
-
-    def __iter__(self) -> Iterator[SequencedPayload]:
-        return chain.from_iterable(self._chunks)
-
-    def __len__(self) -> int:
-        return self._count
+        max_count = max(0, self[-1][0] - start + 1) if self else 0  # some numbers have no batch
+        newest = [*islice(reversed(self), max_count)][::-1]
+        return newest[bisect_left(newest, start, key=_seq_of) :]
 
 
 def _bytes_of(batches: Sequence[SequencedPayload]) -> int:
@@ -184,7 +146,7 @@ class ReplayBuffer:
         self._steps = steps
         self._settings = settings
         self._tolerance = 0 if compactor is None else min(settings.group_size - 1, steps // settings.min_groups)
-        self._batches = ChunkedDeque()
+        self._batches = BatchDeque()
         self._make_locks()
         self._compactor = compactor
         self._history_stats = None if compactor is None else HistoryStats()
@@ -204,7 +166,7 @@ class ReplayBuffer:
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
         """Add batches and evict the oldest. Call this before sending them live, so that every batch seen can be requested."""
         with self._buffer_lock:
-            self._batches.extend(batches)
+            self._batches.add(batches)
             excess = self._count_excess(self._tolerance)
         if excess and (not self._has_thread or excess > self._settings.max_backlog):
             with self._history_lock:
@@ -271,7 +233,7 @@ class ReplayBuffer:
             excess = self._count_excess(0 if exactly else self._tolerance)
             if excess and max_bytes is not None:
                 excess = min(excess, self._batches.count_within(max_bytes))
-            batches = self._batches.popleft_many(excess) if excess else []
+            batches = self._batches.popleft_many(excess)
         if batches and self._compactor is not None:
             with self._disabling_compaction_on_error():
                 self._compact(self._compactor, batches)
@@ -324,8 +286,8 @@ class ReplayBuffer:
             with self._history_lock:
                 self._evict(exactly=True)
                 with self._buffer_lock:
-                    batches = self._batches.batches_from(start) if self._batches else []
-                    newest = self._batches.newest if self._batches else self._last_evicted[0]
+                    batches = self._batches.batches_from(start)
+                    newest = self._batches[-1][0] if self._batches else self._last_evicted[0]
                 is_older = start <= self._last_evicted[0]
                 source = self._snapshot_input() if is_older and start <= newest else None
             prefix = [] if source is None else self._prefix_for(start, source)
@@ -458,7 +420,7 @@ class ReplayBuffer:
     def discard(self) -> None:
         """Drop all buffered batches and stop compacting; for a sender that could not add a batch."""
         with self._history_lock, self._buffer_lock:
-            self._batches = ChunkedDeque()
+            self._batches = BatchDeque()
             if self._compactor is not None:
                 self._compactor = self._snapshot = None
                 self._history_stats = HistoryStats(batches=self._last_evicted[0] + 1, unavailable_reason="batches")
