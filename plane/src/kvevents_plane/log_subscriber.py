@@ -226,7 +226,7 @@ class LogSubscriber:
             self._partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
-        """Note that what was read of a partition may be wrong: its streams are STALE until it is added again.
+        """Record that what was read of a partition may be wrong: its streams are STALE until it is added again.
 
         Messages that were not applied yet are ignored.
         """

@@ -388,7 +388,7 @@ class PartitionReader:
         return None
 
     def _note_end(self) -> None:
-        """Note that the consumer has sent everything: if the partition had later pages before it was created, it is short."""
+        """Record that the consumer has sent everything: if the partition had later pages before it was created, it is short."""
         if self.info is not None and self.position < self.info.last:
             self._is_short = True
             self._interrupted.set()
@@ -424,7 +424,7 @@ class PartitionReader:
                 raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
 
     async def _compare(self, last: int) -> int:
-        """Request a check if the consumer has not sent the pages up to `last`, or other pages; return the last position now."""
+        """Request a check unless the consumer has sent the partition's pages up to `last`; return the last position now."""
         info = await self._fetch_info()
         if self.position < last or not await self._has_page_of(self.tail, info):
             log.warning(

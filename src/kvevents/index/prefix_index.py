@@ -355,7 +355,7 @@ class PrefixIndex(_native.NativeIndex):
         self._set_drafts(source, None if groups is None else list(groups))
 
     def replace_lora(self, source: str, lora: str) -> None:
-        """Note that an engine lists another path for a LoRA name.
+        """Record that an engine lists another path for a LoRA name.
 
         Unless its events have shown that since the last call, no block that the ranks of `source` hold of this name is certain
         any more. Blocks that are stored later are certain.

@@ -139,7 +139,7 @@ class PollPlanner:
         self._deviation = 0.0
 
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
-        """Note that batches were found at `now` (monotonic seconds).
+        """Record that batches were found at `now` (monotonic seconds).
 
         `at_first_poll` says that the first poll found them.
         """

@@ -117,7 +117,7 @@ class Compactor:
         return None if self.unavailable_reason else self._native.payloads(limit, ts)
 
     def mark_gap(self) -> None:
-        """Note that a batch at this position was never sent; `partial` is True until the stream is cleared."""
+        """Record that a batch at this position was never sent; `partial` is True until the stream is cleared."""
         self._native.mark_partial()
 
     def invalidate(self, reason: InvalidReason) -> None:

@@ -99,7 +99,7 @@ class RequestHandler(Protocol):
         ...
 
     def on_changed(self, stream: int) -> None:
-        """Note that a response in pieces has room for one more, or that its client has left."""
+        """Record that a response in pieces has room for one more, or that its client has left."""
         ...
 
 

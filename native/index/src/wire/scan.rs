@@ -209,8 +209,8 @@ impl Event {
     }
 }
 
-/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. A hash can be one byte on the wire and is
-/// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
+/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. Hashes and tokens take at least one byte on
+/// the wire, and eight and four here; an event takes at least 18 bytes there. Vectors double as they grow.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
 /// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.

@@ -237,7 +237,7 @@ class RegistrationTarget(Protocol):
         ...
 
     def replace_adapter(self, source: str, lora: str, /) -> None:
-        """Note that an engine has loaded a LoRA name from another path."""
+        """Record that an engine has loaded a LoRA name from another path."""
         ...
 
 

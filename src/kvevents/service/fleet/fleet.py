@@ -315,7 +315,7 @@ class Fleet(Listener):
         return faults
 
     def replace_adapter(self, source: str, lora: str) -> None:
-        """Note that an engine has loaded a LoRA name from another path."""
+        """Record that an engine has loaded a LoRA name from another path."""
         self.index.replace_lora(source, lora)
 
     # --- answers

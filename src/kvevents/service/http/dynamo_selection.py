@@ -438,13 +438,13 @@ def _unknown_worker(number: int, rank: int, scope: Scope) -> NotFoundError:
 
 
 def prefill_complete(service: Service, request: HttpRequest) -> Response:
-    """Note that a request has its first token."""
+    """Record that a request has its first token."""
     reservations.ask(service, "POST", request.item, ReservationUpdate(first_token=True))
     return answer(messages.Done(), request)
 
 
 def output_block(service: Service, request: HttpRequest) -> Response:
-    """Note that a request has one more block of output."""
+    """Record that a request has one more block of output."""
     OUTPUT_BLOCK.read(request, service.settings.limits)
     service.metrics.record_ignored_fields(request)
     with service.selections.booking:  # so that two requests add two blocks
