@@ -55,13 +55,17 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
     layout = dialect or DEFAULT_DIALECT
     # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
-    converters = _Converters(layout)
+    converters: dict[Any, _Converter] = {}
 
     def encode(batch: Any) -> bytes:
         try:
             events: list[Any] = []
             for event in batch.events:  # a comprehension is one more call in Python 3.11
-                events.append(converters[event.__class__](event))  # noqa: PERF401
+                try:
+                    convert = converters[event.__class__]
+                except KeyError:
+                    convert = converters[event.__class__] = _converter(event.__class__, layout)
+                events.append(convert(event))
             wire_batch = batch
             if not is_common:
                 wire_batch = _rare_batch(batch, events, layout)
@@ -82,18 +86,6 @@ def _rare_batch(batch: Any, events: list[Any], dialect: Dialect) -> Any:
         return [batch.ts, events]
     rank = batch_rank(batch)
     return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
-
-
-class _Converters(dict[Any, _Converter]):
-    """The converters of events to one dialect, by the type of the event. Each is made when the type is met first."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        super().__init__()
-        self._dialect = dialect
-
-    def __missing__(self, kind: Any) -> _Converter:
-        self[kind] = converter = _converter(kind, self._dialect)
-        return converter
 
 
 def batch_rank(batch: EventBatch) -> int | None:
