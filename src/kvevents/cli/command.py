@@ -164,6 +164,15 @@ class CommandParser(ArgumentParser):
         words = [self.prog, "[OPTIONS]", *(str(each.metavar or each.dest) for each in self._get_positional_actions())]
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        """Return the value of an argument; its own error, where argparse has the same text for every ValueError."""
+        try:
+            return super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            if isinstance(error.__context__, UsageError):
+                raise ArgumentError(action, str(error.__context__)) from error
+            raise
+
     def _check_value(self, action: Action, value: Any) -> None:
         """Reject a value that is not among the choices, with a suggestion."""
         choices = [str(each) for each in action.choices or ()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from kvevents.conform.scenario import (
 )
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict, make_run, to_json, to_junit
-from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.errors import ConfigError
 from kvevents.wire import Dialect, resolve_dialect
 
 DESCRIPTION: Final = (
@@ -194,12 +194,9 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
 
 
 def _dialect(text: str) -> Dialect:
-    try:
-        found = resolve_dialect(text)
-    except (UnknownDialectError, ConfigError) as error:
-        raise ArgumentTypeError(str(error)) from error
+    found = resolve_dialect(text)
     if found is None:
-        raise ArgumentTypeError("expected a release, such as sglang-0.5.9")
+        raise ConfigError("expected a release, such as sglang-0.5.9")
     return found
 
 

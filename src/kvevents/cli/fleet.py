@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +27,7 @@ from kvevents.client.schemas import (
     SourcesAnswer,
     UnregisterRequest,
 )
-from kvevents.errors import ExternalError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.settings import suggestion
 from kvevents.text_format import duration
 
@@ -61,7 +61,7 @@ class FleetCommand(NamedTuple):
 def _label(text: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not key or not separator:
-        raise ArgumentTypeError(f"invalid label {text!r}: expected KEY=VALUE")
+        raise ConfigError(f"invalid label {text!r}: expected KEY=VALUE")
     return key, value
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,12 +71,12 @@ def check_directory(file: Path) -> None:
 
 
 def _reject_token(_text: str) -> NoReturn:
-    raise ArgumentTypeError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
+    raise ConfigError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
 
 
 def _ranks(text: str) -> int:
     if positive_int(text) > MAX_RANKS:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
+        raise ConfigError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
     return positive_int(text)
 
 
@@ -91,17 +91,14 @@ def engine(text: str) -> Source:
     if not colon:
         name, rank = head, "0"
     if (separator and not name) or not rank.isdecimal():
-        raise ArgumentTypeError(
+        raise ConfigError(
             f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,tcp://HOST:REPLAY_PORT"
         )
     name = name or first.removeprefix("tcp://")
     live = endpoint(first)
     if replay.isdecimal():  # at the same host
         replay = f"{live.rpartition(':')[0]}:{replay}"
-    try:
-        return Source(live, endpoint(replay) if replay else None, name=name, rank=int(rank))
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from None
+    return Source(live, endpoint(replay) if replay else None, name=name, rank=int(rank))
 
 
 def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
@@ -351,10 +348,7 @@ def make_client(args: Namespace) -> Client:
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)
     token_file, ca = (None, None) if context is None else (_path(context.token_file), _path(context.tls_ca))
-    try:
-        args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
-    except ArgumentTypeError as error:
-        raise ConfigError(str(error)) from error
+    args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
     token = _token(args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else token_file))
     return Client(args.service, token=token, ca_file=args.tls_ca or ca, deadline=args.timeout, retries=0)
 

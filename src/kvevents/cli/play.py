@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvevents.cli.console import Console, Span, table
 from kvevents.cli.options import add_publisher, linger, wait_for_subscriber
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
-from kvevents.cli.values import positive_int, rate
+from kvevents.cli.values import number, positive_int
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
@@ -136,12 +136,7 @@ def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, c
 
 
 def _speed(text: str) -> float | str:
-    if text == "max":
-        return text
-    try:
-        return rate(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"invalid speed {text!r}: expected max, or a factor above 0 such as 1.0") from error
+    return text if text == "max" else number(text, expected="max, or a factor above 0, such as 1.0")
 
 
 def add_arguments(parser: ArgumentParser) -> None:

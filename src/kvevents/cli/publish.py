@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
@@ -17,7 +17,7 @@ from kvevents.cli.delivery_output import BATCH_KEYS
 from kvevents.cli.options import add_curve, add_publisher, linger, read_curve, wait_for_subscriber
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_int, rate
-from kvevents.errors import EncodeError, UnknownDialectError, UsageError
+from kvevents.errors import EncodeError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.text_format import plural
@@ -163,13 +163,6 @@ def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: C
     return report.complete and not report.dropped
 
 
-def _dialect(text: str) -> Dialect | None:
-    try:
-        return resolve_dialect(text)
-    except UnknownDialectError as error:
-        raise ArgumentTypeError(str(error)) from error
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument(
@@ -180,7 +173,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--topic", default="", help="topic of the batches (default: empty)")
     parser.add_argument(
         "--dialect",
-        type=_dialect,
+        type=resolve_dialect,
         metavar="NAME",
         help="engine release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -50,7 +50,7 @@ _TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Anno
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Return the token ids of a JSON array, or of numbers separated by spaces or commas. Raises `ArgumentTypeError`."""
+    """Return the token ids of a JSON array, or of numbers separated by spaces or commas. Raises `ConfigError`."""
     stripped = text.strip()
     array = stripped if stripped.startswith("[") else f"[{','.join(stripped.replace(',', ' ').split())}]"
     try:
@@ -58,7 +58,7 @@ def parse_tokens(text: str) -> list[int]:
     except (msgspec.MsgspecError, UnicodeError) as error:
         shown = stripped if len(stripped) <= 40 else f"{stripped[:40]}..."
         detail = f": {error}" if array is stripped else ""
-        raise ArgumentTypeError(f"invalid token ids {shown!r}: expected numbers from 0 to 2**32 - 1{detail}") from error
+        raise ConfigError(f"invalid token ids {shown!r}: expected numbers from 0 to 2**32 - 1{detail}") from error
 
 
 def _tokens_or_stdin(text: str) -> list[int] | str:
@@ -126,7 +126,7 @@ def _read_tokens(file: Path) -> list[int]:
 def _parse_tokens_of(text: str, origin: str) -> list[int]:
     try:
         return parse_tokens(text)
-    except ArgumentTypeError as error:
+    except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +17,6 @@ from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
-from kvevents.errors import ConfigError
 from kvevents.prometheus import require as require_prometheus
 from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings
@@ -69,10 +68,7 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     def relay(self) -> RelaySettings:
         """Return the settings of the relay. Raises `ConfigError`."""
         curve = make_curve(self.upstream_curve_key, self.upstream_curve_server_key)
-        try:
-            engines = [replace(engine(each), topic=self.topic_prefix, curve=curve) for each in self.upstreams]
-        except ArgumentTypeError as error:
-            raise ConfigError(f"upstreams: {error}") from error
+        engines = [replace(engine(each), topic=self.topic_prefix, curve=curve) for each in self.upstreams]
         options = {name: getattr(self, name) for name in RelayOptions.__struct_fields__}
         return RelaySettings(upstreams=tuple(source for each in engines for source in each.ranks(self.ranks)), **options)
 

@@ -21,7 +21,7 @@ import inspect
 import os
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -85,7 +85,7 @@ class Setting:
         self._text: Final = text
 
     def read(self, text: str) -> Any:
-        """Return the value of a text, or one item of a list. Raises `ArgumentTypeError`."""
+        """Return the value of a text, or one item of a list. Raises `ConfigError`."""
         if self._unit is Unit.SECONDS and self._range.is_open:
             return positive_seconds(text)
         if self._unit in _READERS:
@@ -96,7 +96,7 @@ class Setting:
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ArgumentTypeError(f"invalid value {text!r}: {error}") from error
+            raise ConfigError(f"invalid value {text!r}: {error}") from error
 
     def read_variable(self, text: str) -> Any:
         """Return the value of an environment variable. Raises `ConfigError`."""
@@ -104,7 +104,7 @@ class Setting:
             if self.is_tables or (self.is_list and text.lstrip().startswith("[")):
                 return parse_toml(f"value = {text}")["value"]
             return [self.read(each.strip()) for each in text.split(",")] if self.is_list else self.read(text)
-        except (ArgumentTypeError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{self.variable}: {error}") from error
 
     def add_to(self, group: ArgumentParser | Group, *, shown: bool = True) -> argparse.Action:
@@ -133,7 +133,7 @@ class Setting:
 
     def _argument(self, text: str) -> Any:
         if self._unit is Unit.SECRET:
-            raise ArgumentTypeError(
+            raise ConfigError(
                 f"all users of this machine can read arguments; set {self.variable}, or write it in the file of --config"
             )
         return self.read(text)
@@ -380,7 +380,7 @@ SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
 def worker_source(text: str) -> dict[str, Any]:
     """Return the registration that `INSTANCE[:RANK]=ENDPOINT[,REPLAY_ENDPOINT]` describes."""
     if "=" not in text:
-        raise ArgumentTypeError(f"invalid worker {text!r}: expected NAME=tcp://HOST:PORT")
+        raise ConfigError(f"invalid worker {text!r}: expected NAME=tcp://HOST:PORT")
     source = engine(text)
     found = {"instance": source.name, "rank": source.rank, "endpoint": source.endpoint}
     return found if source.replay_endpoint in {None, source.endpoint} else {**found, "replay_endpoint": source.replay_endpoint}
@@ -392,7 +392,7 @@ def dns_source(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {"target": target}
     if comma:
         if not replay.isascii() or not replay.isdecimal() or not 0 < int(replay) <= MAX_PORT:
-            raise ArgumentTypeError(f"invalid port {replay!r} in {text!r}: expected HOST:PORT,REPLAY_PORT")
+            raise ConfigError(f"invalid port {replay!r} in {text!r}: expected HOST:PORT,REPLAY_PORT")
         found["replay_endpoint"] = f"tcp://*:{int(replay)}"
     return found
 

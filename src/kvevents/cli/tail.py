@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Final
 
 import msgspec
@@ -20,6 +20,7 @@ from kvevents.cli.delivery_output import (
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
+from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery
 
@@ -71,7 +72,7 @@ def _event_types(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in EVENT_TYPES]
     if unknown:
-        raise ArgumentTypeError(f"invalid event type {unknown[0]!r}: expected {', '.join(EVENT_TYPES)}")
+        raise ConfigError(f"invalid event type {unknown[0]!r}: expected {', '.join(EVENT_TYPES)}")
     return names
 
 

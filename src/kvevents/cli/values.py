@@ -1,10 +1,9 @@
-"""Readers of the values of options. Each returns the value of a text, or raises `ArgumentTypeError`."""
+"""Readers of the values of options. Each returns the value of a text, or raises `ConfigError`."""
 
 from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +25,8 @@ def endpoint(text: str) -> str:
         text = f"tcp://{text}"
     transport, separator, address = tcp_of(text).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
-        raise ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
-    try:
-        validate_source(text)
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from None
+        raise ConfigError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+    validate_source(text)
     return text
 
 
@@ -40,8 +36,8 @@ def endpoint_or_url(text: str) -> str:
         return engine_url(text)
     try:
         return endpoint(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}, or the engine's URL http://HOST:PORT") from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or the engine's URL http://HOST:PORT") from None
 
 
 def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
@@ -51,7 +47,7 @@ def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
     except ValueError:
         value = -1.0
     if not minimum <= value < math.inf:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+        raise ConfigError(f"invalid value {text!r}: expected {expected}")
     return value
 
 
@@ -65,28 +61,28 @@ def size(text: str) -> int:
     """Return a number of bytes, which can have a unit: `8GiB`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
-        raise ArgumentTypeError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
+        raise ConfigError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def port(text: str) -> int:
     """Return a TCP port. 0 means any free port."""
     if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
-        raise ArgumentTypeError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
+        raise ConfigError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
     return int(text)
 
 
 def positive_int(text: str) -> int:
     """Return a whole number above 0."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number above 0")
+        raise ConfigError(f"invalid value {text!r}: expected a whole number above 0")
     return int(text)
 
 
 def whole_number(text: str) -> int:
     """Return a whole number of 0 or more."""
     if not text.isascii() or not text.isdecimal():
-        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number, 0 or more")
+        raise ConfigError(f"invalid value {text!r}: expected a whole number, 0 or more")
     return int(text)
 
 
@@ -102,7 +98,7 @@ def engine_url(text: str) -> str:
 
 def _url(text: str, owner: str) -> str:
     url = text if "://" in text else f"http://{text}"
-    invalid = ArgumentTypeError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
+    invalid = ConfigError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
     try:
         parts = urlsplit(url)
         has_address = parts.hostname and parts.port != 0 and parts.username is None
