@@ -40,7 +40,7 @@ def store_until_found(service: Service, made: Engine, instance: str, tokens: lis
 def test_engines_that_connect_are_found_by_their_topics() -> None:
     """Each has its own blocks, numbers and trust. One that restarts loses its own blocks only."""
     endpoint = f"tcp://127.0.0.1:{reserve_port()}"
-    with serving("--bind", endpoint) as service, pod(endpoint, "kv@b@m") as other:
+    with serving("--listen", endpoint) as service, pod(endpoint, "kv@b@m") as other:
         assert service.sources() == {}
         with pod(endpoint, "kv@a@m") as made:
             store_until_found(service, made, "a", prompt(1))
@@ -78,7 +78,7 @@ def test_an_engine_that_stays_away_is_removed_and_found_again(tmp_path: Path) ->
 def test_a_topic_that_cannot_be_followed_is_a_fault(tmp_path: Path) -> None:
     """A registered engine has its name, or the topic has no model. The first heals when the name becomes free."""
     endpoint = f"tcp://127.0.0.1:{reserve_port()}"
-    with refuse_connections() as nowhere, serving("--bind", endpoint) as service:
+    with refuse_connections() as nowhere, serving("--listen", endpoint) as service:
         assert service.register("a", nowhere).status == 201
         with pod(endpoint, "kv@a@m") as made, pod(endpoint, "kv@odd") as odd:
 
@@ -106,6 +106,6 @@ def test_a_topic_that_cannot_be_followed_is_a_fault(tmp_path: Path) -> None:
 def test_an_endpoint_that_is_in_use_ends_the_service_with_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        result = run("serve", "--port", "0", "--bind", endpoint)
+        result = run("serve", "--port", "0", "--listen", endpoint)
     assert result.code == 1
     assert f"cannot bind {endpoint}: Address already in use" in result.err

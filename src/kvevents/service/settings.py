@@ -150,7 +150,7 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class TopicSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines that connect to the service, as in llm-d. Each is found by its topic: `kv@INSTANCE@MODEL`."""
 
-    endpoint: Annotated[Endpoint, "--bind"]
+    endpoint: Annotated[Endpoint, "--listen"]
     """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
     topic: str = "kv@"
     """Prefix of the topics to receive."""
