@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import paths
-from cli_cases import SECONDS, ProcessResult, Program
+from cli_cases import ProcessResult, Program
 from service_cases import Client, wait_for
 
+COMMAND_SECONDS = 480.0
+"""Longest time of a command that ends by itself. Some take six seconds of CPU, which are minutes on a very busy machine."""
 SHELLS = ("sh", "console", "")
 """Languages of blocks with commands. In the last two a command begins with `$ `, and other lines are its output."""
 UNTIL_STOPPED = {
@@ -137,7 +139,7 @@ class CommandRunner:
             with chdir(self._folder), Program(*words[1:], KVEVENTS_SERVICE=service) as program:
                 assert program.process.stdin
                 program.process.stdin.close()
-                return program.end(3 * SECONDS)
+                return program.end(COMMAND_SECONDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = text.replace("curl -s ", "curl -sS --fail-with-body ")
         done = subprocess.run(
@@ -147,7 +149,7 @@ class CommandRunner:
             capture_output=True,
             text=True,
             check=False,
-            timeout=3 * SECONDS,
+            timeout=COMMAND_SECONDS,
         )
         return ProcessResult(done.returncode, done.stdout, done.stderr)
 
