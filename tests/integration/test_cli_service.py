@@ -47,8 +47,8 @@ from kvevents.client import Client, ServiceRequestError
 from kvevents.client.names import worker_name
 from kvevents.client.polling import SOURCE_ORDERS, PolledSource, PollResult, sort_sources
 from kvevents.client.schemas import HealthAnswer, LoadView, Problem
+from kvevents.diagnosis.text_format import duration, first_names, percentage, size
 from kvevents.events import KVEventBatch
-from kvevents.text_format import duration, first_names, percentage, size
 
 # --- a service and its engines
 

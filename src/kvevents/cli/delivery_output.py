@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, TypeAlias
 from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
 from kvevents.cli.signals import StopSignal
+from kvevents.diagnosis.text_format import number_range, plural
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.text_format import number_range, plural
 
 Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
 

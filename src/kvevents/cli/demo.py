@@ -12,12 +12,12 @@ from kvevents.cli.console import Console, Span
 from kvevents.cli.sim_compare import report_disagreements
 from kvevents.cli.sim_run import note_delay
 from kvevents.cli.values import factor, positive_int
+from kvevents.diagnosis.text_format import plural
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.network import parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import rescaled, workload
-from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Show what KV cache events are worth to several routers. Four simulated engines, with the block manager of vLLM and the "

@@ -12,8 +12,8 @@ from typing import Any, Final
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span, table
 from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.diagnosis.text_format import plural
 from kvevents.export import ExportProgress, ExportSummary, export, find_query, queries, run_query
-from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Convert recordings to Parquet tables with the history of every block, and query them with DuckDB.\n"

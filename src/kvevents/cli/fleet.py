@@ -27,9 +27,9 @@ from kvevents.client.schemas import (
     SourcesAnswer,
     UnregisterRequest,
 )
+from kvevents.diagnosis.text_format import duration
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.settings import suggestion
-from kvevents.text_format import duration
 
 
 class FleetCommand(NamedTuple):

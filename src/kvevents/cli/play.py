@@ -14,10 +14,10 @@ from kvevents.cli.options import add_publisher, linger, wait_for_subscriber
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import number, positive_int
+from kvevents.diagnosis.text_format import plural
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
-from kvevents.text_format import plural
 from kvevents.wire import Live, parse_live
 
 DESCRIPTION: Final = (

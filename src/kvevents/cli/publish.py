@@ -17,10 +17,10 @@ from kvevents.cli.delivery_output import BATCH_KEYS
 from kvevents.cli.options import add_curve, add_publisher, linger, read_curve, wait_for_subscriber
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_int, rate
+from kvevents.diagnosis.text_format import plural
 from kvevents.errors import EncodeError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.text_format import plural
 from kvevents.wire import Dialect, encode_batch, resolve_dialect
 
 DESCRIPTION: Final = (

@@ -25,9 +25,9 @@ from kvevents.client.schemas import (
     TrustStatus,
     WorkerMatch,
 )
+from kvevents.diagnosis.text_format import first_names, percentage, plural
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.routing.weights import tokens_by_tier
-from kvevents.text_format import first_names, percentage, plural
 
 DESCRIPTION: Final = (
     "Ask a service which workers hold how much of a prompt, on which tiers, and whether that can be trusted.\n"

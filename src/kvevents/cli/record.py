@@ -13,10 +13,10 @@ from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, subscribe
 from kvevents.cli.options import add_limits, add_source, check_directory, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
+from kvevents.diagnosis.text_format import plural
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
-from kvevents.text_format import plural
 from kvevents.wire import live_frames
 
 DESCRIPTION: Final = (

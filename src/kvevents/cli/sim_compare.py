@@ -22,6 +22,7 @@ from kvevents.cli.console import Console, Span, table
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.values import positive_int
+from kvevents.diagnosis.text_format import percentage, plural
 from kvevents.errors import ExternalError, KVEventsError
 from kvevents.sim.picture import check_picture, write_picture
 from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
@@ -29,7 +30,6 @@ from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import FleetSettings, SimulationSettings
 from kvevents.sim.simulated_fleet import Progress, simulate
-from kvevents.text_format import percentage, plural
 
 
 def add_simulation(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:

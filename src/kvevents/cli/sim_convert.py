@@ -9,8 +9,8 @@ from typing import Final
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span
+from kvevents.diagnosis.text_format import plural
 from kvevents.sim.workloads import from_recording, write_trace
-from kvevents.text_format import plural
 
 DESCRIPTION: Final = (
     "Derive the requests that caused the events of a recording, and write them as a trace for --trace.\n"

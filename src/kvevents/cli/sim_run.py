@@ -22,6 +22,7 @@ from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
 from kvevents.cli.values import factor, positive_int, positive_seconds
 from kvevents.client.names import worker_name
+from kvevents.diagnosis.text_format import duration, percentage, plural
 from kvevents.errors import ConfigError
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
@@ -30,7 +31,6 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import SimulationSettings
-from kvevents.text_format import duration, percentage, plural
 
 DESCRIPTION: Final = (
     "Run a fleet of simulated engines that publish events over real sockets, with a router that sends requests to them, and "

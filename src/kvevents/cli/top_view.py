@@ -12,7 +12,7 @@ from kvevents.cli.console import width as width_of
 from kvevents.client.names import source_issues, worker_name
 from kvevents.client.polling import PolledSource, PollResult
 from kvevents.client.schemas import StatsAnswer
-from kvevents.text_format import duration, percentage, plural, size
+from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
 """Characters of a name; the rest is cut."""

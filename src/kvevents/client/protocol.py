@@ -38,8 +38,8 @@ from kvevents.client.schemas import (
     SourcesAnswer,
     UnregisterRequest,
 )
+from kvevents.client.typed_json import decode_json
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.typed_json import decode_json
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import HttpErrorKind

@@ -25,12 +25,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvevents.client.typed_json import decode_json
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
-from kvevents.typed_json import decode_json
 
 ANSWER_SECONDS: Final = 10.0
 """Time of a target to answer one request."""

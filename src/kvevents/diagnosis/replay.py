@@ -10,8 +10,8 @@ from kvevents.diagnosis.address import check_replay_address, endpoint_of_rank, n
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.replay_sample import LiveComparison, Patience, ReplaySample, sample_replay
+from kvevents.diagnosis.text_format import number_ranges, plural
 from kvevents.diagnosis.traffic import DecodedContents, SequenceNumbers
-from kvevents.text_format import number_ranges, plural
 from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 

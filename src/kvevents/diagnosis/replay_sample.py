@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from kvevents.diagnosis.text_format import number_range
 from kvevents.endpoints import needs_ipv6
-from kvevents.text_format import number_range
 from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
 from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import connect_or_bind, destroy_context

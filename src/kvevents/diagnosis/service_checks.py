@@ -15,8 +15,8 @@ from kvevents.client.reasons import Reason
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
 from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
+from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 from kvevents.package_metadata import version
-from kvevents.text_format import duration, first_names, percentage, plural, size
 
 ENOUGH_LOOKUPS: Final = 20
 """Number of lookups without any hit from which on there is a fault."""

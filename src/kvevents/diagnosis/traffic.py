@@ -12,11 +12,11 @@ import msgspec
 import zmq
 
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
+from kvevents.diagnosis.text_format import number_ranges, plural
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.stream import DegradedReason, Source, Trust
 from kvevents.subscriber import StreamStatus
-from kvevents.text_format import number_ranges, plural
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 from kvevents.zeromq.sockets import connect_or_bind
 from kvevents.zeromq.zap import secure_sockets
