@@ -14,6 +14,7 @@ from cli_cases import refuse_connections
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents_plane.bridge_rules import REACHED
 from kvevents_plane.engine_reader import MAX_REGISTRATION_BYTES
 from kvevents_plane.partition_state import StreamLeft
 from kvevents_plane.records import FragmentRecord
@@ -290,17 +291,17 @@ def test_an_engine_that_another_bridge_reaches_does_not_leave(plane: PlaneSettin
     with refuse_connections() as nowhere, PublishingEngine() as engine, PublishingEngine("other") as other:
         log = Log(plane)
         unreachable = Watch(Source(nowhere, None, name="engine"), b"card")
-        with (
-            BridgeProcess(plane, engine, name="reaches").wait_until_ready() as reaches,
-            run_bridge(plane, unreachable, other.watch, name="does not", dead_seconds=0.3),
-        ):
+        bridge = BridgeProcess(plane, engine, name="reaches", heartbeat_seconds=1.0)  # alive for 3 s, also if busy
+        with bridge.wait_until_ready() as reaches:
             engine.publish_next(10)
             wait_until_complete(log, engine)
-            pages = len(log.pages)
-            log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
-            assert not [each for each in log.events if isinstance(each, StreamLeft)]
-            reaches.kill()
-            log.wait_for("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
+            log.wait_for("its report", lambda log: {each.trust for each in reports_by_bridge(log).values()} & REACHED)
+            with run_bridge(plane, unreachable, other.watch, name="does not", dead_seconds=2.0):
+                pages = len(log.pages)
+                log.wait_for("some time", lambda log: len(log.pages) > pages + 40)
+                assert not [each for each in log.events if isinstance(each, StreamLeft)]
+                reaches.kill()
+                log.wait_for("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
 
 
 def find_departed_sources(log: Log) -> set[str]:
