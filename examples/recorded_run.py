@@ -15,9 +15,9 @@ from pathlib import Path
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
 from kvevents.cli.console import Console, Span
 from kvevents.cli.delivery_output import LineFormat, TrustChanges
+from kvevents.diagnosis.text_format import plural
 from kvevents.recording import live_batches
 from kvevents.testing import Faults, TapePlayer
-from kvevents.text_format import plural
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
