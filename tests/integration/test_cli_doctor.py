@@ -521,6 +521,15 @@ def test_a_missing_load_reading_is_a_warning() -> None:
     assert (verdict, text) == ("warn", "unknown of engine-001/0: /metrics does not answer")
 
 
+def test_engines_that_selections_leave_out_although_their_streams_are_exact_are_a_warning() -> None:
+    assert checks.check_requests([make_view(), source(1, "STALE", fault="nothing listens")]) is None
+    silent = checks.check_requests([make_view(), make_view(fault="http://x/metrics does not answer")])
+    assert one(silent) == ("warn", "none for engine-001/0: http://x/metrics does not answer")
+    drained = checks.check_requests([make_view(fault="it is drained", draining=True)])
+    assert drained is not None
+    assert drained.advice == "`kvevents drain NAME --end` ends it for engine-001/0"
+
+
 def test_sources_without_recent_events_are_warnings() -> None:
     (never,) = checks.check_traffic([make_view(last_event=None, blocks=0)], 1010.0)
     assert one(never) == ("warn", "nothing ever arrived from engine-001/0")

@@ -82,6 +82,7 @@ def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[CheckResult]:
         check_block_sizes(sources),
         check_lag(sources),
         check_load(sources),
+        check_requests(sources),
         check_losses(sources, now),
         check_rejected(sources),
     )
@@ -308,6 +309,16 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
     summary = f"{len(loads):,} of {plural(len(sources), 'source')} report it"
     return ok("load", f"{plural(running, 'request')} running and {waiting:,} waiting; {summary}")
+
+
+def check_requests(sources: Sequence[SourceView]) -> CheckResult | None:
+    """Check whether selections leave out EXACT sources; None if they leave out none."""
+    faults = {_worker_name(source): source.fault for source in sources if source.fault and source.trust.state == "EXACT"}
+    if not faults:
+        return None
+    drained = [_worker_name(source) for source in sources if source.draining]
+    advice = f"`kvevents drain NAME --end` ends it for {first_names(drained)}" if drained else "check the server of each engine"
+    return warn("requests", f"none for {first_names([f'{name}: {fault}' for name, fault in faults.items()])}", advice)
 
 
 def _list_lags(seconds: dict[str, float]) -> str:
