@@ -32,8 +32,6 @@ _REFUSED: Final = (0.0, 0)
 MAX_PARAMETERS: Final = 32
 MAX_ERROR: Final = 800
 """Maximum number of characters of an error's sentence, which may quote the request. The response has it twice."""
-ESCAPED: Final = re.compile(rb"\\u00[567]")
-"""An escaped letter or underscore. No encoder writes one, and it can hide a field that occurs twice."""
 
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
@@ -223,7 +221,7 @@ class Body(msgspec.Struct, frozen=True):
     def read_tokens(self, request: HttpRequest, name: str, limits: Limits) -> tuple[Any, Any]:
         """Decode the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
         extracted_parts = extract_token_array(request.body, name) if request.kind == JSON else None
-        if extracted_parts is not None and ESCAPED.search(extracted_parts[0]) is None:
+        if extracted_parts is not None:
             _check_size(len(extracted_parts[0]), limits)
             return self._decode(request, self.json, extracted_parts[0]), extracted_parts[1]
         value = self.read(request, limits)
