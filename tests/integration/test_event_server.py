@@ -70,9 +70,9 @@ def test_the_number_of_subscriptions_is_never_negative(context: Context) -> None
         peer.sendall(b"\x00\x02\x01a")
 
         def is_subscribed() -> bool:
-            server.poll()
-            assert server.subscribers >= 0
-            return server.subscribers == 1
+            server.events.poll()
+            assert server.events.subscriptions >= 0
+            return server.events.subscriptions == 1
 
         wait_until(is_subscribed, "the subscription")
 
@@ -91,7 +91,7 @@ def test_a_flood_of_subscriptions_stays_outside_of_memory(context: Context) -> N
             server.send([(number, payload)])
             number += 1
             if number % 50 == 0:
-                server.poll()
+                server.events.poll()
             sleep(0.001)
         assert memory_kib() - before < 8 * 1024
 
@@ -109,8 +109,8 @@ def test_payloads_are_sent_unchanged_with_the_numbers_of_the_caller(context: Con
         subscriber.subscribe(b"k")
 
         def is_subscribed() -> bool:
-            server.poll()
-            return server.subscribers == 1
+            server.events.poll()
+            return server.events.subscriptions == 1
 
         wait_until(is_subscribed, "the subscription")
         batches = list(enumerate(payloads(0, 3), 7_000))
@@ -138,8 +138,8 @@ def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
             remaining = iter(sent[40:])
 
             def is_exact() -> bool:
-                server.poll()
-                if server.subscribers:
+                server.events.poll()
+                if server.events.subscriptions:
                     server.send([batch for batch in [next(remaining, None)] if batch is not None])
                 for delivery in subscriber.receive_many(timeout=0.01):
                     report = index.apply(delivery).report

@@ -122,15 +122,15 @@ def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
     """Without the native module, or with another pyzmq, the frames are the same."""
     server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     if not native:
-        server._events._native = None
+        server.events._native = None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
         consumer.rcvtimeo = 60_000
         consumer.subscribe(b"")
         consumer.connect(server.endpoint)
-        while not server.subscribers:
-            server.poll()
+        while not server.events.subscriptions:
+            server.events.poll()
         batches = [(seq, b"%d" % seq) for seq in (3, 4, 9)]
         server.send(batches)
         received = [consumer.recv_multipart() for _ in batches]
@@ -162,9 +162,9 @@ def test_pyzmq_completes_a_message_that_was_sent_in_part() -> None:
         consumer.rcvtimeo = 60_000
         consumer.subscribe(b"")
         consumer.connect(server.endpoint)
-        while not server.subscribers:
-            server.poll()
-        event_socket = server._events
+        while not server.events.subscriptions:
+            server.events.poll()
+        event_socket = server.events
         assert isinstance(event_socket, EventSocket)
         event_socket._native = _PartialSender(event_socket)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]

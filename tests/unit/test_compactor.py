@@ -230,12 +230,12 @@ def test_a_partial_history_stays_partial_until_everything_is_cleared() -> None:
     native_of(compactor).mark_partial()
     compactor.append(encode_events(store([2], [3, 4], 2, 1), cleared(medium="CPU")))
     assert (native_of(compactor).partial, compactor.live, len(native_of(compactor).events()[0][1])) == (True, 2, 1)
-    compactor.invalidate("payloads")
+    native_of(compactor).invalidate("payloads")
     assert native_of(compactor).partial
     compactor.append(encode_events(AllBlocksCleared(), store([3], [3, 4], 2)))
     assert (native_of(compactor).partial, compactor.live) == (False, 1)
     native_of(compactor).mark_partial()
-    compactor.clear()
+    native_of(compactor).clear()
     assert not native_of(compactor).partial
 
 
@@ -283,7 +283,7 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
     assert native_compactor.bytes <= 4 * SLACK
     compactor.append(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()])))
     assert native_compactor.bytes <= 2 * SLACK
-    compactor.clear()
+    native_of(compactor).clear()
     assert native_compactor.bytes <= SLACK
     assert take_snapshot(compactor, 1.0) == KVEventBatch(1.0, BEGIN)
 
@@ -555,7 +555,7 @@ def test_blocks_with_announced_keys_keep_their_keys() -> None:
 @pytest.mark.parametrize("reason", ["batches", "payloads", "digests"])
 def test_an_invalid_history_is_unavailable_until_a_clear(reason: Any) -> None:
     compactor = compact([encode_events(store([1], [1], 1))])
-    compactor.invalidate(reason)
+    native_of(compactor).invalidate(reason)
     compactor.append(encode_events(store([2], [2], 1)))
     assert (compactor.unavailable_reason, take_snapshot(compactor, 1.0)) == (reason, None)
     compactor.append(encode_events(AllBlocksCleared(), store([3], [3], 1)))

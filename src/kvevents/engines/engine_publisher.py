@@ -56,7 +56,8 @@ class EnginePublisher(ZmqEventPublisher):
     """Number of batches that `publish` has accepted."""
     _cache_state: tuple[int, int] | None = None
     """Number of batches up to the newest known state of the cache, and its digest. The pair is replaced as a whole."""
-    _expects_attestation = False
+    expects_attestation = False
+    """Whether to log a warning if no state of the cache is known at the first heartbeat after a batch."""
     _is_attestation_stopped = False
     _incompleteness = ""
     """Why the engine's events do not describe its cache."""
@@ -83,10 +84,6 @@ class EnginePublisher(ZmqEventPublisher):
 
     # --- attestation ---------------------------------------------------------------------------------------------------------
 
-    def expect_attestation(self) -> None:
-        """Log a warning if no state of the cache is known at the first heartbeat after a batch."""
-        self._expects_attestation = True
-
     def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
         """Record the engine's cache after all batches so far, and also after the next batch if `is_batch_pending`."""
         self._cache_state = (self._accepted_batches + is_batch_pending, digest)
@@ -110,8 +107,8 @@ class EnginePublisher(ZmqEventPublisher):
         if self._is_attestation_stopped:
             return None
         if state is None:
-            if self._expects_attestation and self._accepted_batches:
-                self._expects_attestation = False
+            if self.expects_attestation and self._accepted_batches:
+                self.expects_attestation = False
                 self.logger.warning("kvevents: heartbeats carry no attestation: this engine's cache was not found")
             return None
         batches, digest = state

@@ -96,7 +96,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
 
         A tree with sliding windows or states is not attested: a match needs those too, and SGLang announces neither.
         """
-        self.is_linked, self._expects_attestation = True, False
+        self.is_linked, self.expects_attestation = True, False
         kinds = [name for kind, name in _UNANNOUNCED if _needs(getattr(cache, "inner", cache), kind)]
         if kinds:
             self.report_incomplete_events(
@@ -156,8 +156,7 @@ def _create_publisher(
     attests = False
     with event_publisher.ending_attestation():
         attests = _install_hooks() and settings.attestation
-        if attests:
-            event_publisher.expect_attestation()
+        event_publisher.expects_attestation = attests
     ignored_options = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
     log_publisher(_ENGINE, event_publisher, rank, settings, attests=attests, ignored_options=ignored_options)
     return event_publisher

@@ -115,9 +115,7 @@ def _create_publisher(
     with publisher.ending_attestation():
         attests = _install_hooks() and settings.attestation
         _new_publisher.publisher = publisher
-        if attests:
-            publisher.expect_attestation()
-    _new_publisher.attests = attests
+    _new_publisher.attests = publisher.expects_attestation = attests
     log_publisher(_ENGINE, publisher, rank, settings, attests=attests, ignored_options=sorted(options.keys() - _KNOWN_OPTIONS))
     return publisher
 

@@ -184,7 +184,9 @@ class QueuedPublisher(EventPublisher):
         self._queue: deque[Any] = deque()
         # Re-entrant, since a signal handler of the engine may publish while its main thread holds the lock.
         self._lock = threading.RLock()
-        self._wakeup = _new_acquired_lock()
+        # Acquiring waits, releasing wakes. It is cheaper than an Event with its Condition.
+        self._wakeup = _thread.allocate_lock()
+        self._wakeup.acquire()
         self._is_asleep = False
         self._is_running = True
         self._is_shut_down = False
@@ -377,10 +379,3 @@ class QueuedPublisher(EventPublisher):
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         """Note why batch `seq` could not be encoded."""
         raise NotImplementedError
-
-
-def _new_acquired_lock() -> _thread.LockType:
-    """Return an acquired lock to wait for: acquiring waits, releasing wakes. It is cheaper than an Event with its Condition."""
-    lock = _thread.allocate_lock()
-    lock.acquire()
-    return lock

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
 from itertools import chain
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -41,8 +41,6 @@ EventTuple: TypeAlias = tuple[Any, ...]
 """An event as `_native.Compactor.events` returns it: its kind, its block hashes, then the other fields of that kind."""
 RankEvents: TypeAlias = tuple[int | None, list[EventTuple]]
 """The events of one rank; None if payloads have not stated a rank."""
-InvalidReason: TypeAlias = Literal["batches", "payloads", "digests"]
-"""Why a history is unknown: batches were never seen, payloads cannot be read, or hashes cannot be represented as numbers."""
 
 _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 
@@ -57,8 +55,6 @@ class _NativeCompactor(Protocol):
     def events(self) -> list[RankEvents] | None: ...
     def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
     def mark_partial(self) -> None: ...
-    def invalidate(self, reason: str) -> None: ...
-    def clear(self) -> None: ...
     @property
     def live(self) -> int: ...
     @property
@@ -120,17 +116,12 @@ class Compactor:
         """Record that a batch at this position was never sent; `partial` is True until the stream is cleared."""
         self._native.mark_partial()
 
-    def invalidate(self, reason: InvalidReason) -> None:
-        """Make the history unavailable until the stream is cleared."""
-        self._native.invalidate(reason)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._native.clear()
-
     @property
     def unavailable_reason(self) -> str | None:
-        """The limit that was exceeded, or an `InvalidReason`; None if the history is available."""
+        """The limit that was exceeded, or what makes the history unknown; None if it is available.
+
+        `batches` were never seen, `payloads` cannot be read, or `digests` are no numbers.
+        """
         return self._native.lost
 
     @property
@@ -192,7 +183,8 @@ class DigestTracker:
         if self._index is None:
             for seq, payload in batches:
                 has_gap = self._newest_gap is not None or seq != self._last_seq + 1
-                self._note(seq, _CLEARED if has_gap and _clears_everything(payload) else _APPLIED)
+                report = inspect_events(decode_batch(payload).batch.events) if has_gap else None
+                self._note(seq, _CLEARED if report is not None and report.cleared else _APPLIED)
             return
         raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
         count = 0
@@ -229,11 +221,6 @@ class DigestTracker:
             return Heartbeat(self.digest(), interval, incarnation=incarnation, attestation=attestation)
         reason = f"number {gap} was never sent: it was dropped, or could not be encoded"
         return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation, attestation)
-
-
-def _clears_everything(payload: bytes) -> bool:
-    report = inspect_events(decode_batch(payload).batch.events)
-    return report is not None and report.cleared
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------------------

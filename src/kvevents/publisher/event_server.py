@@ -100,7 +100,7 @@ class EventSocket:
             frames_sent = 0
 
     def poll(self) -> None:
-        """Read subscriptions, and reconnect if that is due."""
+        """Read subscriptions, and reconnect if that is due. Call it several times per second."""
         if self._reconnector is not None:
             self._reconnector.poll(monotonic())
         deadline = monotonic() + _POLL_BUDGET
@@ -195,7 +195,7 @@ class EventServer:
         self.security = secure_sockets(self._context, self._curve, self._endpoint, settings.security)
         if self.security is not None:
             cleanup.callback(self.security.close)
-        self._events = EventSocket(
+        self.events = EventSocket(
             self._context,
             self._endpoint,
             hwm=self._hwm,
@@ -204,7 +204,7 @@ class EventServer:
             affinity=_EVENT_AFFINITY if self._owns_context else 0,
             reconnect_delay=settings.reconnect_delay,
         )
-        cleanup.callback(self._events.close, None)
+        cleanup.callback(self.events.close, None)
         if self._replay_endpoint is not None:
             socket, self.replay_bound = self._open_router(self._replay_endpoint)
             cleanup.callback(socket.close, linger=0)
@@ -225,17 +225,12 @@ class EventServer:
     @property
     def endpoint(self) -> str:
         """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
-        return connectable(self._events.bound_endpoint)
+        return connectable(self.events.bound_endpoint)
 
     @property
     def bound(self) -> str:
         """The event endpoint as ZeroMQ reports it."""
-        return self._events.bound_endpoint
-
-    @property
-    def subscribers(self) -> int:
-        """Subscriptions on the event socket as of the last `poll`; a consumer with two topics counts twice."""
-        return self._events.subscriptions
+        return self.events.bound_endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
@@ -269,17 +264,13 @@ class EventServer:
         except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
             self._buffer.discard()
             self._failures.record("replay_buffer", error, "the buffer is emptied, and compaction is switched off")
-        self._events.send(self.topic, batches)
-
-    def poll(self) -> None:
-        """Read subscriptions, and reconnect if that is due. Call it several times per second."""
-        self._events.poll()
+        self.events.send(self.topic, batches)
 
     def close_events(self, deadline: float | None = None) -> None:
         """Close the event socket; ZeroMQ flushes it until `deadline` (monotonic seconds). A second call does nothing."""
         if not self._are_events_closed:
             self._are_events_closed = True
-            self._flush_until = self._events.close(deadline)
+            self._flush_until = self.events.close(deadline)
 
     # --- the end --------------------------------------------------------------------------------------------------------------
 
@@ -333,7 +324,3 @@ class EventServer:
         if termination.is_alive():
             logger.warning("%s: ZeroMQ did not end the publisher's context; its thread and memory remain", self.bound)
         return not termination.is_alive()
-
-    def after_fork(self) -> None:
-        """Replace the locks in a forked child, in which none of the threads exists."""
-        self._buffer.after_fork()

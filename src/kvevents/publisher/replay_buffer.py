@@ -147,7 +147,7 @@ class ReplayBuffer:
         self._settings = settings
         self._tolerance = 0 if compactor is None else min(settings.group_size - 1, steps // settings.min_groups)
         self._batches = BatchDeque()
-        self._make_locks()
+        self.make_locks()
         self._compactor = compactor
         self._history_stats = None if compactor is None else HistoryStats()
         self._has_thread = self._is_stopped = False
@@ -430,11 +430,8 @@ class ReplayBuffer:
         """Whether any batch has left the buffer."""
         return self._last_evicted[0] >= 0
 
-    def after_fork(self) -> None:
-        """Replace the locks in a forked child, where the threads that hold them do not exist."""
-        self._make_locks()
-
-    def _make_locks(self) -> None:
+    def make_locks(self) -> None:
+        """Make the locks, also in a forked child, where the threads that hold the former ones do not exist."""
         self._snapshot_lock, self._history_lock, self._buffer_lock = threading.Lock(), threading.RLock(), threading.Lock()
         self._work, self._pause = threading.Event(), threading.Event()
 

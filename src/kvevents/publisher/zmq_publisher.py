@@ -275,7 +275,7 @@ class ZmqEventPublisher(QueuedPublisher):
             buffered_bytes=size,
             history=self._replay_buffer.history_stats(),
             heartbeats=self._heartbeats,
-            subscribers=self._server.subscribers,
+            subscribers=self._server.events.subscriptions,
             replay=self._server.replay_stats(),
         )
 
@@ -292,7 +292,7 @@ class ZmqEventPublisher(QueuedPublisher):
         return (
             f"<{type(self).__name__} rank {self._data_parallel_rank} {self._role} {self.endpoint}{replay}: {state}"
             f"{self._published_count} published, {self._count_queued(accepted)} queued, {self._count_dropped()} dropped, "
-            f"{self._server.subscribers} subscribers>"
+            f"{self._server.events.subscriptions} subscribers>"
         )
 
     # --- the publisher thread ------------------------------------------------------------------------------------------------
@@ -431,8 +431,8 @@ class ZmqEventPublisher(QueuedPublisher):
         self._queue_full_log.update(self._dropped_full, now)
         self._encode_failure_log.update(self._encode_failures, now, self._last_encode_failure)
         self._log_history_problem()
-        self._server.poll()
-        if self._server.subscribers:
+        self._server.events.poll()
+        if self._server.events.subscriptions:
             self._is_lonely = False
         elif self._is_lonely and now - self._started_at > self._settings.peer_timeout:
             self._is_lonely = False
@@ -513,5 +513,5 @@ class ZmqEventPublisher(QueuedPublisher):
         )
 
     def _after_fork(self) -> None:
-        self._server.after_fork()
+        self._replay_buffer.make_locks()
         self._end_in_child(f"it belongs to process {self._pid}, and this process is a fork of it; create a publisher here")

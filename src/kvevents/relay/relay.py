@@ -241,7 +241,7 @@ class Relay:
             blocks=self._state.blocks,
             digest=self._state.digest(),
             divergences=self._divergences,
-            subscribers=self._event_server.subscribers,
+            subscribers=self._event_server.events.subscriptions,
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
@@ -285,7 +285,7 @@ class Relay:
         self._is_maintenance_due = False
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
-        self._event_server.poll()
+        self._event_server.events.poll()
         self._clear_if_empty()
         self._heartbeats.send_if_due(self.trust(), now)
         self._sequencer.flush_skipped()

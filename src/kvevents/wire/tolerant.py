@@ -301,14 +301,10 @@ def _build_removed(fields: FieldReader) -> BlockRemoved:
     )
 
 
-def _build_cleared(fields: FieldReader) -> AllBlocksCleared:
-    return AllBlocksCleared(unknown_fields=fields.unknown_fields())
-
-
 _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
     "BlockStored": _build_stored,
     "BlockRemoved": _build_removed,
-    "AllBlocksCleared": _build_cleared,
+    "AllBlocksCleared": lambda fields: AllBlocksCleared(fields.unknown_fields()),
 }
 
 

@@ -222,7 +222,8 @@ class _ZapHandler:
     def _run(self) -> None:
         try:
             with suppress(zmq.ContextTerminated):
-                while self._wait_for_request():
+                sockets: list[tuple[Any, int]] = [(self._wake_read, zmq.POLLIN), (self._socket, zmq.POLLIN)]
+                while all(ready != self._wake_read for ready, _ in zmq.zmq_poll(sockets, -1)):
                     self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except Exception:
             logger.exception("the handler of allowed keys ended; all further connections are refused")
@@ -232,11 +233,6 @@ class _ZapHandler:
         with suppress(zmq.ZMQError):  # close() alone frees the name some time later
             self._socket.unbind(ZAP_ENDPOINT)
         self._socket.close()
-
-    def _wait_for_request(self) -> bool:
-        """Wait for a request; return False after `stop`."""
-        ready = dict(zmq.zmq_poll([(self._wake_read, zmq.POLLIN), (self._socket, zmq.POLLIN)], -1))
-        return self._wake_read not in ready
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, request_id, domain, address, _, mechanism, *credentials = request
