@@ -88,6 +88,7 @@ def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pyte
         ("tail -z 127.0.0.1:5557", "kvevents tail: error: unknown option -z"),
         ("plane status --ouptut", "kvevents plane status: error: unknown option --ouptut; did you mean --output?"),
         ("sim compare --polcy x", "kvevents sim compare: error: unknown option --polcy; did you mean --policy?"),
+        ("sources engine-0 engine-1", "kvevents sources: error: unexpected argument 'engine-1'"),
         ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT|URL: invalid endpoint '5557'"),
     ],
 )

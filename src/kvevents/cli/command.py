@@ -157,6 +157,7 @@ class CommandParser(ArgumentParser):
             for word in rest:
                 if word.startswith("-"):
                     self._reject("option", word, [*self._option_string_actions])
+                self.error(f"unexpected argument {word!r}")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
