@@ -40,6 +40,22 @@ def test_help_of_a_command_has_examples_that_parse(command: str, capsys: pytest.
         assert command in [words[1] for words in commands]
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("sources --x", "kvevents sources [OPTIONS] [NAME]"),
+        ("record --x", "kvevents record [OPTIONS] ENDPOINT|URL FILE"),
+        ("sim run --x", "kvevents sim run [OPTIONS]"),
+    ],
+)
+def test_the_usage_of_a_wrong_command_is_one_line(words: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words.split())
+    line, error = capsys.readouterr().err.splitlines()
+    assert line == f"usage: {usage} (--help explains it)"
+    assert error.endswith("error: unknown option --x")
+
+
 def test_the_version_is_printed() -> None:
     assert re.fullmatch(r"kvevents \d+\.\d+\.\d+\S*\n", run("--version").out)
 

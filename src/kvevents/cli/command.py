@@ -162,7 +162,8 @@ class CommandParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line of usage and the error, and exit."""
-        words = [self.prog, "[OPTIONS]", *(str(each.metavar or each.dest) for each in self._get_positional_actions())]
+        names = ((str(each.metavar or each.dest), each.nargs in {"?", "*"}) for each in self._get_positional_actions())
+        words = [self.prog, "[OPTIONS]", *(f"[{name}]" if is_optional else name for name, is_optional in names)]
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
