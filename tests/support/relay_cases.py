@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
@@ -140,7 +141,8 @@ class FakeEventServer:
     `step` can kill the relay.
     """
 
-    endpoint, replay_endpoint, subscribers = "fake://relay", None, 0
+    endpoint, replay_endpoint = "fake://relay", None
+    events = SimpleNamespace(subscriptions=0, poll=lambda: None)
 
     def __init__(
         self, relay_endpoint: RelayEndpoint, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]
@@ -157,9 +159,6 @@ class FakeEventServer:
             self.sent.append((seq, payload))
             self._station.send_raw(live_frames(b"", seq, payload))
             self._step("sent")
-
-    def poll(self) -> None:
-        """Do nothing: there are no sockets."""
 
     def replay_stats(self) -> ReplayStats:
         return ReplayStats()
