@@ -194,6 +194,13 @@ def test_a_bridge_notices_a_restart_that_happened_while_none_ran(plane: PlaneSet
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
 
 
+def test_a_bridge_counts_as_alive_when_it_is_ready(plane: PlaneSettings) -> None:
+    """Its first heartbeat does not wait for the next interval; until then, replicas and other bridges ignore its reports."""
+    log = Log(plane)
+    with PublishingEngine() as engine, run_bridge(plane, engine.watch, heartbeat_seconds=60.0):
+        wait_for("heartbeats", lambda: all(state.heartbeats for state in log.read().states.values()), 30.0)
+
+
 # --- what engines and others send
 
 

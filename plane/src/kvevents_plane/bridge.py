@@ -154,7 +154,8 @@ class Bridge:
         self._unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
-        self._heartbeat_at = 0.0
+        self._heartbeat_at: dict[int, float] = {}
+        """When the next heartbeat is due, by partition."""
         # Each is written by one thread only.
         self._handed_over = self._taken_over = self._queued = 0
         self._unread_since: float | None = None
@@ -475,14 +476,17 @@ class Bridge:
                     self._partitions[partition].start_over(missing[partition])
 
     def _write_heartbeats(self, now: float) -> None:
-        """Write heartbeats when they are due, and at once in a partition that begins or ceases to lag."""
-        is_due = now >= self._heartbeat_at
+        """Write heartbeats when they are due, and at once in a partition that is ready, or that begins or ceases to lag."""
         interval = self.settings.heartbeat_seconds
-        if is_due:
-            self._heartbeat_at = now + interval
         for partition in self._partitions:
             number, lag = partition.partition, self._lag(partition, now)
+            if not partition.ready.is_set():
+                self._heartbeat_at.pop(number, None)  # what is to be written to it is dropped when it is read
+                continue
             is_lagging = lag > self.settings.max_lag_seconds
+            is_due = now >= self._heartbeat_at.get(number, now)
+            if is_due:
+                self._heartbeat_at[number] = now + interval
             if is_due or is_lagging != (number in self._lagging):
                 (self._lagging.add if is_lagging else self._lagging.discard)(number)
                 reported = lag if is_lagging else 0.0
