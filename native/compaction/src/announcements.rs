@@ -2,31 +2,12 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::groups::GroupKind;
 use kvevents_index::holders::placements::{Placement, tier};
 
-use super::event::{Location, Store, Text, placement_of};
+use super::event::{Location, Store, Text};
 
 /// Maximum number of different announcements of a stream: the bits of a block's copies. Engines use few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
-
-/// Whether blocks of this kind of group are keyed by their tokens.
-pub fn is_dense(kind: Option<&[u8]>) -> bool {
-    matches!(
-        kind,
-        None | Some(b"full_attention" | b"mla_attention" | b"sink_full_attention")
-    )
-}
-
-/// The window of a group that needs some blocks of a prefix alone. A state (Mamba) needs the last block only, like a window of two tokens.
-pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
-    let kind = std::str::from_utf8(kind?).ok()?;
-    match GroupKind::from_spec(Some(kind), window)? {
-        GroupKind::Window(tokens) => Some(tokens.into()),
-        GroupKind::State => Some(2),
-        GroupKind::Full(_) | GroupKind::Unknown => None,
-    }
-}
 
 /// The common part of stores whose copies are counted together.
 #[derive(Clone, Debug)]
@@ -81,7 +62,7 @@ impl Announcements {
     /// The level of a store's placement.
     pub fn level_of(&self, store: &Store<'_>) -> usize {
         let is_last = self.all.get(self.last).filter(|last| last.location == store.location);
-        is_last.map_or_else(|| placement_of(&store.location).level(), |last| last.placement.level())
+        is_last.map_or_else(|| store.location.placement().level(), |last| last.placement.level())
     }
 
     /// The number of a store's announcement. None if there are too many.
@@ -103,7 +84,7 @@ impl Announcements {
         if self.all.len() >= MAX_ANNOUNCEMENTS {
             return None;
         }
-        let placement = placement_of(&store.location);
+        let placement = store.location.placement();
         let together = self.select(|known| known.placement == placement) | 1 << self.all.len();
         for known in self.all.iter_mut().filter(|known| known.placement == placement) {
             known.together = together;
@@ -139,7 +120,7 @@ impl Announcements {
         let exact = self.select(|known| known.location == *location);
         let placement = match self.all.get(exact.trailing_zeros() as usize) {
             Some(known) => Cow::Borrowed(&known.placement),
-            None => Cow::Owned(placement_of(location)),
+            None => Cow::Owned(location.placement()),
         };
         Removable {
             exact,
@@ -150,9 +131,7 @@ impl Announcements {
     /// The announcements that a clear of a tier or of a group removes, as bits.
     pub fn clearable(&self, medium: Option<&[u8]>, group: Option<i64>) -> u64 {
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
-        self.select(|Announcement { placement, .. }| {
-            tier.as_ref().is_none_or(|tier| *tier == placement.tier) && group.is_none_or(|group| group == placement.group)
-        })
+        self.select(|known| known.placement.is_cleared_by(tier.as_deref(), group))
     }
 
     /// Whether an announcement is about copies on the device.

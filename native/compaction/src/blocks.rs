@@ -8,17 +8,13 @@ use super::hash_table;
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::limits::BLOCKS_PER_HASH;
 use kvevents_index::memory::hasher::Secret;
-use kvevents_index::store::replaced_loras::ReplacedLoras;
-use kvevents_index::stream::MAX_LORAS;
+use kvevents_index::rules::collisions::Collisions;
+use kvevents_index::rules::replaced_loras::{ReplacedLoras, StoredBlock};
 
 use super::announcements::{Announcements, Removable};
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
-
-/// Budget for examining blocks that share a hash: per byte that a stream sends, and its maximum. The index has the same budget.
-const ALIKE_PER_BYTE: usize = 16;
-const ALIKE_KEPT: usize = 1 << 20;
 
 /// Parent number of a block without a parent.
 pub const ROOT: u32 = u32::MAX;
@@ -63,13 +59,8 @@ pub struct Blocks {
     live: HashTable<u32>,
     /// Blocks without copies, by hash and key.
     dead: HashTable<u32>,
-    /// Blocks with copies that share their hash, the one that was stored last at the end.
-    same_hash: HashMap<u64, Vec<u32>>,
-    /// Number of blocks in `same_hash`.
-    same_hash_len: usize,
-    /// Budget that was used, and the budget of the last payload.
-    looks: usize,
-    granted: usize,
+    /// Blocks with copies that share their hash, and the work that they may cause.
+    pub collisions: Collisions,
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
@@ -138,8 +129,7 @@ impl Blocks {
             + self.attributes.bytes()
             + self.live.allocation_size()
             + self.dead.allocation_size()
-            + self.same_hash.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
-            + self.same_hash_len * 8
+            + self.collisions.bytes()
             + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
             + self.uncertain.capacity() * (size_of::<(u32, u8)>() + 1)
             + self.of_loras.allocation_size()
@@ -237,17 +227,6 @@ impl Blocks {
         copies.fold(0, |all, copies| all | copies)
     }
 
-    /// Blocks with copies that share their hash, the one that was stored last at the end.
-    pub fn same_hash(&self) -> &HashMap<u64, Vec<u32>> {
-        &self.same_hash
-    }
-
-    /// Whether the number of blocks in `same_hash` is correct.
-    #[cfg(test)]
-    pub fn is_counted(&self) -> bool {
-        self.same_hash.values().map(Vec::len).sum::<usize>() == self.same_hash_len
-    }
-
     /// Blocks without copies.
     pub fn iter_dead(&self) -> impl Iterator<Item = u32> + '_ {
         self.dead.iter().copied()
@@ -256,9 +235,7 @@ impl Blocks {
     /// Returns the block with copies and this hash; of several, the one that was stored last.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
-        if !self.same_hash.is_empty()
-            && let Some(list) = self.same_hash.get(&hash)
-        {
+        if let Some(list) = self.collisions.get(hash) {
             return list.last().copied();
         }
         let found = self
@@ -267,15 +244,9 @@ impl Blocks {
         found.copied()
     }
 
-    /// Adds the budget of one payload.
+    /// Adds the examinations that one payload allows.
     pub fn grant(&mut self, payload: usize) {
-        self.looks = self.looks.saturating_sub(self.granted);
-        self.granted = ALIKE_PER_BYTE.saturating_mul(payload);
-    }
-
-    /// Whether the budget is exceeded.
-    pub fn is_spent(&self) -> bool {
-        self.looks > ALIKE_KEPT + self.granted
+        self.collisions.grant(payload);
     }
 
     // --- stores
@@ -283,11 +254,11 @@ impl Blocks {
     /// Adds one copy of a block.
     pub fn store(&mut self, block: &NewBlock<'_>) -> Stored {
         let place = self.secret.place(block.hash);
-        let (mut has_hash, mut found) = (None, None);
+        let (mut has_hash, mut found, mut looks) = (None, None, 0);
         for &number in self.live.iter_hash(place) {
             let Record { hash, key, .. } = *self.get(number);
             if hash == block.hash {
-                self.looks += usize::from(has_hash.is_some());
+                looks += usize::from(has_hash.is_some());
                 has_hash = Some(number);
                 if key == block.key && self.attributes(number).context == block.context {
                     found = has_hash;
@@ -295,17 +266,14 @@ impl Blocks {
                 }
             }
         }
+        self.collisions.spend(looks);
         if let Some(number) = found {
             self.add_copy(number, block.announcement, block.single);
-            self.make_latest(block.hash, number);
+            self.collisions.make_newest(block.hash, number);
             return Stored::Known(number);
         }
-        if has_hash.is_some()
-            && self
-                .same_hash
-                .get(&block.hash)
-                .is_some_and(|list| list.len() >= BLOCKS_PER_HASH)
-        {
+        let alike = self.collisions.get(block.hash);
+        if has_hash.is_some() && alike.is_some_and(|list| list.len() >= BLOCKS_PER_HASH) {
             return Stored::Refused;
         }
         let Some(number) = self.revive(block).or_else(|| self.insert(block)) else {
@@ -318,9 +286,7 @@ impl Blocks {
         let Some(other) = has_hash else {
             return Stored::New(number);
         };
-        let list = self.same_hash.entry(block.hash).or_insert_with(|| vec![other]);
-        self.same_hash_len += if list.len() == 1 { 2 } else { 1 };
-        list.push(number);
+        self.collisions.add(block.hash, other, number);
         Stored::Known(number)
     }
 
@@ -369,16 +335,6 @@ impl Blocks {
         Some(number)
     }
 
-    /// Makes a block the one that a lookup by its hash returns.
-    fn make_latest(&mut self, hash: u64, number: u32) {
-        if let Some(list) = self.same_hash.get_mut(&hash)
-            && let Some(at) = list.iter().rposition(|&other| other == number)
-        {
-            list.remove(at);
-            list.push(number);
-        }
-    }
-
     /// Adds one copy of a block, unless it has one in the announcements `single`. If its first announcement is among them, the copy belongs
     /// to the first one, so that an export, which must begin with it, announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
@@ -406,44 +362,34 @@ impl Blocks {
 
     // --- LoRAs
 
-    /// Notes whether a block of a LoRA that was stored, and perhaps was known, belongs to the weights that are loaded now, as an index does
-    /// (`Stream::note_lora`). `parent` is a block or `ROOT`, and `on_device` are the announcements on its placement if that is on the device. Returns false if too many LoRAs
-    /// were replaced.
+    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now: `ReplacedLoras::note`. `parent` is a
+    /// block or `ROOT`, and `on_device` are the announcements on its placement if that is on the device.
     pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
         let Some(lora) = lora_of(self.attributes(number).context) else {
             return true;
         };
-        let is_outdated = |number: u32| self.loras.is_outdated(lora, number);
-        let is_late = if parent == ROOT {
-            is_known && is_outdated(number)
-        } else {
-            is_outdated(parent)
-        };
-        let is_current = on_device.is_some() || (parent != ROOT && !is_outdated(parent));
-        let is_change = on_device.is_some_and(|together| self.list_of_lora(number, lora, together) && !is_known || is_late);
-        if is_change {
-            if self.loras.len() >= MAX_LORAS && !self.loras.contains(lora) {
-                return false;
-            }
-            self.loras.replace(lora);
-        }
-        if is_current {
-            self.loras.store(lora, number);
-        }
-        true
+        let has_twin = on_device.is_some_and(|together| self.list_of_lora(number, lora, together));
+        self.loras.note(&StoredBlock {
+            lora,
+            record: number,
+            parent: (parent != ROOT).then_some(parent),
+            is_known,
+            is_on_device: on_device.is_some(),
+            has_current_twin: has_twin && !is_known,
+        })
     }
 
     /// Lists a block of a LoRA by its key, and drops outdated blocks with that key. Returns whether another block has a copy in these
     /// announcements.
     fn list_of_lora(&mut self, number: u32, lora: u64, announcements: u64) -> bool {
         let (key, context) = (self.get(number).key, self.attributes(number).context);
-        let (mut is_listed, mut has_twin, mut outdated) = (false, false, Vec::new());
+        let (mut is_listed, mut has_twin, mut outdated, mut looks) = (false, false, Vec::new(), 0);
         for &other in self.of_loras.iter_hash(self.secret.place(key)) {
             if other == number {
                 is_listed = true;
                 continue;
             }
-            self.looks += 1;
+            looks += 1;
             let attributes = self.attributes(other);
             if self.get(other).key == key && attributes.context == context {
                 if self.loras.is_outdated(lora, other) {
@@ -452,6 +398,7 @@ impl Blocks {
                 has_twin |= attributes.copies & announcements != 0 && !self.loras.is_outdated(lora, other);
             }
         }
+        self.collisions.spend(looks);
         outdated.into_iter().for_each(|other| self.unlist_of_lora(other));
         if !is_listed {
             let (arena, secret) = (&self.arena, self.secret);
@@ -497,14 +444,14 @@ impl Blocks {
     /// copy existed.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
-        let (found, looks) = match self.same_hash.get(&hash) {
+        let (found, looks) = match self.collisions.get(hash) {
             Some(list) => match list.iter().position(has_copy) {
                 Some(at) => (Some(list[at]), at),
                 None => (None, list.len()),
             },
             None => (self.find(hash).filter(has_copy), 0),
         };
-        self.looks += looks;
+        self.collisions.spend(looks);
         let Some(number) = found else { return false };
         let copies = self.attributes(number).copies;
         let exact = copies & removable.exact;
@@ -574,18 +521,7 @@ impl Blocks {
         if self.live.is_empty() {
             self.loras = ReplacedLoras::default();
         }
-        if let Some(list) = self.same_hash.get_mut(&hash) {
-            self.looks += list.len();
-            list.retain(|&other| other != number);
-            self.same_hash_len -= 1;
-            if list.len() < 2 {
-                self.same_hash_len -= list.len();
-                self.same_hash.remove(&hash);
-                if self.same_hash.is_empty() {
-                    self.same_hash = HashMap::new();
-                }
-            }
-        }
+        self.collisions.remove(hash, number);
         if children == 0 {
             return self.free(number);
         }

@@ -4,56 +4,16 @@ use std::borrow::Cow;
 
 use kvevents_index::apply::Read;
 use kvevents_index::groups::engine_hash::MAX_LOOKAHEAD;
-use kvevents_index::holders::placements::{Placement, tier};
+use kvevents_index::rules::location::owned;
+pub use kvevents_index::rules::location::{Location, Text};
 use kvevents_index::wire::msgpack::Reader;
 use kvevents_index::wire::scan::{Event, first_ints};
 
 /// Levels of containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;
 
-/// A text as it is on the wire.
-pub type Text<'a> = Option<Cow<'a, [u8]>>;
-
-fn owned(text: &Text<'_>) -> Text<'static> {
-    text.as_ref().map(|bytes| Cow::Owned(bytes.to_vec()))
-}
-
 fn borrowed<'a>(text: &'a Text<'_>) -> Text<'a> {
     text.as_deref().map(Cow::Borrowed)
-}
-
-/// The location of copies of blocks, as announced.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-#[allow(missing_docs)]
-pub struct Location<'a> {
-    pub medium: Text<'a>,
-    pub locality: Text<'a>,
-    pub ownership: Text<'a>,
-    pub group: Option<i64>,
-}
-
-impl Location<'_> {
-    /// Copies the value, with owned texts.
-    pub fn to_static(&self) -> Location<'static> {
-        Location {
-            medium: owned(&self.medium),
-            locality: owned(&self.locality),
-            ownership: owned(&self.ownership),
-            group: self.group,
-        }
-    }
-
-    /// Whether the location is the device.
-    pub fn is_on_device(&self) -> bool {
-        let is_plain = matches!(self.medium.as_deref(), None | Some(b"GPU")) && self.locality.is_none();
-        is_plain || placement_of(self).level() == 0
-    }
-
-    /// Heap bytes.
-    pub fn bytes(&self) -> usize {
-        let texts = [&self.medium, &self.locality, &self.ownership];
-        texts.into_iter().flatten().map(|text| text.len()).sum()
-    }
 }
 
 /// The namespace of a block, as announced.
@@ -122,6 +82,13 @@ pub struct Store<'a> {
     pub lookahead: usize,
 }
 
+impl Store<'_> {
+    /// Whether it has the tokens or the keys of its blocks.
+    pub fn has_content(&self) -> bool {
+        !self.tokens.is_empty() || self.keys.is_some()
+    }
+}
+
 /// One event of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(clippy::large_enum_variant, reason = "nearly all events are stores")]
@@ -134,32 +101,10 @@ pub enum ExportedEvent {
     Cleared,
 }
 
-/// The placement of copies at a location.
-pub fn placement_of(location: &Location<'_>) -> Placement {
-    let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    Placement {
-        tier: tier(&text(&location.medium).unwrap_or_default()),
-        locality: text(&location.locality),
-        ownership: text(&location.ownership),
-        group: location.group.unwrap_or(0),
-    }
-}
-
-/// The location that an event applies to.
-pub fn location_of<'a>(read: &'a Read<'_>, event: &Event) -> Location<'a> {
-    let text = |span| read.bytes(span).map(Cow::Borrowed);
-    Location {
-        medium: text(event.medium),
-        locality: text(event.locality),
-        ownership: text(event.ownership),
-        group: event.group,
-    }
-}
-
 /// A store of a payload.
 pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
-    let mut location = location_of(read, event);
+    let mut location = read.location(event);
     if event.may_be_copy() {
         // The group is set even if the engine named none: in the exported map only a group shows it. A block without a group is in group 0.
         location.group.get_or_insert(0);

@@ -17,11 +17,11 @@ use std::collections::{BTreeSet, HashMap};
 
 use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::stream::pending::Waiting;
+use kvevents_index::rules::pending::Waiting;
 
 use super::blocks::{Blocks, ROOT, bits};
 use super::event::{ExportedEvent, Namespace, Store, encode_extra_keys, join_extra_keys};
-use super::group_rules::{GroupRule, GroupRules, Rule, rule_of};
+use super::group_rules::{GroupRule, GroupRules};
 use super::state::{Content, State};
 
 use order::{Phases, Runs, Twins};
@@ -68,24 +68,24 @@ struct Exporter<'a> {
     exported_rules: GroupRules,
     /// Hashes of copies that the state does not have, and their announcements.
     surplus: Vec<(u64, u8)>,
-    /// Signs that a consumer still needs to conclude `State::has_extra_keys` or `State::unknown_levels`.
+    /// Signs that a consumer still needs to conclude `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
     needs_extra_keys: bool,
-    /// Signs from which a consumer concludes `State::has_unkeyed_root` or `State::unknown_levels`.
+    /// Signs from which a consumer concludes `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
 }
 
 impl<'a> Exporter<'a> {
     fn new(state: &'a State, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
-        let misses_lower = state.unknown_levels & state.announcements.levels() != 0;
+        let misses_lower = state.evidence.unknown_levels & state.announcements.levels() != 0;
         Self {
             state,
             emit,
             ranked: state.announcements.ranked(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
-            needs_extra_keys: state.has_extra_keys || misses_lower,
-            needs_unkeyed_root: state.has_unkeyed_root || misses_lower,
+            needs_extra_keys: state.evidence.has_extra_keys || misses_lower,
+            needs_unkeyed_root: state.evidence.has_unkeyed_root || misses_lower,
             has_unkeyed_root: false,
         }
     }
@@ -201,7 +201,7 @@ impl<'a> Exporter<'a> {
 
     /// A first block without a hash, of a group with full attention.
     fn first_block(&self, medium: &'static str) -> Store<'static> {
-        let is_dense = |known: &&GroupRule| known.rule == Rule::Dense;
+        let is_dense = |known: &&GroupRule| known.rule.kind.is_full();
         let dense = self.state.group_rules.iter().filter(is_dense).min_by_key(|known| known.group);
         let example = dense.map_or_else(Store::default, |known| known.example.clone());
         let block_size = example.block_size.max(1);
@@ -220,9 +220,7 @@ impl<'a> Exporter<'a> {
 
     fn export_store(&mut self, mut store: Store<'static>) {
         store.keyable = Some(store.hashes.len());
-        if let Some(rule) = rule_of(&store) {
-            let _ = self.exported_rules.learn(&store, rule);
-        }
+        let _ = self.exported_rules.learn(&store);
         (self.emit)(ExportedEvent::Stored(store));
     }
 
@@ -395,7 +393,7 @@ impl<'a> Exporter<'a> {
                 continue;
             }
             let mut store = known.example.clone();
-            if known.rule != Rule::Dense {
+            if !known.rule.kind.is_full() {
                 self.export_store(store);
                 continue;
             }
@@ -503,6 +501,6 @@ pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
 
 /// Keys of twins with copies in their order.
 pub(super) fn twin_keys(blocks: &Blocks) -> HashMap<u64, Vec<u64>> {
-    let keys = |list: &Vec<u32>| list.iter().map(|&number| blocks.get(number).key).collect();
-    blocks.same_hash().iter().map(|(&hash, list)| (hash, keys(list))).collect()
+    let keys = |list: &[u32]| list.iter().map(|&number| blocks.get(number).key).collect();
+    blocks.collisions.iter().map(|(hash, list)| (hash, keys(list))).collect()
 }

@@ -2,21 +2,20 @@
 
 use std::borrow::Cow;
 
-use super::announcements::{is_dense, window_of};
+use kvevents_index::groups::GroupKind;
+
 use super::event::{Store, Text};
 
 /// Maximum number of groups with a known rule. Engines have one or a few.
 pub const MAX_GROUPS: usize = 64;
 
-/// The blocks of a group that a compacted stream keeps.
+/// The rule by which the blocks of a group are looked up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
-    /// All blocks, with their tokens.
-    Dense,
-    /// All blocks, without tokens; lookups need this many blocks before the end of a prefix.
-    Window(u32),
-    /// The rule is unknown.
-    Unknown,
+pub struct Rule {
+    /// The blocks of a prefix that the group needs.
+    pub kind: GroupKind,
+    /// Tokens per block of a group that needs some of the blocks alone; 0 for other kinds.
+    size: u64,
 }
 
 /// The rule of one group.
@@ -34,19 +33,22 @@ pub struct GroupRule {
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
+/// The kind of a store's group.
+pub fn kind_of(store: &Store<'_>) -> GroupKind {
+    let kind = store.kind.as_deref().map(|kind| std::str::from_utf8(kind).unwrap_or(""));
+    GroupKind::from_spec(kind, store.window).unwrap_or(GroupKind::Unknown)
+}
+
 /// Returns the rule that a store announces, if it announces one. Its blocks can be refused nevertheless.
-pub fn rule_of(store: &Store<'_>) -> Option<Rule> {
-    match window_of(store.kind.as_deref(), store.window) {
-        Some(window) if store.block_size > 0 => {
-            let blocks = (window as u64 - 1).div_ceil(store.block_size);
-            Some(Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)))
-        }
-        Some(_) => None,
-        None if !is_dense(store.kind.as_deref()) => Some(Rule::Unknown),
-        None if store.tokens.is_empty() && store.keys.is_none() => None,
+fn rule_of(store: &Store<'_>) -> Option<Rule> {
+    let kind = kind_of(store);
+    let (is_announced, size) = match kind {
+        GroupKind::Unknown => (true, 0),
+        GroupKind::Window(_) | GroupKind::State => (store.block_size > 0, store.block_size),
         // Connectors announce chunks of their own on other tiers.
-        None => store.location.is_on_device().then_some(Rule::Dense),
-    }
+        GroupKind::Full(_) => (store.has_content() && store.location.is_on_device(), 0),
+    };
+    is_announced.then_some(Rule { kind, size })
 }
 
 impl GroupRules {
@@ -67,13 +69,14 @@ impl GroupRules {
         let known = self
             .0
             .iter()
-            .find(|known| known.group == group && known.rule == Rule::Unknown);
+            .find(|known| known.group == group && known.rule.kind == GroupKind::Unknown);
         known.map(|known| &known.example.kind)
     }
 
-    /// Records the rule that a store announces. None if there are too many groups.
+    /// Records the rule that a store announces, if it announces one. None if there are too many groups.
     #[inline]
-    pub fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Option<()> {
+    pub fn learn(&mut self, store: &Store<'_>) -> Option<()> {
+        let Some(rule) = rule_of(store) else { return Some(()) };
         let group = store.location.group.unwrap_or(0);
         match self.0.iter().position(|known| known.group == group) {
             Some(at) if self.0[at].rule == rule => {}

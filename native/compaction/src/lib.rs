@@ -145,7 +145,7 @@ impl Compactor {
             }
             let mut state = State::default();
             // The lost batches can belong to this rank.
-            state.is_partial = self.is_partial();
+            state.evidence.is_whole = !self.is_partial();
             if let Some(reason) = self.invalid_reason() {
                 state.invalidate(reason);
             }
@@ -203,12 +203,12 @@ impl Compactor {
 
     /// Records that a part of the stream was not received. The known state is kept and exported.
     pub fn mark_partial(&mut self) {
-        self.states_mut().for_each(|(_, state)| state.is_partial = true);
+        self.states_mut().for_each(|(_, state)| state.evidence.is_whole = false);
     }
 
     /// Whether a part of the stream was not received since the last clear of everything.
     pub fn is_partial(&self) -> bool {
-        self.states().any(|(_, state)| state.is_partial)
+        self.states().any(|(_, state)| !state.evidence.is_whole)
     }
 
     /// Drops everything.

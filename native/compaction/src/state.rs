@@ -4,16 +4,20 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 
 use kvevents_index::apply::{EVERY_TIER, HOST_OF_SGLANG, Read, extras_at, extras_of, has_extra_keys};
+use kvevents_index::groups::GroupKind;
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::holders::placements::{LEVELS, level_of, tier};
+use kvevents_index::holders::placements::{level_of, tier};
 use kvevents_index::keys::{self, Scheme};
-use kvevents_index::stream::pending::{Queue, Waiting, Weight};
+use kvevents_index::rules::clear_budget::ClearBudget;
+use kvevents_index::rules::evidence::Evidence;
+use kvevents_index::rules::hit_reports::HitReports;
+use kvevents_index::rules::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
 
-use super::announcements::{Announcements, is_dense, window_of};
+use super::announcements::Announcements;
 use super::blocks::{Blocks, NewBlock, ROOT, Stored};
-use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
-use super::group_rules::{GroupRules, Rule, rule_of};
+use super::event::{Location, Namespace, Store, split_extra_keys, store_of};
+use super::group_rules::{GroupRules, kind_of};
 use super::unkept::Unkept;
 
 /// Maximum number of blocks with copies: about 2 GB at 16 tokens per block.
@@ -31,13 +35,6 @@ pub const MAX_WIDTHS: usize = 64;
 
 /// Maximum number of copies of blocks of groups of unknown kinds.
 pub const MAX_UNKEPT: usize = 1 << 22;
-
-/// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
-/// they store.
-const EXAMINATIONS_PER_BLOCK: usize = 16;
-const FIRST_EXAMINATIONS: usize = 1 << 20;
-/// Number of blocks whose memory is kept for the next payload.
-const MAX_KEPT: usize = 1 << 14;
 
 /// Why a state is invalid: which limit was exceeded, or which events could not be read.
 pub type Reason = &'static str;
@@ -78,26 +75,17 @@ pub struct State {
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// Hashes that the current payload has announced again; listed for hybrid models only.
-    repeated: Vec<u64>,
-    /// Copies without tokens that the current payload has made resident, as hashes and announcements.
-    fresh: Vec<(u64, u8)>,
+    /// Copies of the current payload that might not exist, as hashes and announcements.
+    hit_reports: HitReports<u64, u8>,
     /// Tokens after each block that its hash also covers.
     pub lookahead: usize,
     /// The levels on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
     pub copied_levels: u8,
-    /// The fields of the index's `Evidence` with the same names.
-    pub has_extra_keys: bool,
-    pub has_unkeyed_root: bool,
-    pub unknown_levels: u8,
-    pub has_host_clears: bool,
+    /// What the stream has shown about the completeness of its blocks. An invalid state counts as one store that was set aside.
+    pub evidence: Evidence,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
-    /// Whether a part of the stream was not received.
-    pub is_partial: bool,
-    /// Blocks stored since everything was cleared, and blocks that partial clears have examined.
-    stored: usize,
-    looked: usize,
+    clear_budget: ClearBudget,
     /// Extra keys of the last store, kept to avoid allocations.
     extras: Vec<(usize, u64)>,
 }
@@ -112,7 +100,7 @@ impl State {
     pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
         let outcome = match event.kind {
             Kind::Stored => self.store(&store_of(read, event)),
-            Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
+            Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &read.location(event)),
             Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
         };
         if let Err(reason) = outcome {
@@ -120,24 +108,14 @@ impl State {
         }
     }
 
-    /// Ends a payload. As in the index, a copy without tokens that this payload has made resident might not exist if the payload has also
-    /// announced the block again. vLLM reports the hit of a request in this way, including blocks that its groups with sliding windows do
-    /// not hold. `has_reports` is whether the payload can have such reports.
+    /// Ends a payload. `has_reports` is whether it can have reports of hits.
     pub fn end_payload(&mut self, has_reports: bool) {
-        if has_reports && !self.fresh.is_empty() && !self.repeated.is_empty() {
-            self.repeated.sort_unstable();
-            for &(hash, announcement) in &self.fresh {
-                if self.repeated.binary_search(&hash).is_ok() {
-                    self.blocks
-                        .mark_uncertain(hash, self.announcements.on_placement_of(announcement));
-                }
+        for (hash, announcement) in self.hit_reports.take_uncertain() {
+            if has_reports {
+                self.blocks
+                    .mark_uncertain(hash, self.announcements.on_placement_of(announcement));
             }
         }
-        if self.fresh.capacity().max(self.repeated.capacity()) > MAX_KEPT {
-            (self.fresh, self.repeated) = (Vec::new(), Vec::new());
-        }
-        self.fresh.clear();
-        self.repeated.clear();
     }
 
     /// Drops everything until a clear of everything, except for the matching rules of groups.
@@ -146,10 +124,13 @@ impl State {
             group_rules: std::mem::take(&mut self.group_rules),
             lookahead: self.lookahead,
             copied_levels: self.copied_levels,
-            has_host_clears: self.has_host_clears,
-            unknown_levels: self.unknown_levels,
+            evidence: Evidence {
+                has_extra_keys: false,
+                has_unkeyed_root: false,
+                set_aside: 1,
+                ..self.evidence
+            },
             invalid: Some(reason),
-            is_partial: self.is_partial,
             ..Self::default()
         };
     }
@@ -170,7 +151,7 @@ impl State {
     }
 
     fn check_examinations(&self) -> Result<(), Reason> {
-        if self.blocks.is_spent() {
+        if self.blocks.collisions.is_spent() {
             return Err("blocks that share a hash");
         }
         Ok(())
@@ -180,34 +161,30 @@ impl State {
 
     /// Applies a store.
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
-        self.stored += store.hashes.len();
+        self.clear_budget.add_stored(store.hashes.len());
         self.lookahead = self.lookahead.max(store.lookahead);
         if store.location.group.is_some() {
             self.copied_levels |= 1 << self.announcements.level_of(store);
         }
-        self.has_host_clears |= store.location.medium.as_deref() == Some(HOST_OF_SGLANG);
-        let window = window_of(store.kind.as_deref(), store.window);
-        if window.is_none() && !is_dense(store.kind.as_deref()) {
-            self.learn(store, Rule::Unknown)?;
+        self.evidence.has_host_clears |= store.location.medium.as_deref() == Some(HOST_OF_SGLANG);
+        let kind = kind_of(store);
+        if kind == GroupKind::Unknown {
+            self.learn(store)?;
             if self.invalid.is_some() {
                 return Ok(());
             }
             self.unkept.store(store).ok_or("placements of unknown kinds")?;
             return self.check_limits();
         }
-        if window.is_some() || (store.tokens.is_empty() && store.keys.is_none()) {
-            if let Some(rule) = rule_of(store) {
-                self.learn(store, rule)?;
-            }
+        if !kind.is_full() || !store.has_content() {
+            self.learn(store)?;
             return self.store_without_tokens(store);
         }
         let Some(count) = store.keyable.filter(|&count| count > 0 || store.hashes.is_empty()) else {
             return Ok(());
         };
         let size = store.block_size as u32;
-        if let Some(rule) = rule_of(store) {
-            self.learn(store, rule)?;
-        }
+        self.learn(store)?;
         if self.invalid.is_some() || store.hashes.is_empty() {
             return Ok(());
         }
@@ -219,8 +196,8 @@ impl State {
         self.check_limits()
     }
 
-    fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Result<(), Reason> {
-        self.group_rules.learn(store, rule).ok_or("groups")
+    fn learn(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        self.group_rules.learn(store).ok_or("groups")
     }
 
     /// Applies a store without tokens or keys, which only announces copies.
@@ -235,7 +212,7 @@ impl State {
             match self.blocks.find(hash) {
                 Some(number) => {
                     if !self.blocks.is_certain(number, same_placement) {
-                        self.fresh.push((hash, announcement));
+                        self.hit_reports.fresh.push((hash, announcement));
                     }
                     self.blocks.add_copy(number, announcement, self.single(announcement));
                     self.note_repeated(hash, number, announcement);
@@ -261,7 +238,7 @@ impl State {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
             if self.blocks.count_on(number, same_placement) > 1 {
-                self.repeated.push(hash);
+                self.hit_reports.repeated.push(hash);
             }
         }
     }
@@ -316,7 +293,7 @@ impl State {
             namespace: store.namespace.clone(),
         };
         let is_below_device = !self.announcements.is_on_device(announcement);
-        self.has_extra_keys |= !is_below_device && has_extra_keys(store.extra_keys.as_deref());
+        self.evidence.has_extra_keys |= !is_below_device && has_extra_keys(store.extra_keys.as_deref());
         let is_unkeyed = is_below_device && store.extra_keys.is_none() && store.namespace.cache_salt.is_none();
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
@@ -328,7 +305,7 @@ impl State {
                 (awaited, parent, content.salt) = (Some(hash), Some(number), own_salt);
                 continue;
             }
-            self.has_unkeyed_root |= is_unkeyed && at == 0 && is_root;
+            self.evidence.has_unkeyed_root |= is_unkeyed && at == 0 && is_root;
             content.tokens = tokens_of(store, at, size as usize);
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
@@ -436,12 +413,6 @@ impl State {
         (!context.is_keyed() && context.scheme == scheme).then_some(number)
     }
 
-    /// Levels that a clear without a tier might not empty, as bits.
-    fn lower_levels(&self) -> u8 {
-        let emptied_levels = if self.has_host_clears { 0b11 } else { 0b1 };
-        ((1 << LEVELS) - 1) & !emptied_levels
-    }
-
     // --- removals
 
     /// Applies a removal. A removal in a group of an unknown kind removes no block that prompts match.
@@ -474,11 +445,11 @@ impl State {
         if medium == Some(EVERY_TIER) && group.is_none() {
             (self.blocks, self.waiting, self.unkept) = (Blocks::default(), Queue::default(), Unkept::default());
             self.announcements = Announcements::default();
-            (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
+            self.evidence.empty_all();
             return Ok(());
         }
         if let Some(medium) = medium.filter(|_| group.is_none()) {
-            self.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
+            self.evidence.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
         }
         self.unkept.clear(medium, group);
         let announcements = self.announcements.clearable(medium, group);
@@ -495,38 +466,32 @@ impl State {
 
     /// Whether clears are rare enough that blocks may be examined again.
     fn may_examine(&mut self) -> bool {
-        self.looked += self.blocks.live() + self.waiting.len();
-        self.looked <= FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored
+        self.clear_budget.try_spend(self.blocks.live() + self.waiting.len())
     }
 
     /// Applies a clear that names no tier. As in the index, blocks on lower tiers stay, but might be gone.
     fn clear_all(&mut self) {
-        let lower_levels = self.lower_levels();
-        let lower = self.announcements.on_levels(lower_levels);
+        let lower = self.announcements.on_levels(!self.evidence.emptied_levels());
         let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
         let has_lower = lower != 0 && self.blocks.live() > 0;
         let may_keep = has_lower && self.may_examine();
-        let levels_of = |announcements| self.announcements.levels_of(announcements);
-        let held = if may_keep {
-            levels_of(self.blocks.all_copies() & lower)
-        } else {
-            levels_of(if has_lower { lower } else { 0 })
+        let held = match (has_lower, may_keep) {
+            (false, _) => 0,
+            (true, false) => lower,
+            (true, true) => self.blocks.all_copies() & lower,
         };
-        let is_whole = self.invalid.is_none() && !self.is_partial;
         let keeps = may_keep && held != 0;
-        let missing = if is_whole {
-            levels_of(waiting) | if keeps { 0 } else { held }
-        } else {
-            u8::MAX
-        };
+        let dropped = waiting & lower | if keeps { 0 } else { held };
+        self.evidence.begin(self.announcements.levels_of(dropped), keeps);
+        // The state stays invalid after too many groups, although their blocks are removed.
+        let invalid = self.invalid.filter(|&reason| reason == "groups");
+        self.evidence.set_aside = u64::from(invalid.is_some());
         let mut cleared = Self {
             group_rules: std::mem::take(&mut self.group_rules),
             lookahead: self.lookahead,
             copied_levels: self.copied_levels,
-            has_host_clears: self.has_host_clears,
-            unknown_levels: self.unknown_levels | missing & lower_levels,
-            // The state stays invalid after too many groups, although their blocks are removed.
-            invalid: self.invalid.filter(|&reason| reason == "groups"),
+            evidence: self.evidence,
+            invalid,
             ..Self::default()
         };
         if keeps {
@@ -534,8 +499,7 @@ impl State {
             self.blocks.doubt_all(&self.announcements);
             cleared.blocks = std::mem::take(&mut self.blocks);
             cleared.announcements = std::mem::take(&mut self.announcements);
-            (cleared.has_extra_keys, cleared.has_unkeyed_root) = (self.has_extra_keys, self.has_unkeyed_root);
-            (cleared.stored, cleared.looked) = (self.stored, self.looked);
+            cleared.clear_budget = self.clear_budget;
         }
         *self = cleared;
     }

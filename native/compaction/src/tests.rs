@@ -552,13 +552,13 @@ fn clears_without_a_tier_take_a_bounded_time() {
         .store(&store(&hashes, None, &vec![7; 2 * hashes.len()], &CPU))
         .expect("within limits");
     state.clear(None, None).expect("within limits");
-    assert_eq!((state.blocks.live(), state.unknown_levels), (hashes.len(), 0));
+    assert_eq!((state.blocks.live(), state.evidence.unknown_levels), (hashes.len(), 0));
     let clears = (0..200).take_while(|_| {
         state.clear(None, None).expect("within limits");
         state.blocks.live() > 0
     });
     assert!(clears.count() < 100);
-    assert_eq!(state.unknown_levels, 0b10);
+    assert_eq!(state.evidence.unknown_levels, 0b10);
 }
 
 /// An action on a cache, described by small numbers.
@@ -647,7 +647,7 @@ proptest! {
             step(&mut state, taken);
             let blocks = &state.blocks;
             prop_assert_eq!(blocks.numbers().count(), blocks.live() + blocks.dead());
-            prop_assert!(blocks.is_counted());
+            prop_assert!(blocks.collisions.is_counted());
             if at % every != 0 {
                 continue;
             }

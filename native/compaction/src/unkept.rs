@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use kvevents_index::holders::placements::{Placement, tier};
 
-use super::event::{Location, Store, Text, placement_of};
+use super::event::{Location, Store, Text};
 
 /// Maximum number of different placements of such blocks.
 const MAX_PLACEMENTS: usize = 64;
@@ -57,7 +57,7 @@ impl Unkept {
         if hashes.is_empty() {
             return Some(());
         }
-        let placement = placement_of(location);
+        let placement = location.placement();
         let found = self.groups.iter().position(|group| group.placement == placement);
         let at = match found {
             Some(at) => at,
@@ -99,9 +99,8 @@ impl Unkept {
     /// Forgets the copies on a tier or of a group.
     pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
-        self.groups.retain(|Group { placement, .. }| {
-            tier.as_ref().is_some_and(|tier| *tier != placement.tier) || group.is_some_and(|group| group != placement.group)
-        });
+        self.groups
+            .retain(|known| !known.placement.is_cleared_by(tier.as_deref(), group));
     }
 
     /// Number of hashes that are exported.

@@ -5,20 +5,22 @@ mod learning;
 mod prefetching;
 mod stores;
 
-pub use self::stores::HOST_OF_SGLANG;
-
-/// The medium of a clear after which all tiers are certainly empty. Only senders of this project use it.
-pub const EVERY_TIER: &[u8] = b"*";
+use std::borrow::Cow;
 
 pub use self::block_keys::{StoredKeys, extras_at, extras_of, stored_keys};
 use self::prefetching::Ring;
+pub use self::stores::HOST_OF_SGLANG;
 use crate::groups::GroupKind;
 use crate::holders::placements::{Placement, TIERS, level_of, tier};
+use crate::rules::location::Location;
 use crate::step_counter;
 use crate::store::shared_state::SharedState;
-use crate::stream::{Place, RemovalTarget, Stream};
+use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
+
+/// The medium of a clear after which all tiers are certainly empty. Only senders of this project use it.
+pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
 pub struct Read<'a> {
@@ -31,6 +33,18 @@ pub struct Read<'a> {
 impl Read<'_> {
     fn text(&self, span: Option<Span>) -> Option<&str> {
         span.map(|span| std::str::from_utf8(span.bytes(self.bytes)).unwrap_or(""))
+    }
+
+    /// The location that an event names.
+    #[inline]
+    pub fn location(&self, event: &Event) -> Location<'_> {
+        let text = |span| self.bytes(span).map(Cow::Borrowed);
+        Location {
+            medium: text(event.medium),
+            locality: text(event.locality),
+            ownership: text(event.ownership),
+            group: event.group,
+        }
     }
 
     /// The bytes of a span.
@@ -85,13 +99,7 @@ impl Stream {
     /// Notes which copies a store or a removal has changed.
     fn note_changed_copies(&mut self, read: &Read<'_>, event: &Event) {
         let group = event.group.unwrap_or(0);
-        let placement = Placement {
-            tier: tier(read.text(event.medium).unwrap_or("")),
-            locality: read.text(event.locality).map(str::to_owned),
-            ownership: None,
-            group,
-        };
-        let level = placement.level() as u8;
+        let level = read.location(event).placement().level() as u8;
         let hashes = event.hashes.slice(&read.scratch.hashes);
         self.changed_copies.extend(hashes.iter().map(|&hash| (hash, group, level)));
     }
@@ -101,7 +109,7 @@ impl Stream {
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let group = event.group.unwrap_or(0);
         if self.groups.kind(group) == Some(GroupKind::Unknown) {
-            return self.count_unkept(group, is_on_device(read, event), hashes, false);
+            return self.count_unkept(group, read.location(event).is_on_device(), hashes, false);
         }
         let Some(placement) = self.placement(writer, read, event) else {
             self.counters.unknown += hashes.len() as u64;
@@ -136,10 +144,7 @@ impl Stream {
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
             self.clear_unkept(event.group);
         }
-        let meant = |placement: &Placement| {
-            medium.as_ref().is_none_or(|tier| *tier == placement.tier)
-                && event.group.is_none_or(|group| group == placement.group)
-        };
+        let meant = |placement: &Placement| placement.is_cleared_by(medium.as_deref(), event.group);
         let placements: Vec<u16> = (self.held().map(|(placement, _)| placement))
             .filter(|&placement| meant(writer.view.placements.get(placement)))
             .collect();
@@ -151,40 +156,18 @@ impl Stream {
 
     /// Returns the placement that an event names.
     fn placement(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) -> Option<u16> {
-        let (medium, locality, ownership) = (
-            read.bytes(event.medium),
-            read.bytes(event.locality),
-            read.bytes(event.ownership),
-        );
-        let group = event.group.unwrap_or(0);
-        let same = |place: &Place| {
-            place.group == group
-                && place.medium.as_deref() == medium
-                && place.locality.as_deref() == locality
-                && place.ownership.as_deref() == ownership
+        let location = Location {
+            group: Some(event.group.unwrap_or(0)), // a block without a group is in group 0
+            ..read.location(event)
         };
-        if let Some((_, placement)) = self.places.iter().find(|(place, _)| same(place)) {
+        if let Some((_, placement)) = self.places.iter().find(|(known, _)| *known == location) {
             return Some(*placement);
         }
         if self.places.len() >= shared.limits.places {
             return None;
         }
-        let text = |span| read.text(span).map(str::to_owned);
-        let placement = Placement {
-            tier: tier(read.text(event.medium).unwrap_or("")),
-            locality: text(event.locality),
-            ownership: text(event.ownership),
-            group,
-        };
-        let number = self.use_placement(shared, placement)?;
-        let owned = |bytes: Option<&[u8]>| bytes.map(Box::from);
-        let place = Place {
-            medium: owned(medium),
-            locality: owned(locality),
-            ownership: owned(ownership),
-            group,
-        };
-        self.places.push((place, number));
+        let number = self.use_placement(shared, location.placement())?;
+        self.places.push((location.to_static(), number));
         Some(number)
     }
 }
@@ -196,9 +179,4 @@ pub fn has_extra_keys(raw: Option<&[u8]>) -> bool {
         extra_keys(raw, |_, _| has_any = true);
     }
     has_any
-}
-
-/// Whether an event is about copies on the device (GPU).
-fn is_on_device(read: &Read<'_>, event: &Event) -> bool {
-    tier(read.text(event.medium).unwrap_or("")) == TIERS[0] && read.text(event.locality) != Some("REMOTE")
 }

@@ -22,6 +22,8 @@ pub mod memory;
 #[doc(hidden)]
 pub mod prefix_index;
 #[doc(hidden)]
+pub mod rules;
+#[doc(hidden)]
 pub mod snapshot;
 #[doc(hidden)]
 pub mod store;

@@ -26,12 +26,13 @@ pub(crate) fn count(_steps: usize) {
     });
 }
 
-/// Counts the steps of growing a table, if one more entry makes it grow.
+/// Counts the steps of growing a table, if it has a new entry that has made it grow. These are its entries and its capacity before, and its
+/// entries now.
 #[inline(always)]
-pub(crate) fn count_growth(_length: usize, _capacity: usize) {
+pub(crate) fn count_growth((_before, _capacity): (usize, usize), _now: usize) {
     #[cfg(test)]
-    if _length >= _capacity {
-        count(_length);
+    if _before >= _capacity && _before < _now {
+        count(_before);
     }
 }
 

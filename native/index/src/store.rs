@@ -4,5 +4,4 @@ pub mod members;
 pub mod overlay;
 pub mod read_view;
 pub mod records;
-pub mod replaced_loras;
 pub mod shared_state;

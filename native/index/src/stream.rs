@@ -1,11 +1,9 @@
 //! One stream: its incarnation, its blocks by the engine's own hashes, and what it has announced about them.
 
-mod collisions;
 mod counters;
 mod estimate;
 mod group_lookups;
 mod lora_changes;
-pub mod pending;
 mod placing;
 mod removal;
 mod restored_blocks;
@@ -20,10 +18,8 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use hashbrown::HashTable;
 use parking_lot::RwLock;
 
-use self::collisions::Collisions;
 pub use self::counters::Counters;
-pub use self::estimate::{Estimate, Evidence};
-pub use self::lora_changes::MAX_LORAS;
+pub use self::estimate::Estimate;
 pub use self::removal::RemovalTarget;
 pub use self::stated_ranks::StatedRanks;
 use self::tally::{CopyMarks, Tally};
@@ -35,10 +31,15 @@ use crate::holders::holder_sets::Move;
 use crate::holders::placements::{AttestedGroup, Placement};
 use crate::keys::Scheme;
 use crate::memory::table::{CacheLevel, Stage, Table, TableHash, TablePosition};
+use crate::rules::clear_budget::ClearBudget;
+use crate::rules::collisions::Collisions;
+use crate::rules::evidence::Evidence;
+use crate::rules::hit_reports::HitReports;
+use crate::rules::location::Location;
+use crate::rules::pending::{Queue, Waiting};
 use crate::step_counter;
 use crate::store::records::Records;
 use crate::store::shared_state::{Block, SharedState};
-use crate::stream::pending::{Queue, Waiting};
 use crate::sync::yielding_lock::Writer;
 
 /// A block whose hash in this stream differs from that of its record.
@@ -49,8 +50,6 @@ struct Foreign {
     number: u32,
 }
 
-/// Blocks that partial clears may examine before any block is stored.
-const FIRST_EXAMINATIONS: usize = 1 << 20;
 /// Maximum number of times that the blocks by hash are dropped in an incarnation.
 const CACHE_DROPS: u8 = 4;
 /// Number of stores in which the hash scheme of an engine is searched.
@@ -134,7 +133,7 @@ pub struct Stream {
     /// Whether the stream was removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
     /// Placements by their names in events.
-    pub places: Vec<(Place, u16)>,
+    pub places: Vec<(Location<'static>, u16)>,
     /// Bytes of this stream in the total of the shared part.
     pub counted: usize,
     table: Table,
@@ -145,32 +144,16 @@ pub struct Stream {
     lora_bytes: usize,
     /// Whether its sender attests its engine's cache: then every store is a new copy.
     has_attested: bool,
-    /// Blocks with full attention that the current batch has announced again; kept for hybrid models only.
-    repeated: Vec<u32>,
-    /// Blocks without tokens that were not resident before the current batch, as far as was known.
-    fresh: Vec<(u32, u16)>,
+    /// Copies of the current batch that might not exist.
+    hit_reports: HitReports<u32, u16>,
     named: Vec<NamedPlacement>,
     /// Schemes by which this incarnation has divided prompts.
     schemes: Vec<UsedScheme>,
-    /// Remaining examinations by partial clears.
-    examinations_left: usize,
+    clear_budget: ClearBudget,
     /// Value of `Counters::evicted` when the stream was last known to be complete.
     evicted_when_whole: u64,
     added: Move,
     removed: Move,
-}
-
-/// A placement as an event names it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Bytes of the medium.
-    pub medium: Option<Box<[u8]>>,
-    /// Bytes of the locality.
-    pub locality: Option<Box<[u8]>>,
-    /// Bytes of the ownership.
-    pub ownership: Option<Box<[u8]>>,
-    /// Group of the copy.
-    pub group: i64,
 }
 
 impl Stream {
@@ -209,11 +192,10 @@ impl Stream {
             copies: CopyTable::default(),
             lora_bytes: 0,
             has_attested: false,
-            repeated: Vec::new(),
-            fresh: Vec::new(),
+            hit_reports: HitReports::default(),
             named: Vec::new(),
             schemes: Vec::new(),
-            examinations_left: FIRST_EXAMINATIONS,
+            clear_budget: ClearBudget::default(),
             evicted_when_whole: 0,
             added: Move::default(),
             removed: Move::default(),
@@ -413,7 +395,7 @@ impl Stream {
         self.schemes.clear();
         self.evidence = Evidence::default();
         self.reported = None;
-        self.examinations_left = FIRST_EXAMINATIONS;
+        self.clear_budget = ClearBudget::default();
         self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);
         writer.use_lookup(self.number, None);

@@ -21,11 +21,11 @@ impl Twins {
             if list.len() > 1 {
                 list.sort_by_cached_key(|&number| (depths.get(number), blocks.get(number).key));
             }
-            if !blocks.same_hash().contains_key(hash) {
+            if blocks.collisions.get(*hash).is_none() {
                 list.extend(blocks.find(*hash));
             }
         }
-        for (&hash, list) in blocks.same_hash() {
+        for (hash, list) in blocks.collisions.iter() {
             all.entry(hash).or_default().extend(list);
         }
         all.retain(|_, list| list.len() > 1);

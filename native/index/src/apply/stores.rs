@@ -4,16 +4,16 @@ use std::collections::VecDeque;
 
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
 use super::prefetching::{Ahead, Ring};
-use super::{Read, Work, has_extra_keys, is_on_device};
+use super::{Read, Work, has_extra_keys};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
 use crate::keys::{self, Scheme};
 use crate::memory::page_pool;
 use crate::memory::table::Stage;
+use crate::rules::pending::{Content, Waiting};
 use crate::store::records::{Records, Row};
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
-use crate::stream::pending::{Content, Waiting};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::Event;
 
@@ -93,7 +93,7 @@ impl Stream {
             self.learn(writer, group, known, 0)?;
             self.count_unkept(
                 group,
-                is_on_device(read, event),
+                read.location(event).is_on_device(),
                 event.hashes.slice(&read.scratch.hashes),
                 true,
             );
@@ -118,7 +118,7 @@ impl Stream {
         }
         let store = TokenStore::read(read, event)?;
         // A connector announces chunks of its own sizes and hashes on other tiers.
-        if is_on_device(read, event) {
+        if read.location(event).is_on_device() {
             self.learn(writer, group, known, size)?;
             if kind.is_some() {
                 self.learn_hashing(read, event);
@@ -147,7 +147,7 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
         let kind = GroupKind::from_spec(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
-        if is_on_device(read, event) {
+        if read.location(event).is_on_device() {
             self.learn(writer, event.group.unwrap_or(0), kind, size)?;
         }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;

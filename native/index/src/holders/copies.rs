@@ -9,6 +9,8 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
+use crate::step_counter;
+
 /// Bounds of the number of copies of one block on one placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copies {
@@ -131,10 +133,12 @@ impl CopyTable {
 
     /// Records one more store of a block that is held.
     pub fn store(&mut self, number: u32, placement: u16, is_certain: bool) -> Change {
+        let room = (self.entries.len(), self.entries.capacity());
         let copies = self.entries.entry((number, placement)).or_insert(Copies::ONE);
         let before = *copies;
         *copies = copies.stored(is_certain);
         let after = *copies;
+        step_counter::count_growth(room, self.entries.len());
         self.changed(number, placement, before, after)
     }
 
@@ -162,14 +166,6 @@ impl CopyTable {
         certified.collect()
     }
 
-    /// Blocks that might be gone.
-    pub fn all_uncertain(&self) -> impl Iterator<Item = (u32, u16)> + '_ {
-        self.entries
-            .iter()
-            .filter(|(_, copies)| copies.is_uncertain())
-            .map(|(key, _)| *key)
-    }
-
     /// Number of entries, and capacity, of each of its tables.
     #[inline]
     pub fn rooms(&self) -> impl Iterator<Item = (usize, usize)> {
@@ -194,7 +190,10 @@ impl CopyTable {
     fn changed(&mut self, number: u32, placement: u16, before: Copies, after: Copies) -> Change {
         match (before.is_exact(), after.is_exact()) {
             (true, false) => {
-                self.inexact.entry(placement).or_default().insert(number);
+                let numbers = self.inexact.entry(placement).or_default();
+                let room = (numbers.len(), numbers.capacity());
+                numbers.insert(number);
+                step_counter::count_growth(room, numbers.len());
             }
             (false, true) => {
                 if let Entry::Occupied(mut numbers) = self.inexact.entry(placement) {

@@ -54,6 +54,11 @@ impl Placement {
         }
     }
 
+    /// Whether a clear of a tier, of a group, or of a group's blocks on a tier removes its copies; one of everything names neither.
+    pub fn is_cleared_by(&self, tier: Option<&str>, group: Option<i64>) -> bool {
+        tier.is_none_or(|tier| tier == self.tier) && group.is_none_or(|group| group == self.group)
+    }
+
     /// The contribution of this placement's copies to an attestation.
     pub fn attestation(&self) -> AttestedGroup {
         AttestedGroup::new(self.group, self.level() == 0)

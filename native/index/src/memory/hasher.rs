@@ -82,16 +82,6 @@ impl Hasher for KeyedHasher {
     }
 
     #[inline]
-    fn write_i64(&mut self, value: i64) {
-        self.write_u64(value as u64);
-    }
-
-    #[inline]
-    fn write_isize(&mut self, value: isize) {
-        self.write_u64(value as u64);
-    }
-
-    #[inline]
     fn finish(&self) -> u64 {
         self.secret.place(self.state)
     }

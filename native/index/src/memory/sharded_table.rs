@@ -54,8 +54,9 @@ impl<T> ShardedTable<T> {
     #[inline]
     pub fn insert(&mut self, hash: u64, entry: T, hash_of: impl Fn(&T) -> u64) {
         let part = &mut self.parts[Self::part(hash)];
-        step_counter::count_growth(part.len(), part.capacity());
+        let room = (part.len(), part.capacity());
         part.insert_unique(hash, entry, hash_of);
+        step_counter::count_growth(room, part.len());
         self.length += 1;
     }
 

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::{Index, Outcome};
 use crate::memory::hasher::Secret;
+use crate::rules::replaced_loras::ReplacedLoras;
 use crate::store::members::{Member, Worker};
-use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::sync::yielding_lock::{Writer, YieldingRwLock};
@@ -73,6 +73,7 @@ impl ImportedStream {
     ) -> Self {
         let worker = Arc::new(worker);
         let stream = register(shared, number, worker.clone(), incarnation, model, drafts);
+        stream.lock().grant(usize::MAX); // the limits of an index bound the blocks of a snapshot that share a hash
         shared.show(number, false);
         Self {
             worker,

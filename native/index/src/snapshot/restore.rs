@@ -22,10 +22,12 @@ use crate::limits::Limits;
 use crate::memory::page_pool;
 use crate::memory::table::Stage;
 use crate::prefix_index::{ImportedStream, Index};
+use crate::rules::evidence::Evidence;
+use crate::rules::pending::{Content, Waiting};
+use crate::rules::replaced_loras::MAX_LORAS;
 use crate::store::members::Worker;
 use crate::store::shared_state::{Block, SharedState};
-use crate::stream::pending::{Content, Waiting};
-use crate::stream::{Evidence, MAX_LORAS, StatedRanks, Stream};
+use crate::stream::{StatedRanks, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};

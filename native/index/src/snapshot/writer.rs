@@ -13,9 +13,9 @@ use crate::groups::engine_hash::EngineHash;
 use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
 use crate::prefix_index::Index;
+use crate::rules::pending::Waiting;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
-use crate::stream::pending::Waiting;
 use crate::stream::{StatedRanks, Stream};
 
 use super::frames::FrameWriter;

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicUsize;
 
 use crate::groups::cache::GroupLookup;
 use crate::keys::Scheme;
-use crate::store::replaced_loras::ReplacedLoras;
+use crate::rules::replaced_loras::ReplacedLoras;
 
 /// The engine and rank of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -10,11 +10,11 @@ use crate::keys::Scheme;
 use crate::limits::Limits;
 use crate::memory::hasher::Secret;
 use crate::memory::table::{Hashes, Table, TableHash};
+use crate::rules::replaced_loras::ReplacedLoras;
 use crate::step_counter;
 use crate::store::members::{Member, Model, Worker};
 use crate::store::read_view::{Owner, View};
 use crate::store::records::{Records, Row};
-use crate::store::replaced_loras::ReplacedLoras;
 use crate::sync::yielding_lock::Publish;
 
 /// Places of records in the tables of heads and of keys.

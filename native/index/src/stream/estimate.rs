@@ -1,7 +1,7 @@
 //! Why answers about a stream can differ from what its engine finds, although no batch is known to be missing.
 
 use super::Stream;
-use crate::holders::placements::LEVELS;
+use crate::rules::evidence::Evidence;
 
 /// A reason why answers are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,109 +46,6 @@ impl Estimate {
             Self::SetAside(count) => Self::SetAside(round(count)),
             Self::UnknownParents(count) => Self::UnknownParents(round(count)),
             other => other,
-        }
-    }
-}
-
-/// What a stream has shown about the completeness of its blocks since its start, or since it was last cleared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Evidence {
-    /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped here.
-    pub is_whole: bool,
-    /// Stores that could not be used.
-    pub set_aside: u64,
-    /// Whether a first block had the hash of its tokens alone.
-    pub has_page_hashes: bool,
-    /// Whether blocks on the device had extra keys.
-    pub has_extra_keys: bool,
-    /// Whether a first block of unknown hash on another tier had no extra keys.
-    pub has_unkeyed_root: bool,
-    /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
-    pub unknown_levels: u8,
-    /// Whether a clear without a tier empties host memory too.
-    pub has_host_clears: bool,
-    /// Number of further first blocks whose hash is compared with the hash of their tokens.
-    pub pages_left: u8,
-}
-
-/// Number of first blocks whose hash is compared with the hash of their tokens alone.
-const PAGES: u8 = 8;
-/// Bit mask with a bit for each level.
-const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
-
-impl Evidence {
-    fn flags(&mut self) -> [&mut bool; 5] {
-        [
-            &mut self.is_whole,
-            &mut self.has_page_hashes,
-            &mut self.has_extra_keys,
-            &mut self.has_unkeyed_root,
-            &mut self.has_host_clears,
-        ]
-    }
-
-    /// The flags as bits, for a snapshot.
-    pub fn to_bits(mut self) -> u8 {
-        self.flags()
-            .into_iter()
-            .rev()
-            .fold(0, |bits, flag| bits << 1 | u8::from(*flag))
-    }
-
-    /// The value with such flags.
-    pub fn from_parts(bits: u8, unknown_levels: u8, set_aside: u64) -> Self {
-        let mut found = Self {
-            unknown_levels,
-            set_aside,
-            ..Self::default()
-        };
-        let flags = found.flags().into_iter().enumerate();
-        flags.for_each(|(at, flag)| *flag = bits >> at & 1 != 0);
-        found
-    }
-
-    /// The levels that a clear without a tier empties, as bits.
-    pub fn emptied_levels(&self) -> u8 {
-        if self.has_host_clears { 0b11 } else { 0b1 }
-    }
-
-    /// Drops the evidence about all tiers, which are empty now.
-    pub fn empty_all(&mut self) {
-        (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
-    }
-
-    /// Begins again after a clear that names no tier. `dropped` are levels whose blocks are no longer known, or not all of them; with
-    /// `keeps_lower`, blocks are left on lower ones.
-    pub fn begin(&mut self, dropped: u8, keeps_lower: bool) {
-        let is_complete = self.is_whole && self.set_aside == 0;
-        let missing = if is_complete {
-            dropped
-        } else {
-            !self.emptied_levels() & ALL_LEVELS
-        };
-        *self = Self {
-            unknown_levels: self.unknown_levels | missing,
-            has_extra_keys: keeps_lower && self.has_extra_keys,
-            has_unkeyed_root: keeps_lower && self.has_unkeyed_root,
-            has_page_hashes: self.has_page_hashes,
-            has_host_clears: self.has_host_clears,
-            pages_left: self.pages_left,
-            ..Self::default()
-        };
-    }
-}
-
-impl Default for Evidence {
-    fn default() -> Self {
-        Self {
-            is_whole: true,
-            set_aside: 0,
-            has_page_hashes: false,
-            has_extra_keys: false,
-            has_unkeyed_root: false,
-            unknown_levels: 0,
-            has_host_clears: false,
-            pages_left: PAGES,
         }
     }
 }

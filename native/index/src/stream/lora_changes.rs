@@ -3,52 +3,36 @@
 use super::Stream;
 use super::placing::Placed;
 use crate::holders::contexts::Context;
+use crate::rules::replaced_loras::{ReplacedLoras, StoredBlock};
 use crate::step_counter;
-use crate::store::replaced_loras::ReplacedLoras;
 use crate::store::shared_state::SharedState;
 
-/// Maximum number of replaced LoRAs of one stream: an engine has some dozens of adapters.
-pub const MAX_LORAS: usize = 4_096;
-
 impl Stream {
-    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now. A block on the device shows that they
-    /// were replaced if
-    ///
-    /// - the stream holds the same block of the present weights under another hash on the same placement, or
-    /// - it follows an outdated block, or is an outdated first block that is announced again: the name has returned to a former path, or a
-    ///   request that began with the former weights goes on. Events do not say which.
-    ///
-    /// Copies on other tiers are no sign, since they can be made long after their blocks were computed. Returns false if too many LoRAs
-    /// were replaced.
+    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now: `ReplacedLoras::note`. Returns false if
+    /// too many LoRAs were replaced.
     #[cold]
     pub fn note_lora(&mut self, shared: &mut SharedState, placed: &Placed, placement: u16, parent: Option<u32>) -> bool {
         let Some(lora) = lora_of(shared, placed.number) else {
             return true;
         };
         let Some(loras) = shared.loras(self.number) else { return true };
-        let is_outdated = |number: u32| loras.is_outdated(lora, number);
-        let (is_full, is_on_device) = (
-            loras.len() >= MAX_LORAS && !loras.contains(lora),
-            self.is_on_device(placement),
-        );
-        let is_late = parent.map_or(placed.is_known && is_outdated(placed.number), is_outdated);
-        let is_change = is_on_device
-            && (is_late || placed.has_twin && self.has_current_twin(shared, loras, lora, placed.number, placement));
-        if is_change && is_full {
-            return false;
+        let is_on_device = self.is_on_device(placement);
+        let may_have_twin = is_on_device && placed.has_twin;
+        let has_current_twin = may_have_twin && self.has_current_twin(shared, loras, lora, placed.number, placement);
+        if !has_current_twin && !loras.contains(lora) {
+            return true;
         }
-        if is_change || loras.contains(lora) {
-            let is_current = is_on_device || parent.is_some_and(|parent| !is_outdated(parent));
-            self.lora_bytes = shared.change_loras(self.number, |loras| {
-                if is_change {
-                    loras.replace(lora);
-                }
-                if is_current {
-                    loras.store(lora, placed.number);
-                }
-            });
-        }
-        true
+        let stored = StoredBlock {
+            lora,
+            record: placed.number,
+            parent,
+            is_known: placed.is_known,
+            is_on_device,
+            has_current_twin,
+        };
+        let mut is_noted = true;
+        self.lora_bytes = shared.change_loras(self.number, |loras| is_noted = loras.note(&stored));
+        is_noted
     }
 
     /// Whether the stream holds another block with the key of a block on a placement, which is not outdated.
@@ -106,8 +90,7 @@ impl Stream {
     /// Notes that the engine lists another path for a LoRA. Does nothing if blocks have shown it since the last call, or if too many LoRAs
     /// were replaced.
     pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
-        let has_room = |loras: &ReplacedLoras| loras.contains(lora) || loras.len() < MAX_LORAS;
-        if self.blocks > 0 && shared.loras(self.number).is_some_and(has_room) {
+        if self.blocks > 0 && shared.loras(self.number).is_some_and(|loras| loras.has_room(lora)) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace_listed(lora));
         }
     }

@@ -7,8 +7,6 @@ use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
-const EXAMINATIONS_PER_BLOCK: usize = 16;
 /// Cost, in examinations, of computing the key of a block whose parent is unknown.
 const EXAMINATIONS_PER_KEY: usize = 8;
 
@@ -59,7 +57,7 @@ impl Stream {
         if !self.collisions.is_empty() {
             self.collisions.spend(looks);
         }
-        self.examinations_left = self.examinations_left.saturating_add(EXAMINATIONS_PER_BLOCK);
+        self.clear_budget.add_stored(1);
         if let Some(number) = own {
             self.copy(shared, hash, number, placement);
             self.collisions.make_newest(hash, number);
@@ -112,13 +110,10 @@ impl Stream {
                 }
                 return;
             }
-            self.copies
-                .rooms()
-                .for_each(|(length, capacity)| step_counter::count_growth(length, capacity));
             let change = self.copies.store(number, placement, self.has_attested);
             self.note(shared, number, placement, change);
             if !self.has_attested && self.groups.all().len() > 1 {
-                self.repeated.push(number);
+                self.hit_reports.repeated.push(number);
             }
             let key = shared.records.key(number);
             self.tally += self.named(placement).marks.copy(hash, key);
@@ -133,36 +128,26 @@ impl Stream {
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {
-            self.fresh.push((number, placement));
+            self.hit_reports.fresh.push((number, placement));
         }
         self.copy(shared, hash, number, placement);
     }
 
-    /// Ends a batch. A block of a window might not exist if the batch has made it resident and announced its block with full attention
-    /// again, or if it might have been gone before.
-    ///
-    /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
-    /// group does not hold. A request that is computed again is announced in the same way.
-    pub fn mark_fresh_uncertain(&mut self, shared: &mut Writer<'_, SharedState>) {
-        let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
-        if !fresh.is_empty() && !repeated.is_empty() {
-            repeated.sort_unstable();
-            for &(number, placement) in &fresh {
-                // The slot of the block might be free again, or hold another block.
-                let is_held =
-                    || shared.records.is_used(number) && shared.sets.holds(shared.records.set(number), placement, self.number);
-                if repeated.binary_search(&number).is_ok() && is_held() {
-                    let Copies { most, .. } = self.copies.get(number, placement);
-                    let change = self.copies.set(number, placement, Copies { least: 0, most });
-                    self.note(shared, number, placement, change);
-                }
-                self.spend(shared, 1);
+    /// Ends a batch. See `HitReports`.
+    pub fn mark_fresh_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let uncertain = if self.hit_reports.fresh.len() > WORK_PER_HOLD {
+            writer.unlocked(|| self.hit_reports.take_uncertain())
+        } else {
+            self.hit_reports.take_uncertain()
+        };
+        for (number, placement) in uncertain {
+            // The slot of the block might be free again, or hold another block.
+            if writer.records.is_used(number) && writer.sets.holds(writer.records.set(number), placement, self.number) {
+                let Copies { most, .. } = self.copies.get(number, placement);
+                let change = self.copies.set(number, placement, Copies { least: 0, most });
+                self.note(writer, number, placement, change);
             }
-        }
-        if fresh.capacity().max(repeated.capacity()) <= WORK_PER_HOLD {
-            fresh.clear();
-            repeated.clear();
-            (self.fresh, self.repeated) = (fresh, repeated);
+            self.spend(writer, 1);
         }
     }
 
@@ -190,7 +175,7 @@ impl Stream {
         let copies = named.marks.copies(hashes, keys);
         self.tally += copies;
         self.blocks += count;
-        self.examinations_left = self.examinations_left.saturating_add(EXAMINATIONS_PER_BLOCK * count);
+        self.clear_budget.add_stored(count);
     }
 
     /// Enters a record under the hash of its block.
@@ -201,9 +186,10 @@ impl Stream {
             self.enter_own(shared, block.mixed_hash, position, number);
         } else {
             let place = shared.secret.place(hash);
-            step_counter::count_growth(self.foreign.len(), self.foreign.capacity());
+            let room = (self.foreign.len(), self.foreign.capacity());
             self.foreign
                 .insert_unique(place, Foreign { hash, number }, |entry| shared.secret.place(entry.hash));
+            step_counter::count_growth(room, self.foreign.len());
         }
     }
 

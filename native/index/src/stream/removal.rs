@@ -8,10 +8,10 @@ use super::{NamedPlacement, Stream};
 use crate::holders::copies::{Copies, CopyTable};
 use crate::holders::holder_sets::EMPTY;
 use crate::memory::table::{Table, TableHash, TablePosition};
+use crate::rules::pending::Queue;
 use crate::step_counter;
 use crate::store::records::{Records, Row};
 use crate::store::shared_state::{ByHash, SharedState};
-use crate::stream::pending::Queue;
 use crate::sync::yielding_lock::Writer;
 
 impl Stream {
@@ -227,11 +227,10 @@ impl Stream {
         if !self.named.iter().any(|named| meant(named.placement) && has_any(named)) {
             return true;
         }
-        if self.examinations_left < looks {
+        if !self.clear_budget.try_spend(looks) {
             self.remove_all(writer);
             return false;
         }
-        self.examinations_left -= looks;
         let bound = writer.records.bound();
         self.note_waiting(writer, &meant);
         let (numbers, foreign) = writer.unlocked(|| {
@@ -281,10 +280,9 @@ impl Stream {
 
     /// Marks every block as one that might be gone. Returns false if clears are so frequent that blocks must not be examined again.
     fn doubt_all(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
-        if self.examinations_left < self.blocks {
+        if !self.clear_budget.try_spend(self.blocks) {
             return false;
         }
-        self.examinations_left -= self.blocks;
         step_counter::count(self.blocks);
         for (number, hash) in self.all_blocks(writer) {
             let placements: Vec<u16> = writer.sets.placements(writer.records.set(number), self.number).collect();

@@ -309,8 +309,8 @@ impl<C: Weight> Queue<C> {
         count.entries += 1;
         count.orphans += usize::from(is_orphan);
         append(&mut self.entries, &mut self.order, at, Kind::Order);
-        step_counter::count_growth(self.by_awaited.len(), self.by_awaited.capacity());
-        step_counter::count_growth(self.by_hash.len(), self.by_hash.capacity());
+        let by_awaited = (self.by_awaited.len(), self.by_awaited.capacity());
+        let by_hash = (self.by_hash.len(), self.by_hash.capacity());
         let row = self.by_awaited.entry(awaited).or_insert(Row::EMPTY);
         append(&mut self.entries, row, at, Kind::Awaited);
         let copies = self.by_hash.entry(hash).or_default();
@@ -327,6 +327,8 @@ impl<C: Weight> Queue<C> {
                 copies.len() - 1
             });
         append(&mut self.entries, copies[found].row(is_orphan), at, Kind::Copies);
+        step_counter::count_growth(by_awaited, self.by_awaited.len());
+        step_counter::count_growth(by_hash, self.by_hash.len());
     }
 
     /// Drops the oldest entry.

@@ -21,7 +21,7 @@ pub struct Collisions {
     lists: HashMap<u64, Vec<u32>>,
     /// Number of records in all lists.
     blocks: usize,
-    /// Remaining examinations; unlimited before the first payload.
+    /// Remaining examinations.
     examinations: usize,
     /// Whether a removal was skipped because none remained.
     has_skipped: bool,
@@ -32,13 +32,14 @@ impl Default for Collisions {
         Self {
             lists: HashMap::new(),
             blocks: 0,
-            examinations: usize::MAX,
+            examinations: MOST_EXAMINATIONS,
             has_skipped: false,
         }
     }
 }
 
 impl Collisions {
+    /// Whether every hash means one block.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.lists.is_empty()
@@ -60,10 +61,11 @@ impl Collisions {
 
     /// Adds a block of a hash that means at least the block `known`.
     pub fn add(&mut self, hash: u64, known: u32, number: u32) {
-        step_counter::count_growth(self.lists.len(), self.lists.capacity());
+        let room = (self.lists.len(), self.lists.capacity());
         let list = self.lists.entry(hash).or_insert_with(|| vec![known]);
         self.blocks += if list.len() == 1 { 2 } else { 1 };
         list.push(number);
+        step_counter::count_growth(room, self.lists.len());
     }
 
     /// Makes a block the newest of its hash.
@@ -131,6 +133,11 @@ impl Collisions {
         self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= FEW_BLOCKS)
     }
 
+    /// Whether no examinations remain.
+    pub fn is_spent(&self) -> bool {
+        self.examinations == 0
+    }
+
     /// Records that a removal was skipped because no examinations remained.
     pub fn skip_removal(&mut self) {
         self.has_skipped = true;
@@ -147,6 +154,7 @@ impl Collisions {
         (self.lists.len(), self.lists.capacity())
     }
 
+    /// Allocates memory for further hashes.
     pub fn reserve(&mut self, hashes: usize) {
         self.lists.reserve(hashes);
     }
@@ -156,8 +164,7 @@ impl Collisions {
         self.lists.capacity() * (size_of::<(u64, Vec<u32>)>() + 1) + self.blocks * 8
     }
 
-    /// Whether the number of blocks is correct.
-    #[cfg(test)]
+    /// Whether the number of blocks is correct, for tests.
     pub fn is_counted(&self) -> bool {
         self.lists.values().map(Vec::len).sum::<usize>() == self.blocks
     }

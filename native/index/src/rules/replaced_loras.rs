@@ -2,11 +2,12 @@
 //!
 //! vLLM hashes the name and the path of a LoRA, and events have the name alone. When a name is loaded from another path, the blocks of the
 //! former weights stay in the cache under the keys of the new ones, and no request finds them. The engine announces nothing if the name
-//! returns to a former path. So only blocks that were stored since the last change certainly match. The stream decides what is a change
-//! (`crate::stream::Stream::note_lora`).
+//! returns to a former path. So only blocks that were stored since the last change certainly match.
 
 use std::collections::{HashMap, HashSet};
 
+/// Maximum number of replaced LoRAs of one stream: an engine has some dozens of adapters.
+pub const MAX_LORAS: usize = 4_096;
 /// Approximate bytes of a LoRA, and of a record.
 const LORA_BYTES: usize = 96;
 const RECORD_BYTES: usize = 8;
@@ -27,7 +28,56 @@ struct Current {
     is_ahead: bool,
 }
 
+/// A stored block of a LoRA.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredBlock {
+    /// The LoRA's part of the seed.
+    pub lora: u64,
+    /// Record of the block.
+    pub record: u32,
+    /// Record of its parent.
+    pub parent: Option<u32>,
+    /// Whether the stream held the block before.
+    pub is_known: bool,
+    /// Whether it was stored on the device.
+    pub is_on_device: bool,
+    /// Whether the stream holds the same block of the present weights under another hash on the same placement.
+    pub has_current_twin: bool,
+}
+
 impl ReplacedLoras {
+    /// Notes whether a stored block belongs to the weights that are loaded now. A block on the device shows that they were replaced if
+    ///
+    /// - the stream holds the same block of the present weights under another hash on the same placement, or
+    /// - it follows an outdated block, or is an outdated first block that is announced again: the name has returned to a former path, or a
+    ///   request that began with the former weights goes on. Events do not say which.
+    ///
+    /// Copies on other tiers are no sign, since they can be made long after their blocks were computed. Returns false and notes nothing if
+    /// too many LoRAs were replaced.
+    pub fn note(&mut self, stored: &StoredBlock) -> bool {
+        let StoredBlock { lora, record, .. } = *stored;
+        let is_late = match stored.parent {
+            Some(parent) => self.is_outdated(lora, parent),
+            None => stored.is_known && self.is_outdated(lora, record),
+        };
+        let is_current = stored.is_on_device || stored.parent.is_some_and(|parent| !self.is_outdated(lora, parent));
+        if stored.is_on_device && (is_late || stored.has_current_twin) {
+            if !self.has_room(lora) {
+                return false;
+            }
+            self.replace(lora);
+        }
+        if is_current {
+            self.store(lora, record);
+        }
+        true
+    }
+
+    /// Whether it can be recorded that a LoRA was replaced.
+    pub fn has_room(&self, lora: u64) -> bool {
+        self.contains(lora) || self.len() < MAX_LORAS
+    }
+
     /// Whether no LoRA was replaced.
     #[inline]
     pub fn is_empty(&self) -> bool {

@@ -1,0 +1,31 @@
+//! A bound on the work that partial clears of a stream cause.
+
+/// Blocks that partial clears may examine before any block is stored.
+const FIRST: usize = 1 << 20;
+/// Blocks that partial clears may examine for each stored block: engines clear far less often than they store.
+const PER_STORED_BLOCK: usize = 16;
+
+/// The number of blocks that partial clears of a stream may still examine.
+#[derive(Clone, Copy, Debug)]
+pub struct ClearBudget(usize);
+
+impl Default for ClearBudget {
+    fn default() -> Self {
+        Self(FIRST)
+    }
+}
+
+impl ClearBudget {
+    /// Adds what stored blocks allow.
+    #[inline]
+    pub fn add_stored(&mut self, blocks: usize) {
+        self.0 = self.0.saturating_add(PER_STORED_BLOCK * blocks);
+    }
+
+    /// Whether a clear may examine some blocks, which are counted then.
+    pub fn try_spend(&mut self, blocks: usize) -> bool {
+        let left = self.0.checked_sub(blocks);
+        self.0 = left.unwrap_or(self.0);
+        left.is_some()
+    }
+}

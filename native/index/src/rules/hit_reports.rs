@@ -1,0 +1,51 @@
+//! Copies that a batch has announced although their engine might not have made them.
+//!
+//! vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
+//! group does not hold. A request that is computed again is announced in the same way. So a block of a window might not exist if one batch
+//! has made it resident and announced its block with full attention again.
+
+/// Number of entries whose memory is kept for the next batch.
+const ENTRIES_KEPT: usize = 64;
+
+/// The announcements of one batch that can be such: of blocks `B` on placements `P`.
+#[derive(Debug, Default)]
+pub struct HitReports<B, P> {
+    /// Blocks without tokens that were not certainly resident before the batch.
+    pub fresh: Vec<(B, P)>,
+    /// Blocks with tokens that the batch has announced again. They are listed for hybrid models only.
+    pub repeated: Vec<B>,
+}
+
+impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
+    /// Ends the batch. Returns its copies that might not exist.
+    pub fn take_uncertain(&mut self) -> Vec<(B, P)> {
+        self.repeated.sort_unstable();
+        let is_repeated = |(block, _): &&(B, P)| self.repeated.binary_search(block).is_ok();
+        let uncertain = self.fresh.iter().filter(is_repeated).copied().collect();
+        if self.fresh.capacity().max(self.repeated.capacity()) > ENTRIES_KEPT {
+            *self = Self::default();
+        }
+        self.fresh.clear();
+        self.repeated.clear();
+        uncertain
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Only what one batch both made resident and announced again is uncertain.
+    #[test]
+    fn a_batch_is_compared_with_itself() {
+        let mut reports = HitReports::default();
+        reports.fresh.push((1, 0));
+        assert_eq!(reports.take_uncertain(), vec![]);
+        reports.repeated.push(1);
+        assert_eq!(reports.take_uncertain(), vec![]);
+        reports.fresh.extend([(3, 7), (1, 7), (2, 7)]);
+        reports.repeated.extend([4, 3]);
+        assert_eq!(reports.take_uncertain(), vec![(3, 7)]);
+        assert_eq!(reports.take_uncertain(), vec![]);
+    }
+}
