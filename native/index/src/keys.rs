@@ -5,6 +5,8 @@
 //! `compute_content_hash` and `chain_prefix_hash` of SMG (crate kv-index 2.0.0, `block.rs`). Namespaces change the seed of local hashes:
 //! `1337 + XXH3(LoRA) + XXH3(salt, seed 1)`.
 
+use std::ops::Deref;
+
 use crate::step_counter;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -100,15 +102,19 @@ pub fn local(tokens: &[u32], seed: u64) -> u64 {
 
 /// Hash of the tokens and extra keys of one block; sorts `extras`.
 pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
+    local_in(&mut Vec::new(), tokens, extras, seed)
+}
+
+/// Computes `local_with` in a buffer that is kept from one block to the next.
+fn local_in(bytes: &mut Vec<u8>, tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     if extras.is_empty() {
         return local(tokens, seed);
     }
     extras.sort_unstable();
-    let mut bytes = bytes_of(tokens).to_vec();
-    for extra in extras {
-        bytes.extend_from_slice(&extra.to_le_bytes());
-    }
-    xxh3_64_with_seed(&bytes, seed)
+    bytes.clear();
+    bytes.extend_from_slice(bytes_of(tokens));
+    bytes.extend(extras.iter().flat_map(|extra| extra.to_le_bytes()));
+    xxh3_64_with_seed(bytes, seed)
 }
 
 /// The key of a block that follows another one.
@@ -175,16 +181,32 @@ pub struct Item {
     pub length: i64,
 }
 
+/// The multimodal items of a prompt, in the order of their first tokens.
+#[derive(Clone, Debug, Default)]
+pub struct Items(Vec<Item>);
+
+impl From<Vec<Item>> for Items {
+    fn from(mut items: Vec<Item>) -> Self {
+        items.sort_by_key(|item| item.start);
+        Self(items)
+    }
+}
+
+impl Deref for Items {
+    type Target = [Item];
+
+    fn deref(&self) -> &[Item] {
+        &self.0
+    }
+}
+
 /// A prompt with a placeholder for each token of its items.
-pub fn with_placeholders(tokens: &[u32], items: &[Item]) -> Vec<u32> {
+pub fn with_placeholders(tokens: &[u32], items: &Items) -> Vec<u32> {
     let mut replaced = tokens.to_vec();
     let place = |at: i64| usize::try_from(at).unwrap_or(0).min(tokens.len());
-    let span = |item: &Item| (place(item.start), place(item.start.saturating_add(item.length)));
-    let mut spans: Vec<(usize, usize)> = items.iter().map(span).collect();
-    spans.sort_unstable();
     let mut filled = 0;
-    for (start, end) in spans {
-        let start = start.max(filled);
+    for item in items.iter() {
+        let (start, end) = (place(item.start).max(filled), place(item.start.saturating_add(item.length)));
         if start < end {
             replaced[start..end].fill(PLACEHOLDER);
             filled = end;
@@ -199,22 +221,21 @@ pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
-/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens, as a film's frames and sound do.
-const MAX_OVERLAPS: usize = 16;
+/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens, as a film's frames and sound do. With
+/// blocks of one token, each further item takes some milliseconds more of a prompt of 500,000 tokens.
+const MAX_OVERLAPS: usize = 3;
 /// The local hash of a block with more items than any engine sends, and of all blocks after it.
 const NO_BLOCK: u64 = 0;
 
 /// Local hashes of the blocks `from..to` of a prompt, appended to `out`.
-pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
+pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &Items, blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
     let size = scheme.size as usize;
     let window = scheme.window();
     if items.is_empty() && window == size {
         return plain(&tokens[blocks.start * size..blocks.end * size], size, seed, out);
     }
-    let mut by_start: Vec<&Item> = items.iter().collect();
-    by_start.sort_by_key(|item| item.start);
-    let mut next = by_start.into_iter().peekable();
-    let (mut inside, mut extras): (Vec<&Item>, Vec<u64>) = Default::default();
+    let mut next = items.iter().peekable();
+    let (mut inside, mut extras, mut bytes): (Vec<&Item>, Vec<u64>, Vec<u8>) = Default::default();
     for block in blocks.clone() {
         let (start, end) = ((block * size) as i64, (block * size + size) as i64);
         inside.extend(std::iter::from_fn(|| next.next_if(|item| item.start < end)));
@@ -232,6 +253,6 @@ pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks:
                 item_at(item.id, item.start - start)
             }
         }));
-        out.push(local_with(&tokens[block * size..][..window], &mut extras, seed));
+        out.push(local_in(&mut bytes, &tokens[block * size..][..window], &mut extras, seed));
     }
 }

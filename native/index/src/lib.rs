@@ -40,7 +40,7 @@ pub mod wire;
 pub use facade::{
     Applied, Attention, Clear, Error, Group, Hit, Incarnation, Index, Limits, Matches, Position, Remove, Store, Tier, Tokens,
 };
-pub use keys::Item;
+pub use keys::{Item, Items};
 pub use limits::Limits as ContentLimits;
 pub use lookup::Scope;
 pub use prefix_index::{BatchReport, Info};

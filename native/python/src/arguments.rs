@@ -265,7 +265,7 @@ fn scope_in(given: &Bound<'_, PyAny>) -> PyResult<Scope> {
         model: text(pyo3::intern!(py, "model"))?,
         lora,
         salt,
-        items,
+        items: items.into(),
     })
 }
 

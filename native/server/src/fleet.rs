@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kvevents_index::Scope as IndexScope;
 use kvevents_index::keys;
 use kvevents_index::prefix_index::Index;
 use kvevents_index::store::members::Worker as Stream;
+use kvevents_index::{Items, Scope as IndexScope};
 use kvevents_routing::{Labels, State, Trust};
 use parking_lot::RwLock;
 use serde::Deserialize;
@@ -295,7 +295,7 @@ impl Table {
                         model: Some(label.clone()),
                         lora: if own_lora.is_none() { lora } else { 0 },
                         salt: if own_salt.is_none() { salt } else { 0 },
-                        items: Vec::new(),
+                        items: Items::default(),
                     });
                 }
             }
@@ -342,7 +342,7 @@ impl Table {
             } else {
                 0
             },
-            items: Vec::new(),
+            items: Items::default(),
         };
         let now = monotonic();
         self.index.speculate(&stream, tokens, &scope, now, now + seconds);

@@ -7,7 +7,7 @@ use serde::de::value::SeqAccessDeserializer;
 use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use kvevents_index::keys::{self, Item};
+use kvevents_index::keys::{self, Item, Items};
 use kvevents_routing::{Labels, State, Tie, Tier, Update, Wanted, Weights};
 
 use crate::fleet::{Lora, Scope, is_short};
@@ -296,8 +296,9 @@ impl Media {
 }
 
 /// Returns the multimodal items for the index. None if there are too many.
-pub(crate) fn items(media: &[Object<Media>]) -> Option<Vec<Item>> {
-    (media.len() <= MAX_MEDIA).then(|| media.iter().map(|Object(one)| one.item()).collect())
+pub(crate) fn items(media: &[Object<Media>]) -> Option<Items> {
+    let items = || media.iter().map(|Object(one)| one.item()).collect::<Vec<_>>();
+    (media.len() <= MAX_MEDIA).then(|| items().into())
 }
 
 question! {

@@ -456,7 +456,8 @@ class PrefixIndex(_native.NativeIndex):
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
         """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
 
-        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds.
+        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. It
+        has at most the first 65,536 blocks of the prompt.
         """
         if not ttl > 0:
             raise ConfigError(f"invalid ttl {ttl}: expected a number of seconds above 0")

@@ -13,7 +13,7 @@ use crate::groups::cache::{Found, GroupLookup};
 use crate::groups::engine_hash::EngineHash;
 use crate::holders::contexts::Context;
 use crate::holders::placements::LEVELS;
-use crate::keys::{self, Item, Scheme};
+use crate::keys::{self, Items, Scheme};
 use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
 use crate::prefix_index::Index;
 use crate::step_counter;
@@ -26,6 +26,10 @@ const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
 /// Factor by which the number of hashed blocks grows with each step.
 const GROWTH: usize = 8;
+/// Maximum number of blocks of a prompt that a worker is expected to hold, in each scheme: a million tokens in blocks of 16.
+const MAX_EXPECTED: usize = 1 << 16;
+/// Blocks of decisions that end in one call: about 30 ms.
+const ENDED_PER_CALL: usize = 1 << 16;
 /// Number of tries of a lookup, each disturbed by a writer, before it waits until no writer runs.
 const TRIES: usize = 4;
 
@@ -39,7 +43,7 @@ pub struct Scope {
     /// Part of the seed that the salt contributes.
     pub salt: u64,
     /// Multimodal items.
-    pub items: Vec<Item>,
+    pub items: Items,
 }
 
 impl Scope {
@@ -364,27 +368,29 @@ impl Index {
 
     // --- the overlay
 
-    /// Adds a decision: until `until` a worker is expected to hold a prompt.
+    /// Adds a decision: until `until` a worker is expected to hold a prompt, at most `MAX_EXPECTED` blocks of it.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
         let prompts = self.keys_by_scheme(tokens, scope);
-        let prompts = prompts.into_iter().map(|(_, keys)| keys).collect();
+        let prompts: Vec<Vec<u64>> = prompts.into_iter().map(|(_, keys)| keys).collect();
+        let blocks: usize = prompts.iter().map(Vec::len).sum();
         self.overlay.lock().add(worker.clone(), prompts, until);
-        drop(self.overlay_at(now));
+        drop(self.overlay_at(now, blocks));
     }
 
-    /// Returns the overlay, without decisions that have ended by `now`.
-    fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
-        let mut overlay = self.overlay.lock();
-        while overlay.is_due(now) {
+    /// Returns the overlay, without decisions that have ended by `now`. If more blocks than `ENDED_PER_CALL`, and those `added` by the
+    /// caller, have ended since the last call, the others count until the next calls.
+    fn overlay_at(&self, now: f64, added: usize) -> MutexGuard<'_, Overlay> {
+        let (mut overlay, mut ended) = (self.overlay.lock(), 0);
+        while ended < ENDED_PER_CALL + added && overlay.is_due(now) {
             step_counter::begin_hold();
-            self.expire(&mut overlay, now);
+            ended += self.expire(&mut overlay, now);
             step_counter::end_hold();
             MutexGuard::bump(&mut overlay);
         }
         overlay
     }
 
-    fn expire(&self, overlay: &mut Overlay, now: f64) {
+    fn expire(&self, overlay: &mut Overlay, now: f64) -> usize {
         let shared = self.shared_lock.read();
         overlay.expire(now, |worker, keys| {
             let ends = shared.ends_of(keys);
@@ -398,12 +404,12 @@ impl Index {
                     .iter()
                     .position(same)
                     .is_some_and(|stream| holds(stream as u32))
-        });
+        })
     }
 
     /// Extends an answer by the decisions of the overlay, which make no token certain.
     pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
-        if self.overlay_at(now).is_empty() {
+        if self.overlay_at(now, 0).is_empty() {
             return;
         }
         let prompts = self.keys_by_scheme(tokens, scope);
@@ -445,7 +451,7 @@ impl Index {
 
     /// Statistics of the overlay.
     pub fn speculated(&self, now: f64) -> Speculated {
-        let overlay = self.overlay_at(now);
+        let overlay = self.overlay_at(now, 0);
         Speculated {
             blocks: overlay.len(),
             confirmed: overlay.confirmed,
@@ -454,7 +460,7 @@ impl Index {
         }
     }
 
-    /// Keys of a prompt in every scheme that some worker of the scope's model uses.
+    /// Keys of the first blocks of a prompt in every scheme that some worker of the scope's model uses.
     fn keys_by_scheme(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
         let view = self.view.read();
         let model = view.models.get(&scope.model);
@@ -467,7 +473,7 @@ impl Index {
         let variants = scope.variants(tokens);
         let keys = |(scheme, tokens): (Scheme, &[u32])| {
             let mut found = Vec::new();
-            scope.extend(tokens, scheme, usize::MAX, &mut found);
+            scope.extend(tokens, scheme, MAX_EXPECTED, &mut found);
             keys::chain(None, &mut found);
             (scheme, found)
         };

@@ -50,7 +50,7 @@ pub struct Overlay {
     pub displaced: u64,
 }
 
-/// Blocks of decisions that end in one call of `Overlay::expire`, after which other threads can lock the overlay.
+/// Blocks of decisions that end in one call of `Overlay::expire`, after which other threads can lock the overlay: about 2 ms.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.
@@ -148,15 +148,15 @@ impl Overlay {
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends some of the decisions that are over, and of the oldest ones above the limit: it is called until `is_due` returns false. `held`
-    /// returns whether a worker holds the last block of a prompt.
-    pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) {
+    /// Ends some of the decisions that are over, and of the oldest ones above the limit, while `is_due` returns true. `held` returns whether
+    /// a worker holds the last block of a prompt. Returns the number of their blocks.
+    pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) -> usize {
         let mut ended = 0;
         while ended < ENDED_PER_HOLD && self.is_due(now) {
             let expired = self.next_expired(now);
             let oldest = || self.decisions.first_key_value().map(|(&number, _)| number);
             let Some(decision) = expired.or_else(oldest).and_then(|number| self.end(number)) else {
-                return;
+                break;
             };
             ended += decision.keys().count();
             let is_confirmed = decision.prompts.iter().any(|keys| held(&decision.worker, keys));
@@ -166,6 +166,7 @@ impl Overlay {
                 None => &mut self.displaced,
             } += 1;
         }
+        ended
     }
 
     /// Forgets the decisions for a worker, or for all ranks of a source; they count as neither confirmed nor expired.

@@ -277,6 +277,18 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     );
 }
 
+/// Copies of a hash beside as many other hashes as a table has room for.
+#[test]
+fn copies_beside_a_full_table() {
+    let of_a_window = RepeatedEvent {
+        has_equal_hashes: false,
+        group: 1,
+        spec: 1,
+        ..repeated(0, 1, 56, None)
+    };
+    check(&[vec![of_a_window], vec![repeated(2, 1, 1_000, None)]], 1 << 16);
+}
+
 /// Blocks of one hash that are stored and removed.
 #[test]
 fn blocks_of_one_hash_that_come_and_go() {
@@ -551,9 +563,9 @@ fn items_that_share_their_tokens() {
         start: 0,
         length: i64::MAX,
     };
-    for count in [1, 17, 18, 1_024] {
+    for count in [1, 4, 5, 17, 1_024] {
         let scope = Scope {
-            items: (0..count).map(item).collect(),
+            items: (0..count).map(item).collect::<Vec<_>>().into(),
             ..Scope::default()
         };
         let tokens = vec![7; 20_000];
@@ -561,7 +573,7 @@ fn items_that_share_their_tokens() {
         step_counter::taken();
         index.speculate(&worker(), &tokens, &scope, 0.0, 1.0);
         let taken = step_counter::taken().taken;
-        assert!(taken <= PER_TOKEN * tokens.len(), "{taken} steps");
+        assert!(taken <= 16 * tokens.len(), "{taken} steps for {count} items");
     }
 }
 
@@ -582,9 +594,38 @@ fn many_decisions_that_end_at_once() {
         index.speculate(&worker(), &tokens, &Scope::default(), 0.0, 1.0);
     }
     assert_eq!(index.speculated(0.0).blocks, 60 << 14);
+    for expired in [4, 8, 12] {
+        step_counter::taken();
+        assert_eq!(index.speculated(1.0).expired, expired);
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(
+            taken <= 4 << 14 && longest <= PER_HOLD,
+            "{taken} steps, others wait for {longest}"
+        );
+    }
+    // A call that makes a decision ends as many blocks as it adds besides, so that they do not grow in number.
+    index.speculate(&worker(), &[5; 40_000], &Scope::default(), 1.0, 1.0);
+    assert_eq!(index.speculated(0.0).expired, 19);
+    for _ in 0..11 {
+        index.speculated(1.0);
+    }
+    assert_eq!((index.speculated(1.0).blocks, index.speculated(1.0).expired), (0, 61));
+}
+
+/// A decision for a prompt of more blocks than any engine computes at once.
+#[test]
+fn a_decision_for_a_very_long_prompt() {
+    let index = index();
+    apply(&index, "bad", 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
+    let tokens = vec![5; 500_000];
     step_counter::taken();
-    assert_eq!(index.speculated(1.0).expired, 60);
-    assert!(step_counter::taken().longest <= PER_HOLD);
+    index.speculate(&worker(), &tokens, &Scope::default(), 0.0, 1.0);
+    index.speculated(1.0);
+    let Steps { taken, longest, .. } = step_counter::taken();
+    assert!(
+        taken <= 4 << 16 && longest <= PER_HOLD,
+        "{taken} steps, others wait for {longest}"
+    );
 }
 
 // --- what only the tolerant decoder reads
