@@ -162,27 +162,25 @@ impl Endpoints {
         {
             return Err(Declined::Unread);
         }
-        let table = self.table()?;
         match question {
-            Question::Query => self.query(
-                &table,
-                &self.read_prompt(head, body, "token_ids", |request: &mut Query| &mut request.token_ids)?,
-            ),
-            Question::QueryByHash => self.query_by_hash(&table, &self.read(head, body)?),
+            Question::Query => {
+                let request = self.read_prompt(head, body, "token_ids", |request: &mut Query| &mut request.token_ids)?;
+                self.query(&request)
+            }
+            Question::QueryByHash => self.query_by_hash(&self.read(head, body)?),
             Question::Match => {
                 let request = if is_raw {
                     raw(head.query_string.as_deref().unwrap_or_default(), body)?
                 } else {
                     self.read_prompt(head, body, "tokens", |request: &mut Match| &mut request.tokens)?
                 };
-                self.one_match(&table, &request, head.wants_msgpack)
+                self.one_match(&request, head.wants_msgpack)
             }
-            Question::MatchMany => self.many_matches(&table, &self.read(head, body)?, head.wants_msgpack),
-            Question::Select => self.select(
-                &table,
-                &self.read_prompt(head, body, "tokens", |request: &mut Select| &mut request.tokens)?,
-                head.wants_msgpack,
-            ),
+            Question::MatchMany => self.many_matches(&self.read(head, body)?, head.wants_msgpack),
+            Question::Select => {
+                let request = self.read_prompt(head, body, "tokens", |request: &mut Select| &mut request.tokens)?;
+                self.select(&request, head.wants_msgpack)
+            }
             Question::Reservation(verb) => {
                 let update = match verb {
                     Verb::Update => self.read(head, body)?,
@@ -204,28 +202,22 @@ impl Endpoints {
         tokens: Vec<u32>,
         wants_msgpack: bool,
     ) -> Answer {
-        let table = self.table()?;
         let tokens = Some(tokens);
         match question {
-            Question::Query => self.query(
-                &table,
-                &Query {
-                    token_ids: tokens,
-                    ..read_msgpack(fields)?
-                },
-            ),
-            Question::QueryByHash => self.query_by_hash(&table, &read_msgpack(fields)?),
+            Question::Query => self.query(&Query {
+                token_ids: tokens,
+                ..read_msgpack(fields)?
+            }),
+            Question::QueryByHash => self.query_by_hash(&read_msgpack(fields)?),
             Question::Match => self.one_match(
-                &table,
                 &Match {
                     tokens,
                     ..read_msgpack(fields)?
                 },
                 wants_msgpack,
             ),
-            Question::MatchMany => self.many_matches(&table, &read_msgpack(fields)?, wants_msgpack),
+            Question::MatchMany => self.many_matches(&read_msgpack(fields)?, wants_msgpack),
             Question::Select => self.select(
-                &table,
                 &Select {
                     tokens,
                     ..read_msgpack(fields)?
@@ -246,7 +238,7 @@ impl Endpoints {
             tokens,
             ..self.read_message(&message)?
         };
-        body_of(self.one_match(&*self.table().ok()?, &request, false))
+        body_of(self.one_match(&request, false))
     }
 
     pub(crate) fn answer_match_many(&self, mut message: MatchManyRequest) -> Option<Result<Vec<u8>, Problem>> {
@@ -256,7 +248,7 @@ impl Endpoints {
             prompts,
             ..self.read_message(&message)?
         };
-        body_of(self.many_matches(&*self.table().ok()?, &request, false))
+        body_of(self.many_matches(&request, false))
     }
 
     pub(crate) fn answer_select(&self, mut message: SelectRequest) -> Option<Result<Vec<u8>, Problem>> {
@@ -265,7 +257,7 @@ impl Endpoints {
             tokens,
             ..self.read_message(&message)?
         };
-        body_of(self.select(&*self.table().ok()?, &request, false))
+        body_of(self.select(&request, false))
     }
 
     /// The reservation of a gRPC message.
@@ -286,6 +278,25 @@ impl Endpoints {
 
     fn table(&self) -> Result<Arc<Table>, Declined> {
         self.table.read().clone().ok_or(Declined::Unread)
+    }
+
+    /// Answers from the current table, and again if `check_present` finds that a worker has left meanwhile.
+    fn with_table(&self, answer: impl Fn(&Table) -> Answer) -> Answer {
+        loop {
+            match answer(&*self.table()?) {
+                Err(Declined::Outdated) => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    /// Checks after a lookup that no worker of the table has left: the index removes its blocks only after it has left.
+    fn check_present(&self, table: &Table) -> Result<(), Declined> {
+        if table.is_part_of(&*self.table()?) {
+            Ok(())
+        } else {
+            Err(Declined::Outdated)
+        }
     }
 
     fn read<T: DeserializeOwned>(&self, head: &Head, body: &[u8]) -> Result<T, Declined> {
@@ -336,7 +347,13 @@ impl Endpoints {
     }
 
     /// Returns how much of a prompt each worker holds. `scopes` are the scopes of the candidates, with the items of the request.
-    fn find(&self, table: &Table, scopes: &[kvevents_index::Scope], tokens: &[u32], options: &Options) -> Vec<Row> {
+    fn find(
+        &self,
+        table: &Table,
+        scopes: &[kvevents_index::Scope],
+        tokens: &[u32],
+        options: &Options,
+    ) -> Result<Vec<Row>, Declined> {
         // Engines recompute the last token, and with it the block that it is in.
         let usable = if options.whole_prompt {
             tokens
@@ -351,161 +368,173 @@ impl Endpoints {
             }
             self.rows(table, &matches, &mut rows);
         }
+        self.check_present(table)?;
         self.metrics.lookup(tokens.len(), longest(&rows));
-        rows
+        Ok(rows)
     }
 
     // --- the endpoints
 
-    fn query(&self, table: &Table, request: &Query) -> Answer {
-        let tokens = request.token_ids.as_deref().ok_or(Declined::Unread)?;
-        self.check_tokens(tokens.len())?;
-        let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
-        let options = Options {
-            expected: false,
-            whole_prompt: request.whole_prompt,
-        };
-        let rows = self.find(table, &found.within, tokens, &options);
-        indexer_answer(
-            table,
-            &found,
-            rows,
-            (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
-        )
+    fn query(&self, request: &Query) -> Answer {
+        self.with_table(|table| {
+            let tokens = request.token_ids.as_deref().ok_or(Declined::Unread)?;
+            self.check_tokens(tokens.len())?;
+            let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
+            let options = Options {
+                expected: false,
+                whole_prompt: request.whole_prompt,
+            };
+            let rows = self.find(table, &found.within, tokens, &options)?;
+            indexer_answer(
+                table,
+                &found,
+                rows,
+                (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
+            )
+        })
     }
 
-    fn query_by_hash(&self, table: &Table, request: &HashQuery) -> Answer {
-        let mut given = [&request.block_hashes, &request.seq_hashes, &request.block_hash]
-            .into_iter()
-            .flatten();
-        let (Some(hashes), None) = (given.next(), given.next()) else {
-            return Err(Declined::Unread);
-        };
-        if hashes.len() > self.limits.max_hashes {
-            return Err(Declined::Unread);
-        }
-        let keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>();
-        let mut keys = keys.ok_or(Declined::Unread)?;
-        if request.block_hashes.is_some() {
-            keys::chain(None, &mut keys);
-        }
-        let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
-        let mut rows = Vec::new();
-        for scope in &found.within {
-            for size in &found.block_sizes {
-                let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model);
-                self.rows(table, &matches.ok_or(Declined::Unread)?, &mut rows);
+    fn query_by_hash(&self, request: &HashQuery) -> Answer {
+        self.with_table(|table| {
+            let mut given = [&request.block_hashes, &request.seq_hashes, &request.block_hash]
+                .into_iter()
+                .flatten();
+            let (Some(hashes), None) = (given.next(), given.next()) else {
+                return Err(Declined::Unread);
+            };
+            if hashes.len() > self.limits.max_hashes {
+                return Err(Declined::Unread);
             }
-        }
-        self.metrics.lookup(0, longest(&rows));
-        indexer_answer(
-            table,
-            &found,
-            rows,
-            (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
-        )
-    }
-
-    fn one_match(&self, table: &Table, request: &Match, wants_msgpack: bool) -> Answer {
-        let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
-        self.check_tokens(tokens.len())?;
-        let found = table.candidates(&good_scope(request)?)?;
-        let options = Options {
-            expected: request.expected,
-            whole_prompt: request.whole_prompt,
-        };
-        let scopes = with_items(&found, &request.mm)?;
-        let mut rows = self.find(table, &scopes, tokens, &options);
-        let longest = longest(&rows);
-        add_others(&mut rows, &found.workers);
-        let answer = MatchAnswer {
-            prompt_tokens: tokens.len(),
-            workers: answers::held(table, &rows),
-        };
-        encoded(&answer, longest, wants_msgpack)
-    }
-
-    fn many_matches(&self, table: &Table, request: &MatchMany, wants_msgpack: bool) -> Answer {
-        let prompts = request.checked().ok_or(Declined::Unread)?;
-        self.check_tokens(prompts.iter().map(Vec::len).sum())?;
-        let found = table.candidates(&good_scope(request)?)?;
-        let options = Options {
-            expected: request.expected,
-            whole_prompt: request.whole_prompt,
-        };
-        let mut matches = Vec::with_capacity(prompts.len());
-        let scopes = with_items(&found, &request.mm)?;
-        let (mut most, mut held_rows) = (0, 0);
-        for tokens in prompts {
-            let rows = self.find(table, &scopes, tokens, &options);
-            most = most.max(longest(&rows));
-            held_rows += rows.len();
-            if held_rows > self.limits.max_rows {
-                return Err(Declined::Refused(Problem::too_many_rows(self.limits.max_rows)));
+            let keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>();
+            let mut keys = keys.ok_or(Declined::Unread)?;
+            if request.block_hashes.is_some() {
+                keys::chain(None, &mut keys);
             }
-            matches.push(PromptMatch {
+            let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
+            let mut rows = Vec::new();
+            for scope in &found.within {
+                for size in &found.block_sizes {
+                    let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model);
+                    self.rows(table, &matches.ok_or(Declined::Unread)?, &mut rows);
+                }
+            }
+            self.check_present(table)?;
+            self.metrics.lookup(0, longest(&rows));
+            indexer_answer(
+                table,
+                &found,
+                rows,
+                (request.model_name.is_some(), request.instance_id.as_ref(), request.block_size),
+            )
+        })
+    }
+
+    fn one_match(&self, request: &Match, wants_msgpack: bool) -> Answer {
+        self.with_table(|table| {
+            let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
+            self.check_tokens(tokens.len())?;
+            let found = table.candidates(&good_scope(request)?)?;
+            let options = Options {
+                expected: request.expected,
+                whole_prompt: request.whole_prompt,
+            };
+            let scopes = with_items(&found, &request.mm)?;
+            let mut rows = self.find(table, &scopes, tokens, &options)?;
+            let longest = longest(&rows);
+            add_others(&mut rows, &found.workers);
+            let answer = MatchAnswer {
                 prompt_tokens: tokens.len(),
-                holders: answers::held(table, &rows),
-            });
-        }
-        let trust = |&place: &u32| {
-            let worker = table.worker(place);
-            WorkerTrust {
-                instance: &worker.instance,
-                rank: worker.rank,
-                url: worker.url.as_deref(),
-                labels: &worker.labels,
-                trust: &worker.trust,
-            }
-        };
-        let answer = MatchManyAnswer {
-            matches,
-            workers: found.workers.iter().map(trust).collect(),
-        };
-        encoded(&answer, most, wants_msgpack)
+                workers: answers::held(table, &rows),
+            };
+            encoded(&answer, longest, wants_msgpack)
+        })
     }
 
-    fn select(&self, table: &Table, request: &Select, wants_msgpack: bool) -> Answer {
-        let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
-        self.check_tokens(tokens.len())?;
-        let given = request.candidates.as_deref();
-        if !request.is_sound() || given.is_some_and(|some| some.len() > self.limits.max_candidates) {
-            return Err(Declined::Unread);
-        }
-        let found = table.candidates(&good_scope(request)?)?;
-        let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
-        let candidates: Vec<Candidate> = match given {
-            Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
-            None => found.workers.iter().map(all).collect(),
-        };
-        let options = Options {
-            expected: request.expected,
-            whole_prompt: request.whole_prompt,
-        };
-        let scopes = with_items(&found, &request.mm)?;
-        let rows = self.find(table, &scopes, tokens, &options);
-        let is_sampled = self.decisions.is_due();
-        let (mut selected, place) = select::select(
-            table,
-            &found,
-            request,
-            &candidates,
-            &rows,
-            (tokens.len(), request.explain || is_sampled, self.limits.reservation_seconds),
-            (&self.unfollowed, &self.terms, &self.ties, &self.loads),
-        )?;
-        if is_sampled {
-            self.decisions.add(&found.scope, tokens.len(), &selected);
-            if !request.explain {
-                (selected.considered, selected.unreachable) = (None, None);
+    fn many_matches(&self, request: &MatchMany, wants_msgpack: bool) -> Answer {
+        self.with_table(|table| {
+            let prompts = request.checked().ok_or(Declined::Unread)?;
+            self.check_tokens(prompts.iter().map(Vec::len).sum())?;
+            let found = table.candidates(&good_scope(request)?)?;
+            let options = Options {
+                expected: request.expected,
+                whole_prompt: request.whole_prompt,
+            };
+            let mut matches = Vec::with_capacity(prompts.len());
+            let scopes = with_items(&found, &request.mm)?;
+            let (mut most, mut held_rows) = (0, 0);
+            for tokens in prompts {
+                let rows = self.find(table, &scopes, tokens, &options)?;
+                most = most.max(longest(&rows));
+                held_rows += rows.len();
+                if held_rows > self.limits.max_rows {
+                    return Err(Declined::Refused(Problem::too_many_rows(self.limits.max_rows)));
+                }
+                matches.push(PromptMatch {
+                    prompt_tokens: tokens.len(),
+                    holders: answers::held(table, &rows),
+                });
             }
-        }
-        if request.expect_seconds > 0.0
-            && let Some(place) = place
-        {
-            table.expect(place, &found.scope, tokens, request.expect_seconds);
-        }
-        encoded(&selected, longest(&rows), wants_msgpack)
+            let trust = |&place: &u32| {
+                let worker = table.worker(place);
+                WorkerTrust {
+                    instance: &worker.instance,
+                    rank: worker.rank,
+                    url: worker.url.as_deref(),
+                    labels: &worker.labels,
+                    trust: &worker.trust,
+                }
+            };
+            let answer = MatchManyAnswer {
+                matches,
+                workers: found.workers.iter().map(trust).collect(),
+            };
+            encoded(&answer, most, wants_msgpack)
+        })
+    }
+
+    fn select(&self, request: &Select, wants_msgpack: bool) -> Answer {
+        self.with_table(|table| {
+            let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
+            self.check_tokens(tokens.len())?;
+            let given = request.candidates.as_deref();
+            if !request.is_sound() || given.is_some_and(|some| some.len() > self.limits.max_candidates) {
+                return Err(Declined::Unread);
+            }
+            let found = table.candidates(&good_scope(request)?)?;
+            let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
+            let candidates: Vec<Candidate> = match given {
+                Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
+                None => found.workers.iter().map(all).collect(),
+            };
+            let options = Options {
+                expected: request.expected,
+                whole_prompt: request.whole_prompt,
+            };
+            let scopes = with_items(&found, &request.mm)?;
+            let rows = self.find(table, &scopes, tokens, &options)?;
+            let is_sampled = self.decisions.is_due();
+            let (mut selected, place) = select::select(
+                table,
+                &found,
+                request,
+                &candidates,
+                &rows,
+                (tokens.len(), request.explain || is_sampled, self.limits.reservation_seconds),
+                (&self.unfollowed, &self.terms, &self.ties, &self.loads),
+            )?;
+            if is_sampled {
+                self.decisions.add(&found.scope, tokens.len(), &selected);
+                if !request.explain {
+                    (selected.considered, selected.unreachable) = (None, None);
+                }
+            }
+            if request.expect_seconds > 0.0
+                && let Some(place) = place
+            {
+                table.expect(place, &found.scope, tokens, request.expect_seconds);
+            }
+            encoded(&selected, longest(&rows), wants_msgpack)
+        })
     }
 
     fn reservation(&self, verb: Verb, id: &str, update: &ReservationUpdate, wants_msgpack: bool) -> Answer {
@@ -576,7 +605,7 @@ fn body_of(answer: Answer) -> Option<Result<Vec<u8>, Problem>> {
     match answer {
         Ok(answered) => Some(Ok(answered.body)),
         Err(Declined::Refused(problem)) => Some(Err(problem)),
-        Err(Declined::Unread) => None,
+        Err(Declined::Unread | Declined::Outdated) => None,
     }
 }
 
@@ -638,4 +667,39 @@ fn encoded(answer: &impl Serialize, longest: u32, wants_msgpack: bool) -> Answer
     };
     let body = body.ok_or(Declined::Unread)?;
     Ok(Answered { body, longest })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::fleet::tests::{changes, index, row};
+
+    /// The index removes the blocks of a worker after its departure: a lookup before that might have found it without its blocks.
+    #[test]
+    fn a_query_is_answered_again_if_a_worker_leaves_meanwhile() {
+        let terms = serde_json::from_value(json!({"tiers": {}, "trust": {}, "wait_weight": 1.0, "load_weight": 1.0}));
+        let loads = Arc::new(Loads::new(Duration::from_secs(1), 1));
+        let endpoints = Endpoints::new(Limits::for_tests(), terms.unwrap(), Metrics::new(&[1.0], &[1.0]), loads);
+        let (index, tries) = (index(), Cell::new(0));
+        let replace = |order: &[u64], workers| endpoints.replace(&changes(order, &workers), index.clone()).unwrap();
+        replace(&[1, 2], json!({"1": row("a", "EXACT"), "2": row("b", "EXACT")}));
+        let answer = endpoints.with_table(|table| {
+            match tries.replace(tries.get() + 1) {
+                0 => replace(&[2], json!({})),
+                _ => replace(&[2, 3], json!({"3": row("c", "EXACT")})),
+            }
+            endpoints.check_present(table)?;
+            let longest = table.workers.len() as u32;
+            Ok(Answered {
+                body: Vec::new(),
+                longest,
+            })
+        });
+        assert_eq!((tries.get(), answer.unwrap().longest), (2, 1));
+    }
 }

@@ -178,6 +178,8 @@ pub struct Table {
     block_sizes: HashMap<Fleet, Vec<u32>>,
     bases: HashMap<Fleet, Vec<String>>,
     remembered: RwLock<HashMap<Scope, Arc<Candidates>>>,
+    /// Number of earlier tables after which workers have left.
+    departures: u64,
 }
 
 impl Table {
@@ -199,6 +201,7 @@ impl Table {
             block_sizes: message.block_sizes.into_iter().map(by_fleet).collect(),
             bases: message.bases.into_iter().map(by_fleet).collect(),
             remembered: RwLock::default(),
+            departures: 0,
         };
         let mut instances = HashMap::new();
         for number in message.order {
@@ -212,6 +215,10 @@ impl Table {
                 .instance_numbers
                 .push(*instances.entry(worker.instance.clone()).or_insert(next));
             table.add(number, worker);
+        }
+        if let Some(before) = before {
+            let has_left = before.places.keys().any(|stream| !table.places.contains_key(stream));
+            table.departures = before.departures + u64::from(has_left);
         }
         Ok(table)
     }
@@ -228,6 +235,11 @@ impl Table {
         }
         self.rows.insert(number, worker.clone());
         self.workers.push(worker);
+    }
+
+    /// Whether all of its workers are also in a later table.
+    pub(crate) fn is_part_of(&self, later: &Self) -> bool {
+        self.departures == later.departures
     }
 
     /// The worker of a stream.
@@ -385,24 +397,31 @@ pub(crate) fn monotonic() -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use kvevents_index::limits::Limits;
     use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
 
     /// A worker as the control plane writes it.
-    fn row(instance: &str, state: &str) -> serde_json::Value {
+    pub(crate) fn row(instance: &str, state: &str) -> serde_json::Value {
         serde_json::json!({
             "source": instance, "rank": 0, "instance": instance, "label": "m", "is_hidden": false, "distance": 0, "block_size": null,
             "scope": {"model": "m", "tenant": "default", "group": "default", "lora": null, "salt": null},
             "trust": {"state": state, "reason": "", "reason_codes": [], "attested": false}})
     }
 
-    fn read(order: &[u64], workers: serde_json::Value, before: Option<&Table>) -> Result<Table, String> {
-        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
+    pub(crate) fn index() -> Arc<Index> {
+        Arc::new(Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default()))
+    }
+
+    pub(crate) fn changes(order: &[u64], workers: &serde_json::Value) -> Vec<u8> {
         let changes = serde_json::json!({
             "has_failed": false, "order": order, "workers": workers, "block_sizes": [["m", "default", "default", [16]]], "bases": []});
-        Table::read(changes.to_string().as_bytes(), Arc::new(index), before)
+        changes.to_string().into_bytes()
+    }
+
+    fn read(order: &[u64], workers: serde_json::Value, before: Option<&Table>) -> Result<Table, String> {
+        Table::read(&changes(order, &workers), index(), before)
     }
 
     fn states(table: &Table) -> Vec<(&str, State)> {
@@ -432,7 +451,9 @@ mod tests {
             states(&second),
             [("b", State::Stale), ("c", State::Exact), ("a", State::Stale)]
         );
+        assert!(first.is_part_of(&second));
         let third = read(&[9], serde_json::json!({}), Some(&second)).unwrap();
+        assert!(!first.is_part_of(&third) && !second.is_part_of(&third));
         assert_eq!(states(&third), [("c", State::Exact)]);
         assert_eq!(
             third.place(&Stream {

@@ -6,8 +6,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::settings::Settings;
-
 #[derive(Clone, Debug, Serialize)]
 struct Histogram {
     #[serde(skip)]
@@ -55,15 +53,15 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    pub(crate) fn new(settings: &Settings) -> Self {
+    pub(crate) fn new(depths: &[f64], seconds: &[f64]) -> Self {
         Self {
             counters: Mutex::new(Counters {
                 lookups: 0,
                 hits: 0,
-                depth: Histogram::new(&settings.depths),
+                depth: Histogram::new(depths),
                 requests: HashMap::new(),
             }),
-            bounds: settings.seconds.clone(),
+            bounds: seconds.to_vec(),
         }
     }
 

@@ -53,6 +53,8 @@ pub(crate) enum Declined {
     Unread,
     /// The fleet does not permit the request.
     Refused(Problem),
+    /// A worker has left the fleet during the lookup, which might have missed its blocks: the query is answered again.
+    Outdated,
 }
 
 fn quoted(name: &str) -> String {

@@ -89,7 +89,7 @@ impl Server {
             endpoints: Endpoints::new(
                 settings.limits.clone(),
                 settings.select.clone(),
-                Metrics::new(&settings),
+                Metrics::new(&settings.depths, &settings.seconds),
                 loads,
             ),
             policy: Policy::new(&settings)?,
@@ -145,7 +145,7 @@ impl Server {
             .answer_fields(question, path, fields, tokens, wants_msgpack)
         {
             Ok(answered) => Ok((answered.body, answered.longest)),
-            Err(Declined::Unread) => Err(None),
+            Err(Declined::Unread | Declined::Outdated) => Err(None),
             Err(Declined::Refused(problem)) => Err(Some(problem)),
         }
     }
