@@ -70,6 +70,7 @@ coverage: $(NATIVE) $(TESTS_STAMP)  ## The whole suite, then a report of the lin
 crate:  # only the document of the index has tests; those of the others would compile all libraries a second time
 	+cargo test $(CARGO_FLAGS) --workspace --lib --tests
 	+cargo test $(CARGO_FLAGS) --package kvevents-index --doc
+	cargo package --quiet --offline --no-verify --allow-dirty $(CARGO_FLAGS) --package kvevents-index
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -101,9 +102,10 @@ bench-native: bench-check bench-native-program  ## Our index beside those of Dyn
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
 # A job of CI, and not part of `make test`: the rivals bring several hundred crates, which take minutes to fetch and to check.
-bench-check:  ## Whether the harness of `make bench-native`, and the example in Rust, still compile, without optimising: minutes, downloads crates
+bench-check:  ## Whether the harness of `make bench-native`, the example in Rust and the packaged crate of the index compile: minutes, downloads crates
 	cargo check --locked --manifest-path benchmarks/native/Cargo.toml
 	cargo check --locked --manifest-path examples/rust/Cargo.toml
+	cargo package --quiet --allow-dirty $(CARGO_FLAGS) --package kvevents-index
 
 bench-native-program:
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
