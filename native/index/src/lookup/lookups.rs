@@ -390,6 +390,29 @@ impl Index {
         overlay
     }
 
+    /// Ends the decisions for a worker, or for all ranks of a source, some at a time.
+    pub(crate) fn forget_decisions(&self, source: &str, rank: Option<i64>) {
+        let mut overlay = self.overlay.lock();
+        let mut numbers = overlay.numbers();
+        while !numbers.is_empty() {
+            step_counter::begin_hold();
+            overlay.forget(source, rank, &mut numbers);
+            step_counter::end_hold();
+            MutexGuard::bump(&mut overlay);
+        }
+    }
+
+    /// Ends the decisions for a worker that these stored blocks confirm, some at a time.
+    pub(crate) fn confirm_decisions(&self, source: &str, rank: i64, stored: &[u64]) {
+        let (mut overlay, mut done) = (self.overlay.lock(), 0);
+        while done < stored.len() {
+            step_counter::begin_hold();
+            done += overlay.confirm(source, rank, &stored[done..]);
+            step_counter::end_hold();
+            MutexGuard::bump(&mut overlay);
+        }
+    }
+
     fn expire(&self, overlay: &mut Overlay, now: f64) -> usize {
         let shared = self.shared_lock.read();
         overlay.expire(now, |worker, keys| {

@@ -175,7 +175,7 @@ impl Index {
         });
         if outcome != Outcome::Void {
             self.end_carried(source, rank);
-            self.overlay.lock().forget(source, Some(rank));
+            self.forget_decisions(source, Some(rank));
         }
         outcome
     }
@@ -252,11 +252,10 @@ impl Index {
         }
         drop(writer);
         if let Some(stored) = stream.stored.take() {
-            let mut overlay = self.overlay.lock();
             if is_new || outcome == Outcome::Applied(true) {
-                overlay.forget(source, Some(rank));
+                self.forget_decisions(source, Some(rank));
             }
-            overlay.confirm(source, rank, &stored);
+            self.confirm_decisions(source, rank, &stored);
         }
         outcome
     }

@@ -210,7 +210,7 @@ impl Index {
         }
         ranks.push(Rank::new(rank, own, None));
         drop(registry);
-        self.overlay.lock().forget(source, Some(rank));
+        self.forget_decisions(source, Some(rank));
         Ok(())
     }
 

@@ -260,7 +260,7 @@ impl Index {
     /// incarnation are void from now on. Returns the number of the blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
         let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.is_of(rank)));
-        self.overlay.lock().forget(source, rank);
+        self.forget_decisions(source, rank);
         blocks
     }
 
@@ -306,7 +306,7 @@ impl Index {
             stream.leave_index(&mut writer);
             drop(writer);
             self.ended.lock().add(&stream.counters);
-            self.overlay.lock().forget(source, Some(rank.rank));
+            self.forget_decisions(source, Some(rank.rank));
         }
         blocks
     }

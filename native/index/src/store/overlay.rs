@@ -5,6 +5,7 @@
 //! another one with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 
 use crate::step_counter;
 use crate::store::members::Worker;
@@ -50,7 +51,7 @@ pub struct Overlay {
     pub displaced: u64,
 }
 
-/// Blocks of decisions that end in one call of `Overlay::expire`, after which other threads can lock the overlay: about 2 ms.
+/// Blocks of decisions that end in one call, after which other threads can lock the overlay: about 2 ms.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.
@@ -122,19 +123,25 @@ impl Overlay {
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// Ends the decisions for a worker whose last block has one of these keys: from now on its events say what it holds.
-    pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) {
-        for key in stored {
-            let Some(numbers) = self.by_end.get(key) else { continue };
+    /// Ends some of the decisions for a worker whose last block has one of these keys: from now on its events say what it holds. Returns how
+    /// many of the keys are done; it is called with the others until none is left.
+    pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
+        let mut work = 0;
+        for (done, key) in stored.iter().enumerate() {
+            let numbers = self.by_end.get(key).into_iter().flatten();
             let is_meant = |number: &&u64| {
                 let decision = self.decisions.get(number);
                 decision.is_some_and(|decision| decision.worker.rank == rank && decision.worker.source == source)
             };
-            for number in numbers.iter().filter(is_meant).copied().collect::<Vec<_>>() {
-                self.end(number);
+            for number in numbers.filter(is_meant).copied().collect::<Vec<_>>() {
+                if work >= ENDED_PER_HOLD {
+                    return done;
+                }
+                work += self.end(number).map_or(0, |decision| decision.keys().count());
                 self.confirmed += 1;
             }
         }
+        stored.len()
     }
 
     /// Whether `expire` has anything to do.
@@ -169,12 +176,25 @@ impl Overlay {
         ended
     }
 
-    /// Forgets the decisions for a worker, or for all ranks of a source; they count as neither confirmed nor expired.
-    pub fn forget(&mut self, source: &str, rank: Option<i64>) {
-        let meant = |worker: &Worker| worker.source == source && rank.is_none_or(|rank| rank == worker.rank);
-        let of = |(&number, decision): (&u64, &Decision)| meant(&decision.worker).then_some(number);
-        for number in self.decisions.iter().filter_map(of).collect::<Vec<_>>() {
-            self.end(number);
+    /// The numbers that decisions have so far.
+    pub fn numbers(&self) -> Range<u64> {
+        0..self.next
+    }
+
+    /// Forgets some of the decisions with these numbers for a worker, or for all ranks of a source; they count as neither confirmed nor
+    /// expired. It is called until no number is left.
+    pub fn forget(&mut self, source: &str, rank: Option<i64>, numbers: &mut Range<u64>) {
+        let mut work = 0;
+        while work < ENDED_PER_HOLD {
+            let Some((&number, Decision { worker, .. })) = self.decisions.range(numbers.clone()).next() else {
+                numbers.start = numbers.end;
+                return;
+            };
+            numbers.start = number + 1;
+            work += 1;
+            if worker.source == source && rank.is_none_or(|rank| rank == worker.rank) {
+                work += self.end(number).map_or(0, |decision| decision.keys().count());
+            }
         }
     }
 
@@ -309,15 +329,16 @@ mod tests {
                     Step::Pass(time) => now += f64::from(time),
                     Step::Confirm(rank, chain, length) => {
                         let stored = *keys(chain, length).last().expect("it has keys");
-                        overlay.confirm("a", rank, &[stored, 77]);
-                        overlay.confirm("b", rank, &[stored]);
+                        prop_assert_eq!(overlay.confirm("a", rank, &[stored, 77]), 2);
+                        prop_assert_eq!(overlay.confirm("b", rank, &[stored]), 1);
                         let before = model.decisions.len();
                         model.decisions.retain(|(other, keys, _)| *other != rank || keys.last() != Some(&stored));
                         model.confirmed += (before - model.decisions.len()) as u64;
                     }
                     Step::Forget(rank) => {
-                        overlay.forget("a", rank);
-                        overlay.forget("b", None);
+                        let numbers = overlay.numbers();
+                        overlay.forget("a", rank, &mut numbers.clone());
+                        overlay.forget("b", None, &mut numbers.clone());
                         model.decisions.retain(|(other, ..)| rank.is_some_and(|rank| rank != *other));
                     }
                 }

@@ -612,6 +612,27 @@ fn many_decisions_that_end_at_once() {
     assert_eq!((index.speculated(1.0).blocks, index.speculated(1.0).expired), (0, 61));
 }
 
+/// Decisions that end because their worker clears its cache, or stores the last block of their prompt.
+#[test]
+fn many_decisions_that_end_by_one_event() {
+    let index = index();
+    apply(&index, "bad", 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
+    let tokens = |at: u32| [&vec![at; 16_383][..], &[7]].concat();
+    let expect = |at| index.speculate(&worker(), &tokens(at), &Scope::default(), 0.0, 1.0);
+    let is_within_bounds = |seq, payload: &[u8]| {
+        step_counter::taken();
+        index.batch("bad", 0, 0, seq, payload);
+        assert!(step_counter::taken().longest <= PER_HOLD);
+        assert_eq!(index.speculated(0.0).blocks, 0);
+    };
+    (0..60).for_each(expect);
+    is_within_bounds(1, &batch_of(&[b"\x91\xB0AllBlocksCleared".to_vec()]));
+    (0..60).for_each(|_| expect(7));
+    let blocks = [hashes(1..16_385), vec![0xC0], hashes(tokens(7).into_iter()), vec![1]];
+    is_within_bounds(2, &batch_of(&[[b"\x95\xABBlockStored".to_vec(), blocks.concat()].concat()]));
+    assert_eq!(index.speculated(0.0).confirmed, 60);
+}
+
 /// A decision for a prompt of more blocks than any engine computes at once.
 #[test]
 fn a_decision_for_a_very_long_prompt() {
