@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use kvevents_index::Scope;
 use kvevents_index::keys::lora_name;
-use kvevents_index::prefix_index::Index;
+use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::wire::scan::Limits;
 
 /// Path of the weights, and the first blocks of a prompt up to this one.
@@ -24,8 +24,8 @@ fn schema() -> Schema {
     Schema::new(Limits::default()).expect("the limits are valid")
 }
 
-fn index() -> Index {
-    Index::new(schema(), kvevents_index::limits::Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(schema(), kvevents_index::limits::Limits::default())
 }
 
 fn text(value: &str) -> Vec<u8> {
@@ -192,7 +192,7 @@ fn prompts() -> Vec<Vec<u8>> {
 }
 
 /// Certain and possible blocks of the only worker of an index.
-fn answer(index: &Index, name: usize, prompt: &[u8]) -> (usize, usize) {
+fn answer(index: &PrefixIndex, name: usize, prompt: &[u8]) -> (usize, usize) {
     let lora = if NAMES[name].is_empty() {
         0
     } else {
@@ -249,14 +249,14 @@ fn run(steps: &[Step], is_leaf: bool) -> (Engine, Vec<(Engine, Vec<u8>)>) {
     (engine, events)
 }
 
-fn apply<'a>(index: &Index, seq: &mut i64, payloads: impl IntoIterator<Item = &'a Vec<u8>>) {
+fn apply<'a>(index: &PrefixIndex, seq: &mut i64, payloads: impl IntoIterator<Item = &'a Vec<u8>>) {
     for payload in payloads {
         index.batch("a", 0, 0, *seq, payload);
         *seq += 1;
     }
 }
 
-fn answers(index: &Index) -> BTreeMap<(usize, Vec<u8>), (usize, usize)> {
+fn answers(index: &PrefixIndex) -> BTreeMap<(usize, Vec<u8>), (usize, usize)> {
     let of_name = |name: usize| {
         prompts()
             .into_iter()
@@ -265,7 +265,7 @@ fn answers(index: &Index) -> BTreeMap<(usize, Vec<u8>), (usize, usize)> {
     (0..NAMES.len()).flat_map(of_name).collect()
 }
 
-fn estimate_of(index: &Index) -> bool {
+fn estimate_of(index: &PrefixIndex) -> bool {
     index
         .info("a", 0)
         .is_some_and(|info| info.estimate.is_some() || info.counters.unknown > 0 || !info.counters.rejected.is_empty())

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use kvevents_index::limits::BLOCKS_PER_HASH;
-use kvevents_index::prefix_index::Index;
+use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::wire::scan::Limits;
 
 static GPU: Location<'static> = at(b"GPU");
@@ -351,12 +351,12 @@ fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
     direct.batch("a", 0, 0, 0, payload);
     let payloads = compactor.payloads(usize::MAX, 1.5).expect("they have an order of events");
     late.batch("a", 0, 0, 0, &payloads[0]);
-    let digest = |index: &Index| index.stream("a", 0).map(|stream| stream.lock().tally.digest);
+    let digest = |index: &PrefixIndex| index.stream("a", 0).map(|stream| stream.lock().tally.digest);
     assert_eq!(digest(&direct), digest(&late));
 }
 
-fn index() -> Index {
-    Index::new(read_all(), kvevents_index::limits::Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(read_all(), kvevents_index::limits::Limits::default())
 }
 
 /// A removal searches for the oldest block of its hash at its location: the last of a thousand, repeatedly.

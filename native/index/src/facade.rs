@@ -297,7 +297,7 @@ pub struct Hit<'a> {
 /// Any number of threads can search while others apply batches. Batches of one worker are applied in order: one thread at a time.
 #[derive(Debug)]
 pub struct Index {
-    inner: prefix_index::Index,
+    inner: prefix_index::PrefixIndex,
 }
 
 impl Index {
@@ -309,7 +309,7 @@ impl Index {
         limits.check()?;
         let schema = Schema::new(limits.payload).map_err(Error::Limit)?.joining();
         Ok(Self {
-            inner: prefix_index::Index::new(schema, limits.contents),
+            inner: prefix_index::PrefixIndex::new(schema, limits.contents),
         })
     }
 

@@ -28,9 +28,9 @@ pub(crate) use registry::Registry;
 pub use reports::{Held, Info};
 pub(crate) use typed_events::TypedEvent;
 
-/// See `kvevents.index.PrefixIndex`.
+/// The index as the other crates of kvevents use it; `crate::Index` is the interface for Rust programs. See `kvevents.index.PrefixIndex`.
 #[derive(Debug)]
-pub struct Index {
+pub struct PrefixIndex {
     /// The part that all streams share.
     pub shared_lock: YieldingRwLock<SharedState>,
     /// The part that lookups read.
@@ -47,7 +47,7 @@ pub struct Index {
     pub(crate) ended: Mutex<Counters>,
 }
 
-impl Index {
+impl PrefixIndex {
     /// An empty index that reads payloads by `schema`.
     pub fn new(schema: Schema, limits: Limits) -> Self {
         let shared = SharedState::new(limits);

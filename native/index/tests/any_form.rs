@@ -1,7 +1,7 @@
 //! Batches that only the tolerant decoder reads, applied by a Rust program without Python.
 
 use kvevents_index::limits::Limits;
-use kvevents_index::prefix_index::{Index, Outcome};
+use kvevents_index::prefix_index::{Outcome, PrefixIndex};
 use kvevents_index::wire::decode::{Reason, decode, decode_into};
 use kvevents_index::wire::scan::{self, Event, Run, Schema, Scratch, scan};
 use proptest::prelude::*;
@@ -10,8 +10,8 @@ fn schema() -> Schema {
     Schema::new(scan::Limits::default()).expect("the limits are high enough")
 }
 
-fn index() -> Index {
-    Index::new(schema(), Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(schema(), Limits::default())
 }
 
 /// An event as `[tag, hashes, nil, tokens, 2]`.

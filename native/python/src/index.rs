@@ -21,7 +21,7 @@ use kvevents_index::holders::placements::Placement;
 use kvevents_index::keys;
 use kvevents_index::limits::Limits;
 use kvevents_index::lookup::Matches;
-use kvevents_index::prefix_index::{ApplyResult, Held, Index, Info, Outcome};
+use kvevents_index::prefix_index::{ApplyResult, Held, Info, Outcome, PrefixIndex};
 use kvevents_index::snapshot::{self, Failure};
 use kvevents_index::store::members::Worker;
 use kvevents_index::stream::Estimate;
@@ -89,7 +89,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
 /// The native part of `kvevents.index.PrefixIndex`.
 #[pyclass(subclass, frozen, module = "kvevents_native._native")]
 pub(super) struct NativeIndex {
-    index: ProcessOwned<Arc<Index>>,
+    index: ProcessOwned<Arc<PrefixIndex>>,
     applied: Py<PyAny>,
     cleared: Py<PyAny>,
     duplicate: Py<PyAny>,
@@ -131,17 +131,17 @@ impl Listing {
 
 impl NativeIndex {
     /// Returns the index; raises in a forked process.
-    fn index(&self, py: Python<'_>) -> PyResult<&Index> {
+    fn index(&self, py: Python<'_>) -> PyResult<&PrefixIndex> {
         self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
     }
 
     /// Returns the index for native threads.
-    pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<Index>> {
+    pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<PrefixIndex>> {
         self.index.get().cloned().ok_or_else(|| of_parent(py))
     }
 
     /// Returns the index; raises if a panic has damaged it.
-    fn undamaged(&self, py: Python<'_>) -> PyResult<&Index> {
+    fn undamaged(&self, py: Python<'_>) -> PyResult<&PrefixIndex> {
         let index = self.index(py)?;
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
@@ -205,7 +205,7 @@ fn work_of(applied: &ApplyResult) -> usize {
 }
 
 /// Does work that changes the index. A panic that leaves it half changed raises the error that every later call raises.
-fn run_change<R>(index: &Index, work: impl FnOnce() -> R) -> PyResult<R> {
+fn run_change<R>(index: &PrefixIndex, work: impl FnOnce() -> R) -> PyResult<R> {
     catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
         if index.is_damaged() {
             Python::attach(|py| Err(damaged(py)))
@@ -228,7 +228,7 @@ impl NativeIndex {
         let limits = limits_of(memory_limit, &limits)?;
         let [applied, cleared, duplicate, void] = outcomes;
         Ok(Self {
-            index: ProcessOwned::new(Arc::new(Index::new(schema.joining(), limits))),
+            index: ProcessOwned::new(Arc::new(PrefixIndex::new(schema.joining(), limits))),
             applied,
             cleared,
             duplicate,

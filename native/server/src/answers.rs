@@ -188,7 +188,7 @@ mod tests {
 
     use super::*;
     use kvevents_index::limits::Limits;
-    use kvevents_index::prefix_index::Index;
+    use kvevents_index::prefix_index::PrefixIndex;
     use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
 
     /// Name, rank, and tokens on the GPU, down to host and disk, and on all tiers.
@@ -206,7 +206,7 @@ mod tests {
             .collect();
         let order: Vec<usize> = (0..rows.len()).collect();
         let changes = json!({"has_failed": false, "order": order, "workers": workers, "block_sizes": [], "bases": []});
-        let index = Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
+        let index = PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
         Table::read(changes.to_string().as_bytes(), Arc::new(index), None).unwrap()
     }
 

@@ -21,7 +21,7 @@ use crate::settings::Limits;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
 use kvevents_index::lookup::Matches;
-use kvevents_index::prefix_index::Index;
+use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_routing::{Loads, Terms, Ties, Trust, WorkerTrust};
 
 /// A query that is answered here.
@@ -141,7 +141,7 @@ impl Endpoints {
     }
 
     /// Replaces the table, from the changes that `Table::read` reads.
-    pub(crate) fn replace(&self, changes: &[u8], index: Arc<Index>) -> Result<(), String> {
+    pub(crate) fn replace(&self, changes: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
         let before = self.table.read().clone();
         let table = Table::read(changes, index, before.as_deref())?;
         let before = self.table.write().replace(Arc::new(table));

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use kvevents_index::keys;
-use kvevents_index::prefix_index::Index;
+use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::store::members::Worker as Stream;
 use kvevents_index::{Items, Scope as IndexScope};
 use kvevents_routing::{Labels, State, Trust};
@@ -165,7 +165,7 @@ pub(crate) struct Candidates {
 /// A description of the fleet.
 #[derive(Debug)]
 pub struct Table {
-    pub(crate) index: Arc<Index>,
+    pub(crate) index: Arc<PrefixIndex>,
     has_failed: bool,
     pub(crate) workers: Vec<Arc<Worker>>,
     /// Workers by the control plane's numbers.
@@ -186,7 +186,7 @@ impl Table {
     /// Reads the control plane's JSON, which describes the changes of a table; it is answered from `index`.
     ///
     /// # Errors If the JSON has another shape, or lacks a worker that the previous table lacks too.
-    pub fn read(json: &[u8], index: Arc<Index>, before: Option<&Self>) -> Result<Self, String> {
+    pub fn read(json: &[u8], index: Arc<PrefixIndex>, before: Option<&Self>) -> Result<Self, String> {
         let message: TableMessage = serde_json::from_slice(json).map_err(|error| error.to_string())?;
         let mut changed = message.workers;
         let mut table = Self {
@@ -410,8 +410,11 @@ pub(crate) mod tests {
             "trust": {"state": state, "reason": "", "reason_codes": [], "attested": false}})
     }
 
-    pub(crate) fn index() -> Arc<Index> {
-        Arc::new(Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default()))
+    pub(crate) fn index() -> Arc<PrefixIndex> {
+        Arc::new(PrefixIndex::new(
+            Schema::new(ScanLimits::default()).unwrap(),
+            Limits::default(),
+        ))
     }
 
     pub(crate) fn changes(order: &[u64], workers: &serde_json::Value) -> Vec<u8> {

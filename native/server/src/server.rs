@@ -38,7 +38,7 @@ use crate::server_state::{MAX_SILENCE, Probes, Shared};
 use crate::settings::{Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
-use kvevents_index::prefix_index::Index;
+use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_routing::Loads;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
@@ -115,7 +115,7 @@ impl Server {
     ///
     /// # Errors
     /// If the JSON has another shape, or lacks a worker that was never described.
-    pub fn replace_table(&self, changes: &[u8], index: Arc<Index>) -> Result<(), String> {
+    pub fn replace_table(&self, changes: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
         self.shared.endpoints.replace(changes, index)
     }
 

@@ -15,7 +15,7 @@ use crate::holders::contexts::Context;
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Items, Scheme};
 use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
-use crate::prefix_index::Index;
+use crate::prefix_index::PrefixIndex;
 use crate::step_counter;
 use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
@@ -213,7 +213,7 @@ impl Room {
     }
 }
 
-impl Index {
+impl PrefixIndex {
     /// The workers that hold a prefix of a prompt.
     ///
     /// Hashes are computed without the lock, and only a few at first, since often not even the beginning is known. The answer describes one

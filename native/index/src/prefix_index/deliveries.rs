@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
-use super::Index;
+use super::PrefixIndex;
 use crate::apply::{Read, Work};
 use crate::store::shared_state::SharedState;
 use crate::stream::{Estimate, StatedRanks, Stream};
@@ -75,7 +75,7 @@ thread_local! {
     pub(super) static ROOM: RefCell<Room> = RefCell::default();
 }
 
-impl Index {
+impl PrefixIndex {
     /// Applies a batch in any form that a peer may send. No lock is held while the payload is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         ROOM.with_borrow_mut(|room| {

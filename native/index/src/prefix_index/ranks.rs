@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::Index;
+use super::PrefixIndex;
 use super::deliveries::{Outcome, Room};
 use super::registry::{Rank, Registry, register};
 use crate::store::members::Worker;
@@ -30,7 +30,7 @@ impl Registry {
     }
 }
 
-impl Index {
+impl PrefixIndex {
     /// The other ranks whose batches arrive in the stream of a worker.
     pub(super) fn carried_ranks(&self, worker: &Worker) -> Vec<i64> {
         let registry = self.registry.read();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
-use super::{Index, Outcome};
+use super::{Outcome, PrefixIndex};
 use crate::memory::hasher::Secret;
 use crate::rules::replaced_loras::ReplacedLoras;
 use crate::store::members::{Member, Worker};
@@ -162,7 +162,7 @@ impl Registry {
     }
 }
 
-impl Index {
+impl PrefixIndex {
     /// Returns or creates the stream of a worker. Refused if a fence excludes it, or if no stream number is free.
     pub(crate) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
         let mut registry = self.registry.write();
@@ -288,8 +288,8 @@ impl Index {
         drop(writer);
         let mut blocks = 0;
         for rank in &removed {
-            // The stream is locked before the registry, against the order of `Index`: `replacing` keeps out the one other thread that would
-            // lock both, which replaces the whole index.
+            // The stream is locked before the registry, against the order of `PrefixIndex`: `replacing` keeps out the one other thread
+            // that would lock both, which replaces the whole index.
             let mut stream = rank.stream.lock();
             if stream.gone {
                 continue;

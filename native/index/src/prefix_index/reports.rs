@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::Index;
+use super::PrefixIndex;
 use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
 use crate::store::members::Worker;
@@ -61,7 +61,7 @@ pub struct Held {
     pub copies: Copies,
 }
 
-impl Index {
+impl PrefixIndex {
     /// Every stream as an operator sees it.
     pub fn infos(&self) -> Vec<Info> {
         let labels = self.registry.read().labels.clone();

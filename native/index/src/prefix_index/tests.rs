@@ -12,8 +12,8 @@ use crate::store::records::Row;
 use crate::testing::cases::{batch, map, text};
 use crate::wire::scan::Limits as ScanLimits;
 
-fn index() -> Index {
-    Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
 }
 
 /// A batch with one block of two tokens, or its removal.
@@ -61,7 +61,7 @@ fn removal(hashes: &[u64]) -> Vec<u8> {
     batch(&[map("BlockRemoved", &fields)])
 }
 
-fn tokens_of(index: &Index, tokens: &[u32]) -> Vec<u32> {
+fn tokens_of(index: &PrefixIndex, tokens: &[u32]) -> Vec<u32> {
     let found = index.match_prompt(tokens, &Scope::default());
     found.hits.iter().map(|hit| hit.tokens[0]).collect()
 }

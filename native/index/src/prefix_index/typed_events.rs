@@ -1,7 +1,7 @@
 //! Applies events that a Rust program has made, instead of payloads.
 
 use super::deliveries::ROOM;
-use super::{Index, Outcome};
+use super::{Outcome, PrefixIndex};
 use crate::store::members::Worker;
 use crate::wire::scan::{Event, Kind, Run, Span};
 
@@ -45,7 +45,7 @@ impl<'a> TypedEvent<'a> {
     }
 }
 
-impl Index {
+impl PrefixIndex {
     /// Applies an event as the next batch of the present incarnation of a worker.
     pub(crate) fn event(&self, worker: &Worker, event: TypedEvent<'_>) -> Outcome {
         let (source, rank) = (worker.source.as_str(), worker.rank);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::Failure;
 use crate::holders::holder_sets::MAX_STREAMS;
 use crate::memory::hasher::Secret;
-use crate::prefix_index::{ImportedStream, Index, Registry};
+use crate::prefix_index::{ImportedStream, PrefixIndex, Registry};
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
@@ -41,7 +41,7 @@ fn held(worker: &Worker) -> Failure {
     ))
 }
 
-impl Index {
+impl PrefixIndex {
     /// Writes a snapshot of these workers, or of all workers if none are given.
     pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
         super::save(self, out, workers)

@@ -21,7 +21,7 @@ use crate::keys::{self, Scheme};
 use crate::limits::Limits;
 use crate::memory::page_pool;
 use crate::memory::table::Stage;
-use crate::prefix_index::{ImportedStream, Index};
+use crate::prefix_index::{ImportedStream, PrefixIndex};
 use crate::rules::evidence::Evidence;
 use crate::rules::pending::{Content, Waiting};
 use crate::rules::replaced_loras::MAX_LORAS;
@@ -40,7 +40,7 @@ use super::{
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything except the overlay, or nothing if it fails.
-pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
+pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
     let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
     Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
     index.replace(shared_lock, part);
@@ -49,7 +49,7 @@ pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
 
 /// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
 /// that have joined so far; the last one can have some of its blocks.
-pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
+pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut Part) -> Result<(), Failure> {
     Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
 
@@ -62,7 +62,7 @@ struct Restoring<'a, R> {
     /// The destination of the blocks.
     shared_lock: &'a YieldingRwLock<SharedState>,
     /// The index that has this shared part; None if no index has it yet.
-    index: Option<&'a Index>,
+    index: Option<&'a PrefixIndex>,
     limits: Limits,
     part: &'a mut Part,
     /// Placements as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
@@ -76,7 +76,7 @@ impl<'a, R: Read> Restoring<'a, R> {
     fn new(
         from: R,
         shared_lock: &'a YieldingRwLock<SharedState>,
-        index: Option<&'a Index>,
+        index: Option<&'a PrefixIndex>,
         limits: Limits,
         part: &'a mut Part,
     ) -> Result<Self, Failure> {

@@ -11,15 +11,15 @@ use crate::holders::placements::Placement;
 use crate::keys::Scheme;
 use crate::limits::Limits;
 use crate::lookup::matching::Hit;
-use crate::prefix_index::Index;
+use crate::prefix_index::PrefixIndex;
 use crate::store::members::Worker;
 use crate::store::shared_state::Block;
 use crate::wire::scan::Schema;
 
 const SCHEME: Scheme = Scheme { size: 2, eagle: false };
 
-fn index() -> Index {
-    Index::new(Schema::new(crate::wire::scan::Limits::default()).unwrap(), Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(Schema::new(crate::wire::scan::Limits::default()).unwrap(), Limits::default())
 }
 
 fn worker(source: &str) -> Worker {
@@ -30,7 +30,7 @@ fn worker(source: &str) -> Worker {
 }
 
 /// Has a worker hold the keys from `first` on, on a placement of its own and in a context of its own.
-fn hold(index: &Index, source: &str, first: u64, count: u64) {
+fn hold(index: &PrefixIndex, source: &str, first: u64, count: u64) {
     index.reset(source, 0, 1);
     let stream = index.stream(source, 0).unwrap();
     let mut stream = stream.lock();
@@ -64,13 +64,13 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
     writer.contexts.release(context);
 }
 
-fn saved(index: &Index, sources: &[&str]) -> Vec<u8> {
+fn saved(index: &PrefixIndex, sources: &[&str]) -> Vec<u8> {
     let workers: HashSet<Worker> = sources.iter().map(|source| worker(source)).collect();
     index.save(Vec::new(), Some(&workers)).unwrap()
 }
 
 /// Blocks that each worker holds of the chain that begins with `first`.
-fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
+fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
     let hits = index.match_rolling_keys(&keys, Some(2), &None).unwrap();
     let held = |hit: &Hit| (hits.worker(hit).source.clone(), u64::from(hit.tokens[3] / 2));
@@ -78,7 +78,7 @@ fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
 }
 
 /// The counts that the shared part has of its contents.
-fn counts(index: &Index) -> (usize, usize, usize, usize) {
+fn counts(index: &PrefixIndex) -> (usize, usize, usize, usize) {
     let shared = index.shared_lock.read();
     let members = shared.view.members.iter().flatten().count();
     (shared.records.len(), shared.view.heads.len(), shared.contexts.len(), members)

@@ -12,7 +12,7 @@ use crate::groups::GroupKind;
 use crate::groups::engine_hash::EngineHash;
 use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
-use crate::prefix_index::Index;
+use crate::prefix_index::PrefixIndex;
 use crate::rules::pending::Waiting;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
@@ -33,7 +33,7 @@ const PIECE: usize = 1 << 14;
 
 /// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given, with the other ranks of
 /// their streams.
-pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
+pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
     let is_carried_by_one = |worker: &Worker, workers: &HashSet<Worker>| {
         let carrier = |rank| Worker { rank, ..worker.clone() };
         index.carrier(worker).is_some_and(|rank| workers.contains(&carrier(rank)))
@@ -87,7 +87,7 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
 }
 
 struct Saving<'a, W> {
-    index: &'a Index,
+    index: &'a PrefixIndex,
     out: FrameWriter<W>,
     /// Placements in the file, in their order.
     written: Vec<Placement>,

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::keys::Item;
 use crate::limits::Limits;
 use crate::lookup::{Matches, Scope};
-use crate::prefix_index::{Index, Outcome};
+use crate::prefix_index::{Outcome, PrefixIndex};
 use crate::step_counter::{self, Steps};
 use crate::store::members::Worker;
 use crate::testing::cases::text;
@@ -160,12 +160,12 @@ fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
     [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &body].concat()
 }
 
-fn index() -> Index {
-    Index::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
+fn index() -> PrefixIndex {
+    PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
 }
 
 /// Applies a payload, within the bounds.
-fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
+fn apply(index: &PrefixIndex, source: &str, seq: i64, payload: &[u8]) {
     let before = index.info(source, 0).map_or(0, |info| info.blocks + info.orphans);
     step_counter::taken();
     let outcome = index.batch(source, 0, 0, seq, payload).outcome;
@@ -181,7 +181,7 @@ fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
 }
 
 /// Looks a prompt up, within the bounds.
-fn look_up(index: &Index, tokens: &[u32], scope: &Scope) -> Matches {
+fn look_up(index: &PrefixIndex, tokens: &[u32], scope: &Scope) -> Matches {
     step_counter::taken();
     let found = index.match_prompt(tokens, scope);
     let Steps { taken, .. } = step_counter::taken();
@@ -191,7 +191,7 @@ fn look_up(index: &Index, tokens: &[u32], scope: &Scope) -> Matches {
 }
 
 /// Compares a stream with equal attestations, of which the second one finds nothing to change.
-fn attest(index: &Index) {
+fn attest(index: &PrefixIndex) {
     let Some(stream) = index.stream("bad", 0) else { return };
     let locked = stream.lock();
     let (attestation, blocks) = (locked.attestation(), locked.blocks);
@@ -485,7 +485,7 @@ fn groups_that_disagree_at_every_block() {
 }
 
 /// A hybrid stream of blocks of which some are known by the engine's hashes only.
-fn by_hashes(index: &Index) {
+fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
         apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));
     }
