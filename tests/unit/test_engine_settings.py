@@ -21,6 +21,13 @@ def test_nothing_is_asked_for_without_the_variable() -> None:
     assert parse_settings("on") == parse_settings("{}") == EngineSettings()
 
 
+def test_words_for_on_and_off_are_no_files() -> None:
+    """A file that cannot be read leaves the engine without events, since it might have keys."""
+    assert [read_settings({VARIABLE: text}) for text in ("0", "false", "No", "OFF")] == [None] * 4
+    assert [parse_settings(text) for text in ("1", "true", "Yes", "ON")] == [EngineSettings()] * 4
+    assert not any(mention_keys({VARIABLE: text}) for text in ("0", "false", "no", "1", "true", "yes"))
+
+
 def test_settings_that_may_be_about_keys_are_recognised(tmp_path: Path) -> None:
     """A file that cannot be read might have keys."""
     path = tmp_path / "publisher.toml"

@@ -33,6 +33,8 @@ from kvevents.settings import Positive, Seconds, Settings, convert, read_toml
 from kvevents.zeromq.keys import Curve
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
+_ON: Final = frozenset({"on", "1", "true", "yes"})
+_OFF: Final = frozenset({"", "off", "0", "false", "no"})
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,16 +61,16 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
-    """Return the settings in `KVEVENTS_PUBLISHER`; None if it is empty or `off`, which leaves the engine as it is.
+    """Return the settings in `KVEVENTS_PUBLISHER`; None if it is empty, `off` or `0`, which leaves the engine as it is.
 
-    Other values are `on` for the defaults, a JSON object, or the path of a TOML file.
+    Other values are `on` or `1` for the defaults, a JSON object, or the path of a TOML file.
 
     Raises `ConfigError`, which names the field, for an unknown field, and for a value of another type or out of range.
     """
     text = environ.get(VARIABLE, "").strip()
-    if text.lower() in {"", "off"}:
+    if text.lower() in _OFF:
         return None
-    if text.lower() == "on":
+    if text.lower() in _ON:
         return EngineSettings()
     return convert(parse_object(text, VARIABLE) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
 
@@ -76,7 +78,7 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
 def mention_keys(environ: Mapping[str, str]) -> bool:
     """Whether the settings, which need not be valid, might configure keys: also if their file cannot be read."""
     text = environ.get(VARIABLE, "").strip()
-    if not text.startswith("{") and text.lower() not in {"", "on", "off"}:
+    if not text.startswith("{") and text.lower() not in _ON | _OFF:
         try:
             text = Path(text).read_text(encoding="utf-8", errors="replace")
         except OSError:
