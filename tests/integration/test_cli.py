@@ -95,10 +95,8 @@ def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pyte
     ("args", "expected"),
     [
         ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
-        (
-            "relay --replay-endpoint x 127.0.0.1:5557",
-            "kvevents relay: error: unknown option --replay-endpoint; did you mean --endpoint?",
-        ),
+        ("relay --replay-endpoint 0 127.0.0.1:5557", "kvevents relay: error: argument --replay: invalid endpoint '0'"),
+        ("tail --replay-endpoint=0 127.0.0.1:5557", "kvevents tail: error: argument --replay: invalid endpoint '0'"),
         ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
         ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: unknown option --zzz"),
         ("tail -z 127.0.0.1:5557", "kvevents tail: error: unknown option -z"),

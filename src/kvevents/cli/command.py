@@ -105,6 +105,15 @@ class HelpFormatter(RawDescriptionHelpFormatter):
         yield from getattr(action, "_choices_actions", ())
 
 
+_OTHER_NAMES: Final = {"--replay-endpoint": "--replay"}
+"""Names of options that are accepted too: those of fields in files, variables and HTTP requests."""
+
+
+def _rename_option(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return _OTHER_NAMES.get(option, option) + equals + value
+
+
 class CommandParser(ArgumentParser):
     """A parser that reports unknown options and commands before anything else, with a suggestion.
 
@@ -142,7 +151,7 @@ class CommandParser(ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
         """Parse arguments. A command declares its options here, when it was chosen."""
-        given = sys.argv[1:] if args is None else args
+        given = [_rename_option(word) for word in (sys.argv[1:] if args is None else args)]
         command, self._command = self._command, None
         if command is not None:
             self._declare(command)
@@ -152,7 +161,7 @@ class CommandParser(ArgumentParser):
             options = [*takewhile(lambda word: word.startswith("-"), given)]
             self._check_options(options)
             self._check_command(given[len(options) :])
-        parsed, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(given, namespace)
         if self._commands is None:
             for word in rest:
                 if word.startswith("-"):
