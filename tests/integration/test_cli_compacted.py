@@ -18,6 +18,7 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.export import export
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap
+from publisher_cases import wait_until
 
 pytest.importorskip("kvevents_native._native", reason="publishers need the native module for compaction")
 
@@ -46,6 +47,7 @@ def old_engine() -> Iterator[ZmqEventPublisher]:
 
     for _ in range(PUBLISHED):
         publish()
+    wait_until(lambda: publisher.stats().published == PUBLISHED, "all batches to be sent")
     thread = threading.Thread(target=publish_continuously)
     thread.start()
     try:

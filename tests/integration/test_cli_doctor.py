@@ -471,7 +471,10 @@ def publish_continuously(publisher: ZmqEventPublisher) -> AbstractContextManager
     ],
 )
 def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], expected: str, advice: str) -> None:
-    """Each is a finding about trust that reports which endpoint is wrong and what to register."""
+    """Each is a finding about trust that reports which endpoint is wrong and what to register.
+
+    The state changes to REPLAYING for a moment whenever a live batch is compared with what replay says.
+    """
     others = [blocks(3, 5), *([blocks(1, 20)] * 500 if wrong == "replay of an engine ahead" else [])]
     with serving() as served, engine(blocks(2)) as one, engine(*others) as other, publish_continuously(one):
         registrations: dict[str, dict[str, Any]] = {
@@ -482,10 +485,15 @@ def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], exp
         }
         served.register("engine-0", one, **registrations[wrong])
         served.wait("engine-0/0", lambda source: not codes.isdisjoint(source["trust"]["reason_codes"]))
-        found = examine_service(served.url)
-    assert found["trust"]["verdict"] in {"warn", "fail"}
-    assert expected in found["trust"]["text"]
-    assert advice in found["trust"]["advice"]
+        found: dict[str, str] = {}
+
+        def has_expected() -> bool:
+            found.update(examine_service(served.url)["trust"])
+            return expected in found["text"]
+
+        wait_until(has_expected, lambda: found)
+    assert found["verdict"] in {"warn", "fail"}
+    assert advice in found["advice"]
 
 
 def make_view(**more: Any) -> SourceView:
