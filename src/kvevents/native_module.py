@@ -1,7 +1,4 @@
-"""The compiled package `kvevents_native`: whether it can be used.
-
-Publishers and subscribers work without it, with fewer features.
-"""
+"""The compiled package `kvevents_native`, without which publishers and subscribers work with fewer features."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent, KVEventBatch
 from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
 from kvevents.wire.dialects import ARRAY_STORED
 from wire_cases import batch_of, batches_of, make_store, pack
@@ -130,6 +130,19 @@ def test_signed_hashes_are_accepted_for_an_unsigned_dialect() -> None:
     assert decode_plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([-1], "GPU")]), NEWEST))[1][0]["block_hashes"] == [
         2**64 - 1
     ]
+
+
+def test_the_default_sends_the_same_hash_in_all_events_of_a_block() -> None:
+    """Subscribers that compare hashes as they come would keep a block whose removal has another one than its store."""
+    stores = [BlockStored([-5], -7, [1], 1), BlockStored([-5], -7, [1], 1, cache_salt="tenant")]
+    array, salted, removed = decode_plain(encode_batch(KVEventBatch(1.0, [*stores, BlockRemoved([-5])])))[1]
+    assert (array[1:3], salted["block_hashes"], salted["parent_block_hash"], removed[1]) == ([[-5], -7], [-5], -7, [-5])
+
+
+@pytest.mark.parametrize("event", [BlockStored([2**64], None, [1], 1), BlockRemoved([2**64])])
+def test_a_hash_beyond_64_bits_is_refused(event: KVEvent) -> None:
+    with pytest.raises(EncodeError):
+        encode_batch(KVEventBatch(1.0, [event]))
 
 
 def test_byte_hashes_are_encoded_as_bytes_again() -> None:

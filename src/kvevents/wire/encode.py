@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -55,6 +55,8 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
     layout = dialect or DEFAULT_DIALECT
     # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
+    # Stores and removals of a block must have one hash, and most stores are sent as they are.
+    keeps_hashes = layout.is_lossless and not layout.has_signed_hashes
     converters: dict[Any, _Converter] = {}
 
     def encode(batch: Any) -> bytes:
@@ -64,7 +66,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
                 try:
                     convert = converters[event.__class__]
                 except KeyError:
-                    convert = converters[event.__class__] = _converter(event.__class__, layout)
+                    convert = converters[event.__class__] = _converter(event.__class__, layout, keeps_hashes)
                 events.append(convert(event))
             wire_batch = batch
             if not is_common:
@@ -101,15 +103,16 @@ def _is_ours(kind: Any) -> bool:
 
 
 @cache
-def _converter(kind: Any, dialect: Dialect) -> _Converter:
-    """Return the function that converts events of type `kind` to the layout of `dialect`. It is made once per pair."""
+def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
+    """Return the function that converts events of type `kind` to the layout of `dialect`, or all but their hashes."""
     if not _is_ours(kind):
         return _as_declared
     wire_type = _wire_type(kind.__struct_config__.tag, dialect)
     names = wire_type.__struct_fields__
+    convert_hash = _as_declared if keeps_hashes else partial(_wire_hash, dialect.has_signed_hashes)
 
     def convert(event: Any) -> Any:
-        values = [_value(event, name, dialect.has_signed_hashes) for name in names]
+        values = [_value(event, name, convert_hash) for name in names]
         return _add_extra_fields(wire_type(*values), event, dialect)
 
     def convert_completely(event: Any) -> Any:
@@ -119,12 +122,13 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
     if not dialect.is_lossless:
         return convert
     other_names = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
-    fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes))
-    return _stored_converter(convert_completely) if kind is BlockStored and names == ARRAY_STORED else convert_completely
+    fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes), keeps_hashes)
+    is_fast = kind is BlockStored and names == ARRAY_STORED and keeps_hashes
+    return _stored_converter(convert_completely) if is_fast else convert_completely
 
 
-def _as_declared(event: Any) -> Any:
-    return event
+def _as_declared(value: Any) -> Any:
+    return value
 
 
 def _stored_converter(convert: _Converter) -> _Converter:
@@ -161,25 +165,23 @@ def _stored_converter(convert: _Converter) -> _Converter:
     return convert_stored
 
 
-def _value(event: Any, name: str, is_signed: bool) -> Any:
-    """Return one field. Hashes are bytes if the peer sent bytes, else integers in the range of the dialect."""
+def _value(event: Any, name: str, convert_hash: _Converter) -> Any:
+    """Return one field. Hashes are bytes if the peer sent bytes, else integers that `convert_hash` returns."""
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
         digests = getattr(event, "block_digests", None)
-        return [_wire_hash(item, is_signed) for item in (() if value is None else value)] if digests is None else digests
+        return [convert_hash(item) for item in (() if value is None else value)] if digests is None else digests
     if name == "parent_block_hash":
         digest = getattr(event, "parent_block_digest", None)
-        return _wire_hash(value, is_signed) if digest is None else digest
+        return convert_hash(value) if digest is None else digest
     if name == "token_ids" and isinstance(value, (bytes, bytearray, memoryview)):
         return memoryview(value).tolist()  # msgspec encodes it as bytes
     return value
 
 
-def _wire_hash(value: Any, is_signed: bool) -> Any:
-    if not isinstance(value, int):
-        return value
-    value %= _MODULUS
-    return value - _MODULUS if is_signed and value >= _SIGN else value
+def _wire_hash(is_signed: bool, value: Any) -> Any:
+    least = -_SIGN if is_signed else 0
+    return (value - least) % _MODULUS + least if isinstance(value, int) else value
 
 
 def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
