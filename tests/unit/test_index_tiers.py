@@ -91,7 +91,7 @@ def test_a_chunk_of_another_size_keeps_its_own_key() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("fields", [SALTED, ADAPTED])
+@pytest.mark.parametrize("fields", [SALTED, ADAPTED, {"lora_name": "adapter"}, {"lora_id": 3}])
 def test_unknown_first_blocks_without_keys_make_the_tier_inexact(fields: dict[str, Any], order: int) -> None:
     """If other blocks of the stream have salts or adapters, these may have them too."""
     feed = Feed(PrefixIndex())
@@ -114,10 +114,11 @@ def test_unknown_first_blocks_without_keys_make_the_tier_inexact(fields: dict[st
         [chain("GPU", **SALTED), store([11], [1, 1], 2, medium="CPU", extra_keys=[("tenant",)])],
         [chain("GPU", cache_salt="tenant"), store([11], [1, 1], 2, medium="CPU_PINNED")],
         [chain("GPU", **SALTED), store([12], [1, 1], 2, 11, medium="CPU")],
+        [chain("GPU", lora_name="adapter"), store([11], [1, 1], 2, medium="CPU_PINNED")],
     ],
 )
 def test_a_tier_with_keys_or_without_need_of_them_is_exact(events: list[KVEvent]) -> None:
-    """SGLang has a field for the salt of each event, on all tiers."""
+    """SGLang has fields for the salt and the adapter of each event, on all tiers."""
     feed = Feed(PrefixIndex())
     feed(*events)
     assert feed.index.worker("a").estimate is None

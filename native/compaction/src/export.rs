@@ -70,9 +70,12 @@ struct Exporter<'a> {
     surplus: Vec<(u64, u8)>,
     /// Signs that a consumer still needs to conclude `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
     needs_extra_keys: bool,
-    /// Signs from which a consumer concludes `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`.
+    /// Whether a consumer still needs to conclude `Evidence::has_loras`.
+    needs_loras: bool,
+    /// Signs from which a consumer concludes `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`, and what was exported of them.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
+    has_bare_root: bool,
 }
 
 impl<'a> Exporter<'a> {
@@ -85,8 +88,10 @@ impl<'a> Exporter<'a> {
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
             needs_extra_keys: state.evidence.has_extra_keys || misses_lower,
+            needs_loras: state.evidence.needs_loras(),
             needs_unkeyed_root: state.evidence.has_unkeyed_root || misses_lower,
             has_unkeyed_root: false,
+            has_bare_root: false,
         }
     }
 
@@ -125,10 +130,19 @@ impl<'a> Exporter<'a> {
         // Together they let a consumer conclude that it cannot know exactly what tiers below the device hold.
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
-            self.export_evidence("GPU", extra_keys);
+            let store = self.first_block("GPU");
+            self.export_evidence(Store { extra_keys, ..store });
         }
-        if self.needs_unkeyed_root && !self.has_unkeyed_root {
-            self.export_evidence(LOWER_MEDIUM, None);
+        if self.needs_loras {
+            let mut store = self.first_block("GPU");
+            store.namespace.lora_name = Some(Cow::Borrowed(b"-"));
+            self.export_evidence(store);
+        }
+        let needs_bare_root = self.state.evidence.has_bare_root && !self.has_bare_root;
+        if needs_bare_root || (self.needs_unkeyed_root && !self.has_unkeyed_root) {
+            let mut store = self.first_block(LOWER_MEDIUM);
+            store.namespace.lora_name = (!needs_bare_root).then_some(Cow::Borrowed(b"-"));
+            self.export_evidence(store);
         }
     }
 
@@ -173,15 +187,11 @@ impl<'a> Exporter<'a> {
     }
 
     /// Announces a first block on `medium`, and removes it again.
-    fn export_evidence(&mut self, medium: &'static str, extra_keys: Option<Cow<'static, [u8]>>) {
+    fn export_evidence(&mut self, store: Store<'static>) {
         let hash = self.unused_hash(0);
-        let store = Store {
-            hashes: vec![hash].into(),
-            extra_keys,
-            ..self.first_block(medium)
-        };
         let location = store.location.clone();
-        self.export_store(store);
+        let hashes = vec![hash].into();
+        self.export_store(Store { hashes, ..store });
         (self.emit)(ExportedEvent::Removed(vec![hash], location));
     }
 
@@ -264,7 +274,10 @@ impl<'a> Exporter<'a> {
         }
         if !is_known {
             self.note_extra_keys(&store);
-            self.has_unkeyed_root |= !is_twin && is_unkeyed_root(&store);
+            if !is_twin && is_unkeyed_root(&store) {
+                self.has_unkeyed_root = true;
+                self.has_bare_root |= !has_lora(&store);
+            }
             self.export_store(store);
         }
         copies.into_iter().for_each(|copy| self.export_store(copy));
@@ -383,7 +396,10 @@ impl<'a> Exporter<'a> {
     }
 
     fn note_extra_keys(&mut self, store: &Store<'_>) {
-        self.needs_extra_keys &= !(store.location.is_on_device() && has_extra_keys(store.extra_keys.as_deref()));
+        if store.location.is_on_device() {
+            self.needs_extra_keys &= !has_extra_keys(store.extra_keys.as_deref());
+            self.needs_loras &= !has_lora(store);
+        }
     }
 
     /// Announces the matching rules of groups that no exported store has announced.
@@ -418,6 +434,10 @@ impl<'a> Exporter<'a> {
         let is_unused = |&hash: &u64| blocks.find(hash).is_none() && !self.state.waiting.names(hash) && !is_dead(hash);
         (after + 1..).find(is_unused).unwrap_or(0)
     }
+}
+
+fn has_lora(store: &Store<'_>) -> bool {
+    store.namespace.lora_id.is_some() || store.namespace.lora_name.is_some()
 }
 
 /// Whether a first block comes below the device without anything that says whether it has extra keys.

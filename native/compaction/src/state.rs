@@ -126,7 +126,9 @@ impl State {
             copied_levels: self.copied_levels,
             evidence: Evidence {
                 has_extra_keys: false,
+                has_loras: false,
                 has_unkeyed_root: false,
+                has_bare_root: false,
                 set_aside: 1,
                 ..self.evidence
             },
@@ -294,6 +296,7 @@ impl State {
         };
         let is_below_device = !self.announcements.is_on_device(announcement);
         self.evidence.has_extra_keys |= !is_below_device && has_extra_keys(store.extra_keys.as_deref());
+        self.evidence.has_loras |= !is_below_device && lora != 0;
         let is_unkeyed = is_below_device && store.extra_keys.is_none() && store.namespace.cache_salt.is_none();
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
@@ -305,7 +308,9 @@ impl State {
                 (awaited, parent, content.salt) = (Some(hash), Some(number), own_salt);
                 continue;
             }
-            self.evidence.has_unkeyed_root |= is_unkeyed && at == 0 && is_root;
+            if is_unkeyed && at == 0 && is_root {
+                self.evidence.note_unkeyed_root(lora == 0);
+            }
             content.tokens = tokens_of(store, at, size as usize);
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));

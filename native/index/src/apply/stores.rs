@@ -125,6 +125,7 @@ impl Stream {
             }
             self.learn_page_hashes(&store, event.parent);
             self.evidence.has_extra_keys |= event.extra_keys.is_some() && has_extra_keys(read.bytes(event.extra_keys));
+            self.evidence.has_loras |= store.lora != 0;
         }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
@@ -215,7 +216,9 @@ impl Stream {
                 self.spend(writer, 1);
                 above = Some(number);
             } else if above.is_some() || awaited.is_none() {
-                self.evidence.has_unkeyed_root |= above.is_none() && store.is_unkeyed;
+                if above.is_none() && store.is_unkeyed {
+                    self.evidence.note_unkeyed_root(store.lora == 0);
+                }
                 let block = TokenStore {
                     salt: if at == 0 { store.salt } else { store.own_salt },
                     ..store.up_to(at + 1)

@@ -13,8 +13,12 @@ pub struct Evidence {
     pub has_page_hashes: bool,
     /// Whether blocks on the device had extra keys.
     pub has_extra_keys: bool,
+    /// Whether blocks on the device had a LoRA adapter.
+    pub has_loras: bool,
     /// Whether a first block of unknown hash on another tier had no extra keys.
     pub has_unkeyed_root: bool,
+    /// Whether such a block had no LoRA adapter either.
+    pub has_bare_root: bool,
     /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
     pub unknown_levels: u8,
     /// Whether a clear without a tier empties host memory too.
@@ -29,14 +33,32 @@ const PAGES: u8 = 8;
 const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
 
 impl Evidence {
-    fn flags(&mut self) -> [&mut bool; 5] {
+    fn flags(&mut self) -> [&mut bool; 7] {
         [
             &mut self.is_whole,
             &mut self.has_page_hashes,
             &mut self.has_extra_keys,
             &mut self.has_unkeyed_root,
             &mut self.has_host_clears,
+            &mut self.has_loras,
+            &mut self.has_bare_root,
         ]
+    }
+
+    /// Notes a first block on another tier without extra keys; with `is_bare` it has no LoRA adapter either.
+    pub fn note_unkeyed_root(&mut self, is_bare: bool) {
+        self.has_unkeyed_root = true;
+        self.has_bare_root |= is_bare;
+    }
+
+    /// Whether first blocks on other tiers lack keys that blocks of this stream have.
+    pub fn lacks_keys(&self) -> bool {
+        (self.has_extra_keys && self.has_unkeyed_root) || (self.needs_loras() && self.has_bare_root)
+    }
+
+    /// Whether first blocks on other tiers may lack their LoRA adapter. SGLang announces it on all tiers.
+    pub fn needs_loras(&self) -> bool {
+        self.has_loras && !self.has_host_clears
     }
 
     /// The flags as bits, for a snapshot.
@@ -66,7 +88,8 @@ impl Evidence {
 
     /// Drops the evidence about all tiers, which are empty now.
     pub fn empty_all(&mut self) {
-        (self.unknown_levels, self.has_extra_keys, self.has_unkeyed_root) = (0, false, false);
+        (self.unknown_levels, self.has_extra_keys, self.has_loras) = (0, false, false);
+        (self.has_unkeyed_root, self.has_bare_root) = (false, false);
     }
 
     /// Begins again after a clear that names no tier. `dropped` are levels whose blocks are no longer known, or not all of them; with
@@ -81,7 +104,9 @@ impl Evidence {
         *self = Self {
             unknown_levels: self.unknown_levels | missing,
             has_extra_keys: keeps_lower && self.has_extra_keys,
+            has_loras: keeps_lower && self.has_loras,
             has_unkeyed_root: keeps_lower && self.has_unkeyed_root,
+            has_bare_root: keeps_lower && self.has_bare_root,
             has_page_hashes: self.has_page_hashes,
             has_host_clears: self.has_host_clears,
             pages_left: self.pages_left,
@@ -97,7 +122,9 @@ impl Default for Evidence {
             set_aside: 0,
             has_page_hashes: false,
             has_extra_keys: false,
+            has_loras: false,
             has_unkeyed_root: false,
+            has_bare_root: false,
             unknown_levels: 0,
             has_host_clears: false,
             pages_left: PAGES,

@@ -62,8 +62,6 @@ impl Stream {
         let Evidence {
             set_aside,
             has_page_hashes,
-            has_extra_keys,
-            has_unkeyed_root,
             unknown_levels,
             ..
         } = self.evidence;
@@ -74,7 +72,7 @@ impl Stream {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
             Some(Estimate::PageHashes)
-        } else if unknown_levels & self.named_levels() != 0 || (has_extra_keys && has_unkeyed_root) || self.untied(false) > 0 {
+        } else if unknown_levels & self.named_levels() != 0 || self.evidence.lacks_keys() || self.untied(false) > 0 {
             Some(Estimate::InexactTiers)
         } else {
             self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
