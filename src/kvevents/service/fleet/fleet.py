@@ -59,6 +59,8 @@ class Fleet(Listener):
     """Why sources should get no requests although they are followed, by their names."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
+    _registration_of: Callable[[str], Registration]
+    """Returns the registration of the engine with a topic. Set when engines may connect."""
 
     def __init__(
         self,
@@ -104,12 +106,10 @@ class Fleet(Listener):
         """Members that are still to be refreshed in the current round over all members."""
         self._refresh_batch = 1
         """Number of members that the next refresh takes."""
-        self._refresh_due = 0.0
-        self._trust_due = 0.0
+        self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
         """Why engines that have connected are not followed, by their topics."""
-        self._registration_of: Callable[[str], Registration]
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 

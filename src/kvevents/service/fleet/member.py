@@ -238,6 +238,12 @@ class Member:
         """Number of blocks at the last refresh."""
         return self.info.blocks if self.info is not None else 0
 
+    @property
+    def _fault(self) -> str | None:
+        """What is wrong with the engine, as sentences."""
+        sentences = [fault.sentence for fault in self.faults.values()]
+        return "; ".join(filter(None, [*sentences, self.why_unreachable])) or None
+
     def view(self) -> SourceView:
         """Return the entry for `/v1/sources`."""
         registration, status, info = self.registration, self.status, self.info
@@ -262,8 +268,7 @@ class Member:
             trust=(trust := self.trust_status),
             advice=advise(trust.state, trust.reason_codes, registration.endpoint),
             since=self.since,
-            fault="; ".join([*(fault.sentence for fault in self.faults.values()), *filter(None, [self.why_unreachable])])
-            or None,
+            fault=self._fault,
             incarnation=status.incarnation if status is not None else 0,
             last_seq=status.last_seq if status is not None else -1,
             last_event=self.last_event,
