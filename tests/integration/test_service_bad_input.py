@@ -425,14 +425,14 @@ def test_names_can_have_any_printable_characters(service: Service, name: str) ->
 
 def test_concurrent_registrations_and_queries_leave_the_service_intact(service: Service) -> None:
     """Many clients register, unregister, query and list the same few engines."""
-    with engines(4) as made, ThreadPoolExecutor(8) as pool:
+    with engines(2) as made, ThreadPoolExecutor(8) as pool:  # so few that the model is often unknown for a moment
         for each in made:
             each.store(prompt(28))
 
         def client(seed: int) -> Counter[int]:
             statuses: Counter[int] = Counter()
             dice, own = Random(seed), Client(service.url)
-            for _ in range(60):
+            for _ in range(150):
                 number = dice.randrange(len(made))
                 name = {"instance_id": f"storm-{number}", "model_name": "storm"}
                 choice = dice.randrange(7)

@@ -153,3 +153,15 @@ def test_members_that_are_registered_together_are_published_once() -> None:
     finally:
         may_continue.set()
         assert fleet.follower.stop()
+
+
+def test_a_query_that_misses_an_engine_by_a_moment_has_an_unknown_model() -> None:
+    """That was true when the query was answered. A failure would be one of a service that works."""
+    fleet = Fleet(PrefixIndex(), max_sources=10)
+    sink = IndexSink(fleet.index, fleet)
+    fleet.follower.subscriber.close()  # the subscriber has sockets
+    fleet.follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None, sink), sink)
+    registration = Registration(instance="e", endpoint="tcp://engine:1", model="m")
+    fleet.register(registration)
+    error = fleet.why_unanswered(registration.scope)
+    assert (error.status, error.reason) == (404, "unknown-model")

@@ -47,10 +47,8 @@ class Scopes:
         """The scopes of all streams."""
         return set(self._streams)
 
-    def why_unknown(self, scope: Scope) -> NotFoundError | None:
-        """Return the error for a model that no stream serves; None if one serves it."""
-        if any(candidate[:3] == scope[:3] for candidate in list(self._streams)):
-            return None
+    def unknown(self, scope: Scope) -> NotFoundError:
+        """Return the error for a model that no stream serves."""
         sentence = f"no engine serves model {scope.model!r} for {_owner(scope)}"
         return NotFoundError(sentence, "unknown-model", self._hint(scope))
 

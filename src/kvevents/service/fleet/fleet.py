@@ -321,15 +321,12 @@ class Fleet(Listener):
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return why the data plane has no answer about a scope."""
+        """Return why a routing table that was current a moment ago has no worker of a scope. One may have come since."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
-        unknown = self._scopes.why_unknown(scope)
-        if unknown is None:
-            return UnavailableError("the fleet has changed since the request arrived", "fleet-changed", "retry")
         if reason := self.why_incomplete():
             return UnavailableError(reason, "not-followed-yet", "retry in a second; /readyz says when it is ready")
-        return unknown
+        return self._scopes.unknown(scope)
 
     @property
     def scopes(self) -> set[Scope]:
